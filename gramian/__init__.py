@@ -1,0 +1,22 @@
+"""gramian: capture each layer's input and output gradient once, in the backward pass that happens anyway.
+
+The public names are listed in `__all__`; everything else may change.
+"""
+
+from gramian.errors import GramianError
+from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, observe, per_sample_norms
+from gramian.taps import Site, register_site
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DiagonalFisher",
+    "GramianError",
+    "Health",
+    "NoiseScale",
+    "PerSampleNorms",
+    "Site",
+    "observe",
+    "per_sample_norms",
+    "register_site",
+]

@@ -1,0 +1,80 @@
+"""The command line: parsing, exit codes and one-line errors; each command lives in its own file.
+
+Exit codes: 0 done, 1 the check or the run failed, 2 bad input. Failures and bad input are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from gramian.errors import GramianError
+
+
+class RunFailed(Exception):
+    """A run or check that did not succeed; the message says why."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises `GramianError` in place of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise GramianError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments after the program name; default: those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        arguments = _parse(argv)
+        status: int = arguments.run(arguments)
+        return status
+    except GramianError as problem:
+        return _complain(problem, 2)
+    except RunFailed as problem:
+        return _complain(problem, 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 1)
+    except SystemExit as done:  # --help and --version
+        return int(done.code or 0)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
+    from gramian.cli import demo
+
+    description = "Curvature, privacy and health of training from one capture."
+    parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"gramian {_version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
+    for command in (demo,):
+        command.add_parser(commands)
+
+    arguments, unknown = parser.parse_known_args(argv)
+    if arguments.command is None:
+        raise GramianError(f"command: none given; accepted: {', '.join(commands.choices)}")
+    if unknown:
+        usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
+        raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; accepted: {usage}")
+    return arguments
+
+
+def _version() -> str:
+    try:
+        return metadata.version("gramian")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _complain(problem: object, status: int) -> int:
+    print(f"gramian: {' '.join(str(problem).split())}", file=sys.stderr)
+    return status

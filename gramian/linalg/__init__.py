@@ -1,0 +1,1 @@
+"""Linear algebra that every other room stands on."""

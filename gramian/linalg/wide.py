@@ -1,0 +1,39 @@
+"""Products and sums with wide accumulators: float64 for float64 operands, float32 for everything narrower."""
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype in which sums over these tensors are kept: float64 if one of them is float64, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def wide(t: Tensor) -> Tensor:
+    """The tensor in its accumulation dtype; no copy where it already has it."""
+    return t.to(wide_dtype(t))
+
+
+def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
+    """Batched product, multiplied in the operands' own precision and accumulated wide.
+
+    On CUDA, half operands use the tensor cores and return float32, so no rounding to half happens on the way out;
+    elsewhere the operands are widened first. Cost: 2·B·M·K·N FLOPs.
+
+    Args:
+        left_BMK: left operands.
+        right_BKN: right operands.
+
+    Returns:
+        [B, M, N] in the accumulation dtype.
+    """
+    half = left_BMK.dtype == right_BKN.dtype and left_BMK.dtype in (torch.float16, torch.bfloat16)
+    if half and left_BMK.is_cuda:
+        return torch.bmm(left_BMK, right_BKN, out_dtype=torch.float32)
+    dtype = wide_dtype(left_BMK, right_BKN)
+    return torch.bmm(left_BMK.to(dtype), right_BKN.to(dtype))
+
+
+def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    """Matrix product with the accumulator of `wide_bmm`. Cost: 2·M·K·N FLOPs."""
+    return wide_bmm(left_MK[None], right_KN[None])[0]

@@ -1,0 +1,1 @@
+"""Every collective of gramian lives here."""

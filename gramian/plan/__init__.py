@@ -1,0 +1,1 @@
+"""Bytes and FLOPs that follow from shapes alone."""

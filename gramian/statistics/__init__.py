@@ -1,0 +1,19 @@
+"""Statistics that observe a backward pass: each is a sum over samples and a count."""
+
+from gramian.statistics.fisher import DiagonalFisher
+from gramian.statistics.health import Health, LayerHealth
+from gramian.statistics.noise import NoiseScale, NoiseScaleResult
+from gramian.statistics.norms import Norms, PerSampleNorms, per_sample_norms
+from gramian.statistics.observe import observe
+
+__all__ = [
+    "DiagonalFisher",
+    "Health",
+    "LayerHealth",
+    "NoiseScale",
+    "NoiseScaleResult",
+    "Norms",
+    "PerSampleNorms",
+    "observe",
+    "per_sample_norms",
+]

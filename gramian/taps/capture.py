@@ -1,0 +1,205 @@
+"""One capture: statistics on a model for the time of a `with` block."""
+
+import copy
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.parallel.sums import all_reduce
+from gramian.taps.audit import Audit
+from gramian.taps.coverage import Cover, Coverage
+from gramian.taps.hub import Hub, hub_of
+from gramian.taps.names import join, named_modules
+from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.statistic import AdditiveStatistic, Statistic
+from gramian.taps.units import Units
+
+
+class Capture:
+    """Statistics that observe every backward of a model inside a `with` block; all of them share it.
+
+    `p.grad` is the ordinary gradient. Results are read with `capture[statistic]` once a backward has run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Sequence[Statistic],
+        *,
+        loss_reduction: str | float = "mean",
+        batch_size: int | None = None,
+        sample_ids: Tensor | None = None,
+        loss_scale: "float | torch.amp.GradScaler" = 1.0,
+        process_group: Any = None,
+        audit: bool = True,
+    ) -> None:
+        """Check the arguments; the model is not touched before the block is entered.
+
+        Args:
+            model: the user's model, or any wrapper of it.
+            statistics: what to compute.
+            loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
+            batch_size: B, if it is not the first axis of the model's first tensor argument.
+            sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+            loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
+            process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
+            audit: compare with autograd's gradients on the model's first batch.
+
+        Raises:
+            GramianError: for an argument that is not one of these.
+        """
+        if not isinstance(model, nn.Module):
+            raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+        if isinstance(loss_reduction, str) and loss_reduction not in ("mean", "sum"):
+            raise GramianError(f'loss_reduction: expected "mean", "sum" or the coefficient as a float, got "{loss_reduction}"')
+        if not isinstance(loss_reduction, str) and not loss_reduction:
+            raise GramianError("loss_reduction: expected a coefficient other than 0")
+        if isinstance(loss_scale, int | float) and not loss_scale > 0:
+            raise GramianError(f"loss_scale: expected a positive number or a GradScaler, got {loss_scale}")
+        if batch_size is not None and batch_size < 0:
+            raise GramianError(f"batch_size: expected a number of rows, got {batch_size}")
+        if not statistics:
+            raise GramianError("statistics: expected at least one")
+        self.per_sample = any(statistic.per_sample for statistic in statistics)
+        self._hub: Hub = hub_of(model)
+        self._statistics = list(statistics)
+        self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
+        self._batch_size, self._sample_ids = batch_size, sample_ids
+        self._group, self._audit_wanted = process_group, audit
+        self._audit: Audit | None = None
+        self._sums: list[Any] = []
+        self._state = "new"
+        self._passes = 0
+        self._covers: dict[str, ParameterRecord] = {}
+        self._algorithms: dict[str, str] = {}
+
+    # ---- the block ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        """Install the taps and start the sums."""
+        if self._state != "new":
+            raise GramianError("capture: was entered before; expected a new capture for every with block")
+        self._hub.attach(self, self._batch_size)
+        self._state = "open"
+        self._sums = [statistic.start(self._hub.parameters) for statistic in self._statistics]
+        if self._audit_wanted and not self._hub.audited.issuperset(self._hub.parameters):
+            self._audit = Audit(self._hub.parameters)
+            for name, p in self._plain_parameters():
+                self._audit.watch(name, p)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the taps off, also after an error, and add up over processes."""
+        covers = self._coverage()
+        self._state = "closed"
+        if self._audit is not None:
+            self._audit.release()
+        self._hub.detach(self)
+        if kind is not None:
+            return
+        self._final = covers
+        if self._group is not None:
+            self._sums = [
+                all_reduce(sums, self._group) if isinstance(statistic, AdditiveStatistic) else sums
+                for statistic, sums in zip(self._statistics, self._sums, strict=True)
+            ]
+        elif not self._passes:
+            raise GramianError("capture: no backward ran inside the block; expected loss.backward() before it is left")
+
+    def next(self, *, sample_ids: Tensor | None = None) -> None:
+        """Say what differs in the next forward and backward of this block."""
+        self._sample_ids = sample_ids
+
+    # ---- results ------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, statistic: Statistic) -> Any:
+        """The result of one of the statistics so far.
+
+        Raises:
+            GramianError: if the statistic is not part of this capture or no backward has run.
+        """
+        for mine, sums in zip(self._statistics, self._sums, strict=False):
+            if mine is statistic:
+                return mine.finish(sums)
+        raise GramianError(f"statistic: {type(statistic).__name__} is not part of this capture, or it was not entered yet")
+
+    def sums(self, statistic: Statistic) -> Any:
+        """The sums behind a result, to be merged with those of other captures."""
+        return copy.copy(self._sums[[mine is statistic for mine in self._statistics].index(True)])
+
+    @property
+    def coverage(self) -> Coverage:
+        """Which parameters were covered, and how."""
+        return self._final if self._state == "closed" and hasattr(self, "_final") else self._coverage()
+
+    def _coverage(self) -> Coverage:
+        root = self._hub.root()
+        assert root is not None
+        covers: dict[str, Cover] = {}
+        seen: set[int] = set()
+        for module_name, module in named_modules(root):
+            for local, p in module._parameters.items():
+                if p is None or id(p) in seen:
+                    continue
+                seen.add(id(p))
+                name = join(module_name, local)
+                record = self._covers.get(name)
+                kind = self._hub.parameters[name].kind if name in self._hub.parameters else ""
+                if record is not None:
+                    covers[name] = Cover("covered", record.kind, self._algorithms.get(name, ""), record.uses)
+                else:
+                    covers[name] = Cover("unused" if p.requires_grad else "frozen", kind)
+        return Coverage(covers)
+
+    def _plain_parameters(self) -> list[tuple[str, Tensor]]:
+        """Trainable parameters that are themselves what the forward reads (FSDP2 shows another tensor there)."""
+        root = self._hub.root()
+        assert root is not None
+        pairs = [(join(n, local), p) for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None]
+        return [(name, p) for name, p in pairs if name in self._hub.parameters and not hasattr(p, "placements")]
+
+    # ---- listening ----------------------------------------------------------------------------------------------------
+
+    def pass_info(self, number: int, batch: int) -> PassInfo:
+        """How this capture reads the gradients of a pass."""
+        units = None if self._sample_ids is None else Units.of(self._sample_ids, batch)
+        reduction = self._loss_reduction
+        factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
+        return PassInfo(number, batch, units, self._sample_ids, None, factor, self._loss_scale)
+
+    def layer(self, record: LayerRecord) -> None:
+        """Hand a layer's use to the statistics that want it."""
+        for statistic, sums in zip(self._statistics, self._sums, strict=True):
+            if statistic.needs == "layer":
+                statistic.update(sums, record)
+
+    def parameter(self, record: ParameterRecord) -> None:
+        """Hand a parameter to the statistics that want it."""
+        self._covers[record.parameter] = record
+        if self._audit is not None:
+            self._audit.record(record)
+        for statistic, sums in zip(self._statistics, self._sums, strict=True):
+            if statistic.needs == "parameter":
+                statistic.update(sums, record)
+                choice = getattr(statistic, "algorithm", None)
+                if choice is not None:
+                    self._algorithms[record.parameter] = record.gradient.algorithm(choice)
+
+    def watch(self, parameter: str, tensor: Tensor) -> None:
+        """Let the audit see the tensor that a forward really reads."""
+        if self._audit is not None:
+            self._audit.watch(parameter, tensor)
+
+    def end_of_pass(self, number: int) -> None:
+        """One backward is over."""
+        self._passes += 1
+        if self._audit is not None:
+            audit, self._audit = self._audit, None
+            audit.verdict()
+            self._hub.audited = self._hub.audited | frozenset(self._hub.parameters)

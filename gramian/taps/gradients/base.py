@@ -1,0 +1,80 @@
+"""What every per-sample gradient can answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gramian.plan.norms import Algorithm, samples_per_chunk
+from gramian.taps.units import Units
+
+
+class PerSampleGradient(ABC):
+    """The gradients of one parameter for B samples, as a recipe.
+
+    All results are in the accumulation dtype (float32, or float64 for float64 layers). Loss scale and reduction are not
+    applied here: these are the gradients that the backward pass carries.
+    """
+
+    shape: tuple[int, ...]
+    """Shape of the parameter."""
+    batch: int
+    """B, the number of samples (units)."""
+    dtype: torch.dtype
+    """The narrowest dtype that took part: what the numbers can be trusted to."""
+
+    @abstractmethod
+    def per_sample(self) -> Tensor:
+        """The gradients themselves: [B, *shape]. Costs B times the memory of the parameter."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Σ_i g_i: what autograd puts into `p.grad`, of the parameter's shape."""
+
+    @abstractmethod
+    def token_squares(self) -> Tensor:
+        """Σ over samples and tokens of the squared gradient of a single token, of the parameter's shape."""
+
+    @abstractmethod
+    def magnitude(self) -> Tensor:
+        """Σ over tokens of the norm of a token's gradient, 0-dim: an upper bound of ‖total‖ that rounding scales with."""
+
+    @abstractmethod
+    def select(self, start: int, stop: int) -> "PerSampleGradient":
+        """The same recipe for samples start … stop-1 (a view)."""
+
+    @abstractmethod
+    def regroup(self, units: Units) -> "PerSampleGradient":
+        """The same gradients, summed by unit instead of by row."""
+
+    @abstractmethod
+    def copy(self) -> "PerSampleGradient":
+        """A recipe that owns its tensors, for use after the backward pass has moved on."""
+
+    def algorithm(self, choice: Algorithm) -> str:
+        """The name of the algorithm that `squared_norms(choice)` runs."""
+        return "direct"
+
+    def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
+        """‖g_i‖² for every sample: [B]."""
+        return torch.cat(
+            [part.per_sample().flatten(1).square().sum(1) for part in self.chunks()] or [self.per_sample().flatten(1).sum(1)]
+        )
+
+    def sum_of_squares(self) -> Tensor:
+        """Σ_i g_i ⊙ g_i, of the parameter's shape: the diagonal of the empirical Fisher times B."""
+        squares = self.per_sample_zeros()
+        for part in self.chunks():
+            squares += part.per_sample().square().sum(0)
+        return squares
+
+    def per_sample_zeros(self) -> Tensor:
+        """A zero gradient, of the parameter's shape."""
+        return self.select(0, 0).per_sample().sum(0)
+
+    def chunks(self) -> Iterator["PerSampleGradient"]:
+        """The samples in groups whose written-out gradients stay small."""
+        size = samples_per_chunk(torch.Size(self.shape).numel())
+        for start in range(0, self.batch, size):
+            yield self.select(start, min(start + size, self.batch))

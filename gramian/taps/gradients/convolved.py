@@ -1,0 +1,102 @@
+"""The gradient of a convolution's weight, without unfolding its input.
+
+Samples are folded into the groups of one convolution: with R images, C channels and O outputs in q groups, the weight
+gradient of a convolution over [1, R·C, …] with R·q groups *is* the R per-sample gradients. No patch is copied.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.dense import Dense
+from gramian.taps.units import Units
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of the weight [O, C/groups, *kernel] and how it slides."""
+
+    weight_shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+class Convolved(PerSampleGradient):
+    """g_i of a convolution, from images_BK [B, K, C, …] and output gradients [B, K, O, …]: K images per sample."""
+
+    def __init__(self, images_BK: Tensor, gradients_BK: Tensor, geometry: Geometry) -> None:
+        """Keep views; nothing is computed."""
+        self.images_BK, self.gradients_BK, self.geometry = images_BK, gradients_BK, geometry
+        self.batch = images_BK.shape[0]
+        self.shape = geometry.weight_shape
+        self.dtype = min(images_BK.dtype, gradients_BK.dtype, key=lambda dtype: dtype.itemsize)
+
+    def per_sample(self) -> Tensor:
+        """One grouped convolution-backward, then the sum over a sample's K images: [B, *shape]."""
+        images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
+        count = images.shape[0]
+        if not count:
+            return images.new_zeros(self.batch, *self.shape)
+        shape = self.geometry.weight_shape
+        return (
+            _weight_gradient(
+                images.reshape(1, count * images.shape[1], *images.shape[2:]),
+                gradients.reshape(1, count * gradients.shape[1], *gradients.shape[2:]),
+                replace(self.geometry, weight_shape=(count * shape[0], *shape[1:]), groups=count * self.geometry.groups),
+            )
+            .reshape(self.batch, -1, *shape)
+            .sum(1)
+        )
+
+    def total(self) -> Tensor:
+        """One ordinary convolution-backward over all images."""
+        images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
+        return _weight_gradient(images, gradients, self.geometry) if images.shape[0] else images.new_zeros(self.shape)
+
+    def token_squares(self) -> Tensor:
+        """Not additive over patches without unfolding: the "token" of a convolution is the whole sample."""
+        return self.sum_of_squares()
+
+    def magnitude(self) -> Tensor:
+        """Σ ‖x‖‖g‖ over images: each of the kernel's taps sees at most the whole image."""
+        taps = torch.Size(self.shape[2:]).numel() ** 0.5
+        images, gradients = wide(self.images_BK).flatten(2), wide(self.gradients_BK).flatten(2)
+        return taps * (images.norm(dim=2) * gradients.norm(dim=2)).sum()
+
+    def select(self, start: int, stop: int) -> "Convolved":
+        """Samples start … stop-1."""
+        return Convolved(self.images_BK[start:stop], self.gradients_BK[start:stop], self.geometry)
+
+    def regroup(self, units: Units) -> Dense:
+        """Rows summed by unit, written out."""
+        return Dense(units.sum_rows(self.per_sample()))
+
+    def copy(self) -> "Convolved":
+        """Own images and gradients."""
+        return Convolved(self.images_BK.clone(), self.gradients_BK.clone(), self.geometry)
+
+    def algorithm(self, choice: str) -> str:
+        """There is one way."""
+        return "grouped convolution"
+
+
+def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> Tensor:
+    weight = images.new_empty(1).expand(geometry.weight_shape)  # only its shape is read
+    return torch.ops.aten.convolution_backward(
+        gradients,
+        images,
+        weight,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        [0] * len(geometry.stride),
+        geometry.groups,
+        [False, True, False],
+    )[1]

@@ -1,0 +1,46 @@
+"""A gradient that had to be written down: one tensor per sample."""
+
+from torch import Tensor
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.units import Units
+
+
+class Dense(PerSampleGradient):
+    """g_i, given. A "token" of such a gradient is the whole sample."""
+
+    def __init__(self, gradients_B: Tensor) -> None:
+        """Keep [B, *shape]."""
+        self.gradients_B = gradients_B
+        self.batch = gradients_B.shape[0]
+        self.shape = tuple(gradients_B.shape[1:])
+        self.dtype = gradients_B.dtype
+
+    def per_sample(self) -> Tensor:
+        """As given, wide."""
+        return wide(self.gradients_B)
+
+    def total(self) -> Tensor:
+        """Sum over samples."""
+        return self.per_sample().sum(0)
+
+    def token_squares(self) -> Tensor:
+        """Sum of squares over samples."""
+        return self.sum_of_squares()
+
+    def magnitude(self) -> Tensor:
+        """Σ ‖g_i‖."""
+        return self.per_sample().reshape(self.batch, -1).norm(dim=1).sum() if self.batch else self.total().sum()
+
+    def select(self, start: int, stop: int) -> "Dense":
+        """Samples start … stop-1."""
+        return Dense(self.gradients_B[start:stop])
+
+    def regroup(self, units: Units) -> "Dense":
+        """Rows summed by unit."""
+        return Dense(units.sum_rows(self.per_sample()))
+
+    def copy(self) -> "Dense":
+        """Own the gradients."""
+        return Dense(self.gradients_B.clone())

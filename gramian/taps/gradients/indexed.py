@@ -1,0 +1,69 @@
+"""The gradient of an embedding table: row v is the sum of the output gradients of the tokens that looked v up."""
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.units import Units
+
+
+class Indexed(PerSampleGradient):
+    """g_i[v] = Σ_{t: index_it = v} rows_it, from index_BT and rows_BTD, for a table of V×D."""
+
+    def __init__(self, index_BT: Tensor, rows_BTD: Tensor, vocabulary: int) -> None:
+        """Keep views; nothing is computed."""
+        self.index_BT, self.rows_BTD = index_BT, rows_BTD
+        self.batch = rows_BTD.shape[0]
+        self.shape = (vocabulary, rows_BTD.shape[2])
+        self.dtype = rows_BTD.dtype
+
+    def per_sample(self) -> Tensor:
+        """Scatter-add: [B, V, D]."""
+        table = wide(self.rows_BTD).new_zeros(self.batch * self.shape[0], self.shape[1])
+        offset_B1 = torch.arange(self.batch, device=table.device)[:, None] * self.shape[0]
+        return table.index_add_(0, (self.index_BT + offset_B1).flatten(), wide(self.rows_BTD).flatten(0, 1)).reshape(
+            self.batch, *self.shape
+        )
+
+    def total(self) -> Tensor:
+        """Scatter-add over all samples: [V, D]."""
+        return self._scatter(wide(self.rows_BTD))
+
+    def token_squares(self) -> Tensor:
+        """Scatter-add of squares: [V, D]."""
+        return self._scatter(wide(self.rows_BTD).square())
+
+    def magnitude(self) -> Tensor:
+        """Σ ‖g_t‖."""
+        return wide(self.rows_BTD).norm(dim=2).sum()
+
+    def select(self, start: int, stop: int) -> "Indexed":
+        """Samples start … stop-1."""
+        return Indexed(self.index_BT[start:stop], self.rows_BTD[start:stop], self.shape[0])
+
+    def regroup(self, units: Units) -> "Indexed":
+        """Tokens laid out by unit; padding looks up row 0 with a zero gradient."""
+        return Indexed(units.gather_tokens(self.index_BT), units.gather_tokens(self.rows_BTD), self.shape[0])
+
+    def copy(self) -> "Indexed":
+        """Own index and rows."""
+        return Indexed(self.index_BT.clone(), self.rows_BTD.clone(), self.shape[0])
+
+    def algorithm(self, choice: str) -> str:
+        """There is one way."""
+        return "sorted rows"
+
+    def squared_norms(self, choice: str = "auto") -> Tensor:
+        """Sort each sample's tokens, sum runs of equal index, square. B·T·(D + log T), never V×D, no host check."""
+        if not self.rows_BTD.numel():
+            return wide(self.rows_BTD).new_zeros(self.batch)
+        sorted_BT, order_BT = self.index_BT.sort(dim=1, stable=True)
+        run_BT = torch.zeros_like(sorted_BT)
+        run_BT[:, 1:] = (sorted_BT[:, 1:] != sorted_BT[:, :-1]).cumsum(1)
+        rows_BTD = wide(self.rows_BTD).gather(1, order_BT[..., None].expand_as(self.rows_BTD))
+        runs_BTD = torch.zeros_like(rows_BTD).scatter_add_(1, run_BT[..., None].expand_as(rows_BTD), rows_BTD)
+        return runs_BTD.square().sum((1, 2))
+
+    def _scatter(self, rows_BTD: Tensor) -> Tensor:
+        return rows_BTD.new_zeros(self.shape).index_add_(0, self.index_BT.flatten(), rows_BTD.flatten(0, 1))

@@ -1,0 +1,123 @@
+"""Several uses of one parameter: tied weights, a module called twice. The uses are summed per sample before squaring.
+
+‖Σ_k g_k‖² = Σ_k ‖g_k‖² + 2 Σ_{j<k} ⟨g_j, g_k⟩: uses of the same form are concatenated along their tokens, which gives all
+cross terms for free; an embedding tied to a linear head meets it in T² instead of V·D.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import wide, wide_bmm
+from gramian.plan.norms import Algorithm
+from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.indexed import Indexed
+from gramian.taps.gradients.outer import Outer
+from gramian.taps.gradients.summed import Summed
+from gramian.taps.units import Units
+
+CANCELLED = 1e-2
+"""If the joint squared norm is under this share of the parts' sum, it is taken from the written-out gradient instead."""
+
+
+def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
+    """All uses of one parameter in one pass as one per-sample gradient.
+
+    Args:
+        parts: the uses, all of the same shape and batch.
+
+    Returns:
+        One recipe; a single form where all uses have the same one.
+    """
+    outers = [part for part in parts if isinstance(part, Outer)]
+    rows = [part for part in parts if isinstance(part, Indexed)]
+    sums = [part for part in parts if isinstance(part, Summed)]
+    merged = [part for part in parts if not isinstance(part, Outer | Indexed | Summed)]
+    if len(outers) > 1:
+        outers = [Outer(_cat([p.left_BTM for p in outers]), _cat([p.right_BTN for p in outers]))]
+    if len(rows) > 1:
+        rows = [Indexed(_cat([p.index_BT for p in rows]), _cat([p.rows_BTD for p in rows]), rows[0].shape[0])]
+    if len(sums) > 1:
+        sums = [Summed(_cat([p.tokens_BTN for p in sums]), sums[0].shape)]
+    merged += [*outers, *rows, *sums]
+    return merged[0] if len(merged) == 1 else Joined(merged)
+
+
+class Joined(PerSampleGradient):
+    """g_i = Σ_k g_ik over uses of different forms."""
+
+    def __init__(self, parts: Sequence[PerSampleGradient]) -> None:
+        """Keep the parts."""
+        self.parts = list(parts)
+        self.batch, self.shape = parts[0].batch, parts[0].shape
+        self.dtype = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+
+    def per_sample(self) -> Tensor:
+        """Sum of the parts, written out."""
+        return torch.stack([part.per_sample() for part in self.parts]).sum(0)
+
+    def total(self) -> Tensor:
+        """Sum of the parts' totals."""
+        return torch.stack([part.total() for part in self.parts]).sum(0)
+
+    def token_squares(self) -> Tensor:
+        """Every use of a token counts by itself."""
+        return torch.stack([part.token_squares() for part in self.parts]).sum(0)
+
+    def magnitude(self) -> Tensor:
+        """Sum of the parts' bounds."""
+        return torch.stack([part.magnitude() for part in self.parts]).sum()
+
+    def select(self, start: int, stop: int) -> "Joined":
+        """Samples start … stop-1."""
+        return Joined([part.select(start, stop) for part in self.parts])
+
+    def regroup(self, units: Units) -> PerSampleGradient:
+        """Each part regrouped."""
+        return Joined([part.regroup(units) for part in self.parts])
+
+    def copy(self) -> "Joined":
+        """Own every part."""
+        return Joined([part.copy() for part in self.parts])
+
+    def algorithm(self, choice: Algorithm) -> str:
+        """The parts' algorithms and the cross terms."""
+        return "direct" if choice == "direct" else " + ".join(part.algorithm(choice) for part in self.parts) + " + cross"
+
+    def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
+        """Parts plus twice their inner products; samples in which the parts cancel are done directly."""
+        if choice == "direct":
+            return super().squared_norms()
+        apart_B = torch.stack([part.squared_norms(choice) for part in self.parts]).sum(0)
+        squares_B = apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))
+        doubtful_B = squares_B < CANCELLED * apart_B
+        for sample in doubtful_B.nonzero()[:, 0].tolist():
+            squares_B[sample] = PerSampleGradient.squared_norms(self.select(sample, sample + 1))[0]
+        return squares_B
+
+
+def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
+    """⟨g_i, h_i⟩ of two per-sample gradients of one parameter: [B].
+
+    Embedding with linear head: ⟨E, H⟩ = Σ_s δ_s · Σ_t l_t[x_s] r_t, 2·B·T·S·D FLOPs and two [B, S, ·] buffers.
+    Any other pair is written out, a chunk of samples at a time.
+    """
+    if isinstance(left, Outer) and isinstance(right, Indexed):
+        index_BTS = right.index_BT[:, None, :].expand(-1, left.left_BTM.shape[1], -1)
+        picked_BTS = left.left_BTM.gather(2, index_BTS)
+        return (wide_bmm(picked_BTS.mT, left.right_BTN) * wide(right.rows_BTD)).sum((1, 2))
+    if isinstance(left, Indexed) and isinstance(right, Outer):
+        return inner(right, left)
+    pieces = [
+        (a.per_sample() * b.per_sample()).flatten(1).sum(1)
+        for a, b in zip(left.chunks(), right.chunks(), strict=True)
+    ]
+    return torch.cat(pieces) if pieces else left.per_sample().flatten(1).sum(1)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along tokens, in the widest dtype (uses may differ in precision)."""
+    dtype = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    return torch.cat([t.to(dtype) for t in tensors], dim=1)

@@ -1,0 +1,50 @@
+"""The gradient of a parameter that is added to every token, or multiplies it by a known factor: Σ_t g_t."""
+
+from torch import Tensor
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.units import Units
+
+
+class Summed(PerSampleGradient):
+    """g_i = Σ_t g_it, from tokens_BTN. The parameter may have any shape of N elements (norm layers over several axes)."""
+
+    def __init__(self, tokens_BTN: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        """Keep a view of the tokens; nothing is computed."""
+        self.tokens_BTN = tokens_BTN
+        self.batch = tokens_BTN.shape[0]
+        self.shape = shape or (tokens_BTN.shape[2],)
+        self.dtype = tokens_BTN.dtype
+
+    def per_sample(self) -> Tensor:
+        """Sum over tokens, never their norm per token. B·T·N additions."""
+        return wide(self.tokens_BTN).sum(1).reshape(self.batch, *self.shape)
+
+    def total(self) -> Tensor:
+        """Sum over tokens and samples."""
+        return wide(self.tokens_BTN).sum((0, 1)).reshape(self.shape)
+
+    def token_squares(self) -> Tensor:
+        """Sum of squares over tokens and samples."""
+        return wide(self.tokens_BTN).square().sum((0, 1)).reshape(self.shape)
+
+    def magnitude(self) -> Tensor:
+        """Σ ‖g_t‖."""
+        return wide(self.tokens_BTN).norm(dim=2).sum()
+
+    def select(self, start: int, stop: int) -> "Summed":
+        """Samples start … stop-1."""
+        return Summed(self.tokens_BTN[start:stop], self.shape)
+
+    def regroup(self, units: Units) -> "Summed":
+        """Tokens laid out by unit."""
+        return Summed(units.gather_tokens(self.tokens_BTN), self.shape)
+
+    def copy(self) -> "Summed":
+        """Own the tokens."""
+        return Summed(self.tokens_BTN.clone(), self.shape)
+
+    def algorithm(self, choice: str) -> str:
+        """There is one way."""
+        return "sum"

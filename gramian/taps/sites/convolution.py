@@ -1,0 +1,58 @@
+"""`nn.Conv1d/2d/3d` with groups, stride, dilation and every padding mode."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.nn.modules.conv import _ConvNd
+
+from gramian.errors import GramianError
+from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
+from gramian.taps.gradients.convolved import Geometry
+from gramian.taps.sites.linear import autocast
+from gramian.taps.sites.registry import register_site
+from gramian.taps.sites.site import Site, by_sample, first_tensor, trains
+
+
+class Convolution(Site):
+    """A kernel that slides over an image."""
+
+    kind = "conv"
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+        """Keep the input, as autocast would cast it."""
+        assert isinstance(module, _ConvNd)
+        x = autocast(first_tensor(args, kwargs))
+        if x.dim() != len(module.kernel_size) + 2:
+            raise GramianError(f"saw an input of {x.dim()} axes; expected {len(module.kernel_size) + 2} with the batch first")
+        return forward(x), [x] if module.weight.requires_grad else [], None
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, PerSampleGradient]:
+        """The weight without unfolding; the bias as a sum over positions."""
+        assert isinstance(module, _ConvNd)
+        g_BK = by_sample(output_gradients[0], batch)
+        found: dict[str, PerSampleGradient] = {}
+        if kept:
+            images, padding = _padded(module, kept[0])
+            geometry = Geometry(tuple(module.weight.shape), module.stride, padding, module.dilation, module.groups)
+            found["weight"] = Convolved(by_sample(images, batch), g_BK, geometry)
+        if trains(module, "bias"):
+            positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
+            found["bias"] = Summed(g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2]))
+        return found
+
+
+def _padded(module: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The input and the zero padding still to apply; other modes, and "same", are padded here as the layer does."""
+    if module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        return x, tuple(module.padding)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(x, module._reversed_padding_repeated_twice, mode=mode), (0,) * len(module.stride)
+
+
+for _layer in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_site(_layer, Convolution())

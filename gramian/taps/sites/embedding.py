@@ -1,0 +1,51 @@
+"""`nn.Embedding`: y = W[x]."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.taps.gradients import Indexed, PerSampleGradient
+from gramian.taps.sites.registry import register_site
+from gramian.taps.sites.site import Site, by_sample, first_tensor, tokens
+
+
+class Embedding(Site):
+    """A table of rows. `padding_idx` contributes nothing, as in `nn.Embedding` itself."""
+
+    kind = "embedding"
+
+    def check(self, module: nn.Module) -> str | None:
+        """Options that change the gradient after the fact or couple samples."""
+        assert isinstance(module, nn.Embedding)
+        if module.max_norm is not None:
+            return "max_norm changes the weight in the forward pass; expected max_norm=None"
+        if module.sparse:
+            return "sparse gradients are not supported; expected sparse=False"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq divides by counts over the whole batch; expected scale_grad_by_freq=False"
+        return None
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, PerSampleGradient]:
+        """Rows of the table, by the index that looked them up."""
+        assert isinstance(module, nn.Embedding)
+        split = by_sample(kept[0], batch)
+        index_BT = split.reshape(batch, torch.Size(split.shape[1:]).numel())
+        rows_BTD = tokens(output_gradients[0], batch)
+        if module.padding_idx is not None:
+            rows_BTD = rows_BTD * (index_BT != module.padding_idx)[..., None]
+        return {"weight": Indexed(index_BT, rows_BTD, module.num_embeddings)}
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+        """Keep the indices."""
+        index = first_tensor(args, kwargs)
+        if index.dim() == 0:
+            raise GramianError("saw a 0-dim index; expected indices with the batch as first axis")
+        return forward(index), [index], None
+
+
+register_site(nn.Embedding, Embedding())

@@ -1,0 +1,55 @@
+"""`nn.Linear` and Hugging Face `Conv1D`: y = x W ᵀ + b and y = x W + b, for any number of leading axes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.taps.gradients import Outer, PerSampleGradient, Summed
+from gramian.taps.sites.registry import register_site
+from gramian.taps.sites.site import Site, first_tensor, tokens, trains
+
+
+class Linear(Site):
+    """A matrix that meets every token."""
+
+    kind = "linear"
+
+    def __init__(self, transposed: bool = False) -> None:
+        """Set the orientation of the stored weight.
+
+        Args:
+            transposed: True if the weight is stored as [in, out] (Hugging Face `Conv1D`).
+        """
+        self.transposed = transposed
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+        """Keep the input, as autocast would cast it, so that it is the very tensor autograd keeps anyway."""
+        x = autocast(first_tensor(args, kwargs))
+        return forward(x), [x] if trains(module, "weight") else [], None
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, PerSampleGradient]:
+        """dW = Σ_t g_t a_tᵀ, db = Σ_t g_t."""
+        g_BTO = tokens(output_gradients[0], batch)
+        found: dict[str, PerSampleGradient] = {}
+        if kept:
+            a_BTI = tokens(kept[0], batch)
+            found["weight"] = Outer(a_BTI, g_BTO) if self.transposed else Outer(g_BTO, a_BTI)
+        if trains(module, "bias"):
+            found["bias"] = Summed(g_BTO)
+        return found
+
+
+def autocast(x: Tensor) -> Tensor:
+    """The tensor in the dtype in which an autocast matrix product would read it."""
+    device = x.device.type
+    if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+register_site(nn.Linear, Linear())
+register_site("transformers.pytorch_utils.Conv1D", Linear(transposed=True))

@@ -1,0 +1,152 @@
+"""Normalisation layers: y = γ ⊙ x̂ + β, with dγ = Σ_t g_t ⊙ x̂_t and dβ = Σ_t g_t.
+
+x̂ is formed again in the backward pass from the input that autograd keeps anyway, wide.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients import PerSampleGradient, Summed
+from gramian.taps.sites.registry import register_site
+from gramian.taps.sites.site import Site, by_sample, trains
+
+
+class TrailingNorm(Site):
+    """`nn.LayerNorm`, `nn.RMSNorm` and Hugging Face RMSNorm classes: statistics over the last axes of each token."""
+
+    kind = "norm"
+
+    def __init__(self, centred: bool, in_float32: bool = False) -> None:
+        """Set what is normalised.
+
+        Args:
+            centred: True if the mean is removed (LayerNorm), False for root-mean-square norms.
+            in_float32: True if x̂ is formed in float32 and rounded to the input's dtype, whatever that is (Hugging Face).
+        """
+        self.centred, self.in_float32 = centred, in_float32
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+    ) -> dict[str, PerSampleGradient]:
+        """Scale and shift."""
+        shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
+        x, g = kept[0].float() if self.in_float32 else wide(kept[0]), wide(output_gradients[0])
+        axes = tuple(range(-len(shape), 0))
+        if self.centred:
+            x = x - x.mean(axes, keepdim=True)
+        hat = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + _epsilon(module, kept[0].dtype))
+        hat = wide(hat.to(kept[0].dtype)) if self.in_float32 else hat
+        found: dict[str, PerSampleGradient] = {}
+        if trains(module, "weight"):
+            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape)
+        if trains(module, "bias"):
+            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape)
+        return found
+
+
+class ChannelNorm(Site):
+    """`nn.GroupNorm` and `nn.InstanceNorm*d`: statistics over groups of channels of one image, γ and β per channel."""
+
+    kind = "norm"
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+    ) -> dict[str, PerSampleGradient]:
+        """Scale and shift."""
+        x, g = wide(kept[0]), wide(output_gradients[0])
+        if isinstance(module, nn.GroupNorm):
+            hat = _standardise(x.reshape(x.shape[0], module.num_groups, -1), module.eps).reshape(x.shape)
+        elif module.training or not module.track_running_stats:
+            hat = _standardise(x.flatten(2), float(module.eps)).reshape(x.shape)  # type: ignore[arg-type]
+        else:
+            hat = _running(module, x)
+        return _channel_gradients(module, hat, g, batch)
+
+
+class BatchNorm(Site):
+    """`nn.BatchNorm*d`: in training mode it mixes the samples of a batch and has no per-sample gradient."""
+
+    kind = "norm"
+
+    def check_per_sample(self, module: nn.Module) -> str | None:
+        """Batch statistics couple samples; running statistics do not."""
+        if module.training or getattr(module, "running_mean", None) is None:
+            return "mixes the samples of a batch, so they have no gradient of their own; expected GroupNorm, or eval()"
+        return None
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+    ) -> dict[str, PerSampleGradient]:
+        """Scale and shift."""
+        x, g = wide(kept[0]), wide(output_gradients[0])
+        if module.training or getattr(module, "running_mean", None) is None:
+            hat = _standardise(x.transpose(0, 1).flatten(1), float(module.eps))  # type: ignore[arg-type]
+            hat = hat.reshape(x.transpose(0, 1).shape).transpose(0, 1)
+        else:
+            hat = _running(module, x)
+        return _channel_gradients(module, hat, g, batch)
+
+
+def _standardise(x: Tensor, eps: float) -> Tensor:
+    """Zero mean and unit (biased) variance over the last axis."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
+def _running(module: nn.Module, x: Tensor) -> Tensor:
+    """Normalised with the module's running statistics, channels on axis 1."""
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    mean, variance = (getattr(module, name).to(x.dtype).reshape(shape) for name in ("running_mean", "running_var"))
+    return (x - mean) * torch.rsqrt(variance + module.eps)
+
+
+def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
+    """The epsilon under either of its names; `nn.RMSNorm(eps=None)` uses that of the input's dtype."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return torch.finfo(dtype).eps if eps is None else float(eps)
+
+
+def _trailing_tokens(t: Tensor, batch: int, shape: tuple[int, ...]) -> Tensor:
+    """[k·B, …, *shape] as [B, T, numel(shape)]."""
+    split = by_sample(t, batch)
+    count = torch.Size(split.shape[1 : split.dim() - len(shape)]).numel()
+    return split.reshape(batch, count, torch.Size(shape).numel())
+
+
+def _channel_gradients(module: nn.Module, hat: Tensor, g: Tensor, batch: int) -> dict[str, PerSampleGradient]:
+    found: dict[str, PerSampleGradient] = {}
+    for name, t in (("weight", g * hat), ("bias", g)):
+        if trains(module, name):
+            split = by_sample(t.flatten(2) if t.dim() > 2 else t[..., None], batch)
+            channels, positions = split.shape[2], split.shape[1] * split.shape[3]
+            found[name] = Summed(split.transpose(2, 3).reshape(batch, positions, channels))
+    return found
+
+
+for _layer in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm):
+    register_site(_layer, ChannelNorm())
+for _layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+    register_site(_layer, BatchNorm())
+register_site(nn.LayerNorm, TrailingNorm(centred=True))
+register_site(nn.RMSNorm, TrailingNorm(centred=False))
+
+HUGGING_FACE_RMS_NORMS = {
+    "deepseek_v3": "DeepseekV3RMSNorm",
+    "gemma": "GemmaRMSNorm",
+    "gemma2": "Gemma2RMSNorm",
+    "gemma3": "Gemma3RMSNorm",
+    "granite": "GraniteRMSNorm",
+    "llama": "LlamaRMSNorm",
+    "mistral": "MistralRMSNorm",
+    "mixtral": "MixtralRMSNorm",
+    "olmo2": "Olmo2RMSNorm",
+    "phi3": "Phi3RMSNorm",
+    "qwen2": "Qwen2RMSNorm",
+    "qwen3": "Qwen3RMSNorm",
+    "smollm3": "SmolLM3RMSNorm",
+    "t5": "T5LayerNorm",
+}
+"""Model family and its class. γ may enter as γ or as 1+γ: its gradient is the same. Others take the generic way."""
+for _family, _name in HUGGING_FACE_RMS_NORMS.items():
+    register_site(f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True))

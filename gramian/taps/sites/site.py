@@ -1,0 +1,100 @@
+"""The questions a site answers about its layer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.taps.gradients import PerSampleGradient
+
+
+class Site:
+    """A kind of layer. Subclasses answer `gradients`; the defaults fit a layer with one input and one output."""
+
+    kind: str = "site"
+    mixes_samples: bool = False
+    """True if the output of a row may depend on other rows."""
+
+    def owned(self, module: nn.Module) -> tuple[str, ...]:
+        """Local names of the parameters whose whole gradient `gradients` explains."""
+        return tuple(name for name, p in module._parameters.items() if p is not None)
+
+    def check(self, module: nn.Module) -> str | None:
+        """Why this instance cannot be tapped, and what would be accepted; None if it can."""
+        return None
+
+    def check_per_sample(self, module: nn.Module) -> str | None:
+        """Why samples cannot be told apart in this instance as it is now; None if they can."""
+        return None
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+        """Run the layer and say what to keep for the backward pass.
+
+        Args:
+            module: the layer.
+            forward: its own forward, to be called with the arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The output, the tensors to keep, and anything else to keep (eager mode only).
+        """
+        return forward(*args, **kwargs), [first_tensor(args, kwargs)], None
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, PerSampleGradient]:
+        """Explain the gradient of each owned parameter that requires one.
+
+        Args:
+            module: the layer.
+            kept: what `run` kept.
+            output_gradients: gradients of the loss with respect to the outputs, `batch` or k·`batch` rows.
+            batch: B.
+            extra: what else `run` kept.
+
+        Returns:
+            {local parameter name: per-sample gradient for B samples}.
+        """
+        raise NotImplementedError
+
+
+def trains(module: nn.Module, name: str) -> bool:
+    """True if the module has this parameter and it requires a gradient."""
+    p = module._parameters.get(name)
+    return p is not None and p.requires_grad
+
+
+def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor argument, positional or keyword."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise GramianError("forward: expected at least one tensor argument")
+
+
+def by_sample(t: Tensor, batch: int) -> Tensor:
+    """Rows of shape [k·B, …] or one shared row [1, …], as [B, k, …]; a view.
+
+    Raises:
+        GramianError: if the rows are neither; the caller adds the layer's name.
+    """
+    rows = t.shape[0] if t.dim() else 0
+    if rows == 1 and batch != 1:
+        return t.expand(batch, *t.shape[1:]).unsqueeze(1)
+    if t.dim() and batch == 0 and rows == 0:
+        return t.unsqueeze(1)
+    if not t.dim() or not batch or rows % batch:
+        raise GramianError(
+            f"saw {rows} rows for a batch of {batch}; expected {batch}, 1 (shared by all samples) or a multiple of {batch} "
+            "with the rows of a sample next to each other"
+        )
+    return t.reshape(batch, rows // batch, *t.shape[1:])
+
+
+def tokens(t: Tensor, batch: int) -> Tensor:
+    """[k·B, …, N] as [B, T, N], features last."""
+    split = by_sample(t, batch)
+    return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])

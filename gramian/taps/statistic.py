@@ -1,0 +1,84 @@
+"""The two roles on top of a capture: statistics that observe, and the one rule that decides about weight gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Sums = dict[str, Tensor]
+"""State of a statistic: named sums, every one additive over samples. Two states of the same statistic add up by key."""
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What a statistic may know about a parameter before the first batch."""
+
+    name: str
+    layer: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Statistic(Protocol):
+    """A sum over samples and a count; averages and inverses are made in `finish`.
+
+    `start` must make the same keys on every process, so that states add up over any split of the data into backward
+    passes and ranks, also where one of them saw nothing.
+    """
+
+    needs: Literal["layer", "parameter"]
+    """Which records `update` wants: every use of a layer, or every parameter with all its uses joined."""
+    per_sample: bool
+    """True if samples must be told apart: layers that mix them are then refused."""
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> Any:
+        """Empty sums for these trainable parameters."""
+
+    def update(self, sums: Any, record: Any) -> None:
+        """Add one record to the sums."""
+
+    def merge(self, left: Any, right: Any) -> Any:
+        """Sums over both."""
+
+    def finish(self, sums: Any) -> Any:
+        """The result that users see."""
+
+
+class AdditiveStatistic:
+    """The common case: sums are named tensors and merge by addition."""
+
+    def merge(self, left: Sums, right: Sums) -> Sums:
+        """Add key by key."""
+        return {key: left[key] + right[key] for key in left}
+
+
+class GradientRule(Protocol):
+    """Decides what becomes of the weight gradients; a model has at most one."""
+
+    withholds: bool
+    """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
+
+    def receive(self, record: Any) -> None:
+        """One parameter of one pass, all uses joined."""
+
+
+class Ordinary:
+    """`p.grad` is what it would be without gramian."""
+
+    withholds = False
+
+    def receive(self, record: Any) -> None:
+        """Nothing to do: autograd forms the gradient."""
+
+
+class Withheld:
+    """No weight gradient is formed; statistics still see every record. Saves a third of a linear layer's work."""
+
+    withholds = True
+
+    def receive(self, record: Any) -> None:
+        """Nothing to do."""

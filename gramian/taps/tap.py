@@ -1,0 +1,192 @@
+"""The tap: one layer's forward, followed by an observer that sees (input, output gradient) once in the backward pass.
+
+The layer's own operation runs untouched, so its output and all gradients are what they would be without gramian, bit for
+bit. Behind it stands an identity, `Observe`, whose backward hands (kept inputs, output gradient) to the hub. The identity
+returns `_unsafe_view(y)`: no copy, and not a view to autograd, so in-place activations behind it keep working.
+
+In eager mode the observer calls the hub directly. Under `torch.compile` it becomes one opaque operator in the compiled
+backward (`gramian::emit`), so any statistic runs on real tensors, outside the graph, while the graph stays whole. The tap
+and the pass enter the graph as small CPU tensors, not as constants: one graph serves all blocks that look alike.
+"""
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.utils import _pytree as pytree
+
+from gramian.taps.sites import Site
+
+if TYPE_CHECKING:
+    from gramian.taps.hub import Hub
+
+_keys = itertools.count()
+_taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
+_hubs: "weakref.WeakValueDictionary[int, Hub]" = weakref.WeakValueDictionary()
+
+
+class Use:
+    """One call of a tapped layer in one pass (eager mode)."""
+
+    __slots__ = ("extra", "inside_backward", "pass_", "spent", "tap")
+
+    def __init__(self, tap: "Tap", pass_: Any, extra: Any, inside_backward: bool) -> None:
+        """Remember who was called, in which pass, and whether that was while a backward was running."""
+        self.tap, self.pass_, self.extra, self.inside_backward = tap, pass_, extra, inside_backward
+        self.spent = False
+
+
+class Observe(torch.autograd.Function):
+    """Identity on the outputs of a layer; its backward reports the use."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, use: Use, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Outputs first, then what to keep. `probe` makes sure that there is a backward even if no output has one."""
+        ctx.save_for_backward(*tensors[count:])
+        ctx.use, ctx.kept = use, len(tensors) - count
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Report, and pass the gradients on as they are."""
+        ctx.use.tap.hub.report(ctx.use, list(ctx.saved_tensors), list(gradients))
+        return None, None, None, *gradients, *[None] * ctx.kept
+
+
+class ObserveCompiled(torch.autograd.Function):
+    """The same for a graph under `torch.compile`: the report is the gradient of the probe."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor) -> Any:
+        """As `Observe.forward`; the pass and the tap are named by tensors."""
+        ctx.save_for_backward(ticket, key, *tensors[count:])
+        ctx.ordinal, ctx.kept = ordinal, len(tensors) - count
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """As `Observe.backward`, through an operator."""
+        ticket, key, *kept = ctx.saved_tensors
+        reported = torch.ops.gramian.emit(ticket, key, ctx.ordinal, kept, list(gradients))
+        return reported, None, None, None, None, *gradients, *[None] * ctx.kept
+
+
+@torch.library.custom_op("gramian::begin", mutates_args=())
+def _begin(hub: Tensor, first: Tensor) -> Tensor:
+    """Open a pass when a compiled root runs; the ticket names it in the backward."""
+    return torch.tensor([_hubs[int(hub)].open_pass(first.shape[0], first.shape[1] if first.dim() > 1 else None)])
+
+
+@_begin.register_fake
+def _(hub: Tensor, first: Tensor) -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("gramian::emit", mutates_args=())
+def _emit(ticket: Tensor, key: Tensor, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    """Report one use from a compiled backward."""
+    tap = _taps[int(key)]
+    tap.hub.report_compiled(tap, int(ticket), ordinal, kept, gradients)
+    return torch.ones(())
+
+
+@_emit.register_fake
+def _(ticket: Tensor, key: Tensor, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    return torch.empty(())
+
+
+class Tap:
+    """What gramian keeps about one layer. Lives as long as the layer, so compiled graphs stay valid over captures."""
+
+    def __init__(self, module: nn.Module, hub: "Hub") -> None:
+        """Make the replacement forward; nothing is installed yet."""
+        self.number = next(_keys)
+        self.key = torch.tensor(self.number)
+        _taps[self.number] = self
+        self.owner = weakref.ref(module)
+        self.hub = hub
+        self.name = ""
+        self.site: Site | None = None
+        self.parameters: dict[str, str] = {}
+        """{local name: the user's name} of the parameters this tap explains; tied ones under their first name."""
+        self.is_root = False
+        self.original: Callable[..., Any] | None = None
+        self.traced_uses = 0
+        self._tracing: Any = lambda: None
+        self._forward = _replacement(self)
+
+    def taken(self, module: nn.Module) -> bool:
+        """True if a tap of another hub stands on the module."""
+        function = getattr(module.__dict__.get("forward"), "__func__", None)
+        return function is not self._forward and getattr(function, "tapped", lambda: None)() is module
+
+    def install(self, module: nn.Module) -> None:
+        """Put the replacement on the instance, remembering a forward that somebody else put there."""
+        there = module.__dict__.get("forward")
+        left_by_a_copy = hasattr(getattr(there, "__func__", None), "tapped")
+        self.original = None if left_by_a_copy else there
+        module.forward = types.MethodType(self._forward, module)
+
+    def uninstall(self) -> None:
+        """Give the instance its own forward back."""
+        module = self.owner()
+        if module is not None and getattr(module.__dict__.get("forward"), "__func__", None) is self._forward:
+            del module.__dict__["forward"]
+            if self.original is not None:
+                module.forward = self.original  # type: ignore[method-assign]
+        self.original = None
+
+    def observe(self, output: Any, kept: list[Tensor], extra: Any) -> Any:
+        """Put the observer behind the outputs of one use."""
+        hub = self.hub
+        if isinstance(output, Tensor):  # the usual case, and the one that compiles
+            outputs, spec, places, leaves = [output], None, [0], [output]
+        else:
+            leaves, spec = pytree.tree_flatten(output)
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            outputs = [leaves[i] for i in places]
+        if torch.compiler.is_compiling():
+            ordinal = self.count_traced_use()
+            seen = ObserveCompiled.apply(hub.probe, hub.ticket, self.key, ordinal, len(outputs), *outputs, *kept)
+        else:
+            use = hub.open_use(self, extra)
+            seen = Observe.apply(hub.probe, use, len(outputs), *outputs, *kept)
+        if spec is None:
+            return seen[0]
+        for place, y in zip(places, seen, strict=True):
+            leaves[place] = y
+        return pytree.tree_unflatten(leaves, spec)
+
+    @torch.compiler.assume_constant_result
+    def count_traced_use(self) -> int:
+        """How often this layer was traced before in the graph being built (runs while tracing, not in the graph)."""
+        context = TracingContext.try_get()
+        if self._tracing() is not context:
+            self._tracing, self.traced_uses = weakref.ref(context), 0
+        self.traced_uses += 1
+        return self.traced_uses - 1
+
+
+def _replacement(tap: Tap) -> Callable[..., Any]:
+    """The forward that stands on the instance. It takes `self`, so a deep copy of the module runs on its own weights."""
+    owner, hub = tap.owner, tap.hub
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if owner() is not self:  # a copy of the module: untapped
+            return type(self).forward(self, *args, **kwargs)
+        plain = tap.original if tap.original is not None else types.MethodType(type(self).forward, self)
+        if not hub.live or not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        if tap.is_root:
+            hub.enter_root(args, kwargs)
+        if tap.site is None:
+            return plain(*args, **kwargs)
+        return hub.run(tap, self, plain, args, kwargs)
+
+    forward.tapped = owner  # type: ignore[attr-defined]
+    return forward
