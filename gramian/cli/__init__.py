@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
+import gramian
 from gramian.errors import GramianError
 
 
@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"gramian {_version()}")
+    parser.add_argument("--version", action="version", version=f"gramian {gramian.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
     for command in (demo,):
         command.add_parser(commands)
@@ -66,13 +66,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
         raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; accepted: {usage}")
     return arguments
-
-
-def _version() -> str:
-    try:
-        return metadata.version("gramian")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _complain(problem: object, status: int) -> int:

@@ -18,7 +18,7 @@ from gramian.errors import GramianError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from gramian.train.demo_observation import ObservationReport
+    from gramian.train.demo_observation import GradientNoise, ObservationReport
     from gramian.train.demo_run import DemoResult, Progress
 
 # Lines of progress, and columns, where the output is not a terminal.
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder for demo.json")
-    parser.add_argument("--seconds", type=_seconds, default=60.0, help="time budget of the training (default: 60)")
+    parser.add_argument("--seconds", type=_seconds, default=60.0, help="time budget of the run (default: 60)")
     parser.add_argument("--seed", type=_seed, default=0, help="of weights, data order and sample (default: 0)")
     parser.set_defaults(run=run)
 
@@ -137,8 +137,7 @@ def _report(result: DemoResult) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Panel(Text("\n".join(_headlines(result))), title="gramian demo", title_align="left")
-    if result.observations is not None:
-        yield _layer_table(result.observations)
+    yield _layer_table(result.observations)
     yield Panel(Text(result.sample), title="the model writes", title_align="left")
 
 
@@ -155,13 +154,13 @@ def _headlines(result: DemoResult) -> Iterator[str]:
     )
     if result.stopped_early:
         yield "                  stopped before the learning rate reached zero: the time ran out"
+    low, median, high, largest = result.noise.sample_norm_quantiles
+    yield (
+        f"gradient norms    p10 {low:.3g}, median {median:.3g}, p90 {high:.3g}, max {largest:.3g}"
+        f" over {result.noise.samples} single sequences"
+    )
+    yield f"critical batch    {_batch_advice(result.noise, result.config.batch_size)}"
     seen = result.observations
-    if seen is None:
-        yield "observation       not available: this build of gramian has no gramian.observe"
-        return
-    low, median, high, largest = seen.sample_norm_quantiles
-    yield f"gradient norms    per sample: p10 {low:.3g}, median {median:.3g}, p90 {high:.3g}, max {largest:.3g}"
-    yield f"noise scale       {_batch_advice(seen.noise_scale, result.config.batch_size)}"
     ratio = seen.observed_step_seconds / seen.plain_step_seconds
     yield (
         f"observing costs   {ratio:.2f} x a plain step ({1e3 * seen.observed_step_seconds:.0f} ms against"
@@ -169,44 +168,53 @@ def _headlines(result: DemoResult) -> Iterator[str]:
     )
 
 
-def _batch_advice(noise_scale: float | None, batch_size: int) -> str:
+def _batch_advice(noise: GradientNoise, batch_size: int) -> str:
     """Say what the critical batch size means for the batch size of this run, in one line."""
-    if noise_scale is None:
-        return f"not measurable at batch {batch_size}: the batch's own noise hides the gradient"
-    if noise_scale > 2.0 * batch_size:
-        advice = "a larger batch would take fewer steps for the same tokens"
-    elif noise_scale < 0.5 * batch_size:
-        advice = "a smaller batch would learn as much per step from fewer tokens"
+    if noise.noise_scale is None:
+        return f"more than the {noise.samples} sequences measured: noise hides the mean gradient"
+    if noise.noise_scale > 2.0 * batch_size:
+        advice = "larger batches save steps at little cost in tokens"
+    elif noise.noise_scale < 0.5 * batch_size:
+        advice = "smaller batches save tokens at little cost in steps"
     else:
-        advice = "the batch is about right"
-    return f"critical batch about {noise_scale:.3g} sequences, batch {batch_size}: {advice}"
+        advice = "steps and tokens are in fair balance"
+    return f"about {noise.noise_scale:.0f} sequences; at {batch_size}, {advice}"
 
 
 def _layer_table(seen: ObservationReport) -> RenderableType:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="layers at the end of training", title_justify="left")
+    table = Table(
+        title="layers at the end of training", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
     table.add_column("layer", no_wrap=True)
-    for heading in ("parameters", "activation norm", "zeros", "gradient norm", "non-finite", "Fisher", "Fisher / size"):
-        table.add_column(heading, justify="right")
+    headings = ("size", "input\nrms", "zeros", "gradient\nrms", "not\nfinite", "Fisher", "Fisher\n/ size")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     parameters = sum(group.parameters for group in seen.groups)
     for group in seen.groups:
         table.add_row(
             group.layer,
             f"{group.parameters:,}",
-            f"{group.activation_norm:.3g}",
-            f"{group.zero_fraction:.1%}",
-            f"{group.gradient_norm:.3g}",
+            _cell(group.activation_norm, ".3g"),
+            _cell(group.zero_fraction, ".1%"),
+            _cell(group.gradient_norm, ".2g"),
             str(group.nonfinite),
-            f"{group.fisher_share:.1%}",
-            f"{group.fisher_share / (group.parameters / parameters):.2f}",
+            _cell(group.fisher_share, ".1%"),
+            _cell(group.fisher_share / (group.parameters / parameters), ".2f"),
         )
     table.caption = (
-        "Fisher: share of the trace of the diagonal Fisher, how much the predictions depend on the layer; "
+        "size: parameters. input, zeros: what enters the layer. gradient: of one sample's loss at its output.\n"
+        "Fisher: share of the trace of the empirical Fisher, where a sample's loss is most sensitive.\n"
         "Fisher / size: that share over the layer's share of the parameters."
     )
     table.caption_justify = "left"
     return table
+
+
+def _cell(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def _numbers(result: DemoResult) -> dict[str, object]:

@@ -14,6 +14,12 @@ def wide(t: Tensor) -> Tensor:
     return t.to(wide_dtype(t))
 
 
+def wide_norms(t: Tensor) -> Tensor:
+    """Euclidean norms over the last axis, in the accumulation dtype."""
+    norms: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=wide_dtype(t))
+    return norms
+
+
 def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     """Batched product, multiplied in the operands' own precision and accumulated wide.
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide
 from gramian.taps.record import LayerRecord
-from gramian.taps.statistic import AdditiveStatistic, ParameterInfo, Sums
+from gramian.taps.statistic import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class LayerHealth:
     activation_norm: float
     """Root mean square of the layer's input; nan for indices."""
     zero_fraction: float
-    """Share of exact zeros in the input: dead units behind it; nan for indices."""
+    """Share of exact zeros among the finite values of the input: dead units behind it; nan for indices."""
     gradient_norm: float
     """Root mean square of the output gradient, of one sample's loss."""
     nonfinite: int
@@ -29,13 +27,14 @@ class LayerHealth:
 class Health(AdditiveStatistic):
     """{layer: LayerHealth} from sums of squares and counts. Cost: one read of input and output gradient."""
 
-    needs: Literal["layer"] = "layer"
+    needs: Needs = "layer"
     per_sample = False
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
         """Six zeros per layer."""
-        layers = {info.layer: info.device for info in parameters.values()}
-        return {layer: torch.zeros(6, dtype=torch.float64, device=device) for layer, device in layers.items()}
+        layers = {layer: info.device for info in parameters.values() for layer in info.layers}
+        sums = {layer: torch.zeros(6, dtype=torch.float64, device=device) for layer, device in layers.items()}
+        return {**sums, SAMPLES: torch.zeros((), dtype=torch.float64)}
 
     def update(self, sums: Sums, record: LayerRecord) -> None:
         """Add one use of a layer."""
@@ -50,6 +49,8 @@ class Health(AdditiveStatistic):
         """Root mean squares and shares."""
         health = {}
         for layer, entry in sums.items():
+            if layer == SAMPLES:
+                continue
             activation, zeros, values, gradient, elements, bad = entry.tolist()
             health[layer] = LayerHealth(
                 activation_norm=(activation / values) ** 0.5 if values else float("nan"),
@@ -60,15 +61,16 @@ class Health(AdditiveStatistic):
         return health
 
 
-def _measure(tensors: list[Tensor]) -> tuple[Tensor | float, Tensor | float, float, Tensor | float]:
-    """Sum of squares of the finite values, zeros, number of values, number that are not finite."""
+def _measure(tensors: list[Tensor]) -> tuple[Tensor | float, Tensor | float, Tensor | float, Tensor | float]:
+    """Sum of squares of the finite values, number of zeros, of finite values, and of those that are not."""
     square: Tensor | float = 0.0
     zeros: Tensor | float = 0.0
-    values, bad = 0.0, torch.zeros(())
+    values: Tensor | float = 0.0
+    bad: Tensor | float = 0.0
     for t in tensors:
         finite = t.isfinite()
-        square = square + wide(t).where(finite, 0).square().sum(dtype=torch.float64)
+        square = square + torch.linalg.vector_norm(t.where(finite, 0), dtype=torch.float64).square()
         zeros = zeros + (t == 0).sum()
-        values += t.numel()
-        bad = bad.to(t.device) + (~finite).sum()
+        values = values + finite.sum()
+        bad = bad + (~finite).sum()
     return square, zeros, values, bad

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from gramian.taps.record import ParameterRecord
-from gramian.taps.statistic import AdditiveStatistic, ParameterInfo, Sums
+from gramian.taps.statistic import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums, zero_sums
 
 
 @dataclass(frozen=True)
@@ -33,44 +32,38 @@ class NoiseScale(AdditiveStatistic):
     gradient; memory of one gradient.
     """
 
-    needs: Literal["parameter"] = "parameter"
+    needs: Needs = "parameter"
     per_sample = True
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
-        """A zero gradient, a zero sum of squares, no samples."""
-        sums: Sums = {}
-        for name, info in parameters.items():
-            dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
-            sums[name] = torch.zeros(info.shape, dtype=dtype, device=info.device)
-        device = next(iter(parameters.values())).device
-        sums[_SQUARES] = torch.zeros((), dtype=torch.float64, device=device)
-        sums[_SAMPLES] = torch.zeros((), dtype=torch.float64, device=device)
-        self._passes: set[int] = set()
-        return sums
+        """A zero gradient and a zero sum of squares."""
+        sums = zero_sums(parameters)
+        return {**sums, _SQUARES: torch.zeros_like(sums[SAMPLES])}
 
     def update(self, sums: Sums, record: ParameterRecord) -> None:
         """Add one parameter."""
         sums[record.parameter] += record.total()
         sums[_SQUARES] += record.squared_norms().sum()
-        if record.info.number not in self._passes:
-            self._passes.add(record.info.number)
-            sums[_SAMPLES] += record.info.count
 
     def finish(self, sums: Sums) -> NoiseScaleResult:
         """Solve the two equations."""
-        n = int(sums[_SAMPLES])
-        gradients = [value for key, value in sums.items() if key not in (_SQUARES, _SAMPLES)]
+        n = int(sums[SAMPLES])
+        gradients = [value for key, value in sums.items() if key not in (_SQUARES, SAMPLES)]
         mean_square = float(sums[_SQUARES]) / n if n else 0.0
         plug_in = sum(float(g.double().square().sum()) for g in gradients) / n**2 if n else 0.0
         trace = (mean_square - plug_in) * n / (n - 1) if n > 1 else float("nan")
         squared = plug_in - trace / n if n > 1 else float("nan")
         return NoiseScaleResult(
             samples=n,
-            simple=trace / plug_in if plug_in else float("inf"),
-            unbiased=trace / squared if squared else float("inf"),
+            simple=_ratio(trace, plug_in),
+            unbiased=_ratio(trace, squared),
             trace_covariance=trace,
             squared_gradient=squared,
         )
 
 
-_SQUARES, _SAMPLES = "(squared norms)", "(samples)"
+_SQUARES = "(squared norms)"
+
+
+def _ratio(trace: float, squared: float) -> float:
+    return trace / squared if squared else (float("nan") if trace != trace else float("inf"))

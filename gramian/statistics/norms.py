@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from gramian.errors import GramianError
 from gramian.plan.norms import ALGORITHMS, Algorithm
 from gramian.taps import Capture
 from gramian.taps.record import ParameterRecord
-from gramian.taps.statistic import ParameterInfo
+from gramian.taps.statistic import Needs, ParameterInfo
 
 SquaresByPass = dict[int, Tensor]
 """{number of the pass: Σ_p ‖g_ip‖², [B]}: a sum over parameters; samples stay apart."""
@@ -31,7 +30,7 @@ class PerSampleNorms:
     Linear layers have two exact algorithms (see `gramian.plan.norms`); "auto" takes the cheaper at each shape.
     """
 
-    needs: Literal["parameter"] = "parameter"
+    needs: Needs = "parameter"
     per_sample = True
 
     def __init__(self, algorithm: Algorithm = "auto") -> None:
@@ -55,6 +54,9 @@ class PerSampleNorms:
         """Add one parameter's squared norms to its pass."""
         squares_B, number = record.squared_norms(self.algorithm), record.info.number
         sums[number] = sums[number] + squares_B if number in sums else squares_B
+
+    def count(self, sums: SquaresByPass, samples: int) -> None:
+        """Samples count themselves."""
 
     def merge(self, left: SquaresByPass, right: SquaresByPass) -> SquaresByPass:
         """Samples of the left, then samples of the right."""

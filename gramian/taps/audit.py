@@ -29,7 +29,6 @@ class Audit:
         self._expected: dict[str, ParameterRecord] = {}
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
-        self._verdicts: dict[str, tuple[Tensor, Tensor]] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: weakref.WeakSet[Tensor] = weakref.WeakSet()
         self._names = list(parameters)
@@ -51,13 +50,17 @@ class Audit:
         gradient = gradient.detach()
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 
-    def verdict(self) -> None:
+    def verdict(self) -> bool:
         """Compare, once the backward is over.
+
+        Returns:
+            False if a gradient was not finite, so that the comparison must be made again on another batch.
 
         Raises:
             GramianError: naming the first parameter whose gradient the taps do not explain.
         """
         self.release()
+        finite = True
         for name in self._names:
             arrived, total = self._arrived.get(name), self._totals.get(name)
             if arrived is None and total is None:
@@ -69,6 +72,7 @@ class Audit:
             record, total = self._expected[name], total if total is not None else torch.zeros(())
             got = wide(arrived).to(total.dtype) if arrived is not None else torch.zeros_like(total)
             if not bool(got.isfinite().all()):
+                finite = False
                 continue
             rounding = torch.finfo(record.gradient.dtype).eps * record.gradient.magnitude()
             allowed = AGREES[record.gradient.dtype] * got.norm() + 8 * rounding
@@ -78,6 +82,7 @@ class Audit:
                     f"{name}: the taps explain a gradient of norm {float(total.norm()):.4g}, autograd computed "
                     f"{float(got.norm()):.4g} (difference {float(error):.4g}); {_ADVICE}"
                 )
+        return finite
 
     def release(self) -> None:
         """Take the hooks off."""
@@ -86,4 +91,6 @@ class Audit:
         self._handles.clear()
 
 
-_ADVICE = "expected the weight to be used through its own module only (not F.linear(x, layer.weight)), or a registered site"
+_ADVICE = (
+    "expected the weight to be used through its own module only (not F.linear(x, layer.weight)), or a registered site"
+)

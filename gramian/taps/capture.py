@@ -55,7 +55,9 @@ class Capture:
         if not isinstance(model, nn.Module):
             raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
         if isinstance(loss_reduction, str) and loss_reduction not in ("mean", "sum"):
-            raise GramianError(f'loss_reduction: expected "mean", "sum" or the coefficient as a float, got "{loss_reduction}"')
+            raise GramianError(
+                f'loss_reduction: expected "mean", "sum" or the coefficient as a float, got "{loss_reduction}"'
+            )
         if not isinstance(loss_reduction, str) and not loss_reduction:
             raise GramianError("loss_reduction: expected a coefficient other than 0")
         if isinstance(loss_scale, int | float) and not loss_scale > 0:
@@ -64,9 +66,12 @@ class Capture:
             raise GramianError(f"batch_size: expected a number of rows, got {batch_size}")
         if not statistics:
             raise GramianError("statistics: expected at least one")
+        if len({id(statistic) for statistic in statistics}) < len(statistics):
+            raise GramianError("statistics: one object was given twice; expected each once")
         self.per_sample = any(statistic.per_sample for statistic in statistics)
         self._hub: Hub = hub_of(model)
-        self._statistics = list(statistics)
+        self._model: nn.Module | None = model  # the hub holds it weakly
+        self.statistics = list(statistics)
         self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
         self._batch_size, self._sample_ids = batch_size, sample_ids
         self._group, self._audit_wanted = process_group, audit
@@ -85,12 +90,16 @@ class Capture:
             raise GramianError("capture: was entered before; expected a new capture for every with block")
         self._hub.attach(self, self._batch_size)
         self._state = "open"
-        self._sums = [statistic.start(self._hub.parameters) for statistic in self._statistics]
+        self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
         if self._audit_wanted and not self._hub.audited.issuperset(self._hub.parameters):
-            self._audit = Audit(self._hub.parameters)
-            for name, p in self._plain_parameters():
-                self._audit.watch(name, p)
+            self._audit = self._new_audit()
         return self
+
+    def _new_audit(self) -> Audit:
+        audit = Audit(self._hub.parameters)
+        for name, p in self._plain_parameters():
+            audit.watch(name, p)
+        return audit
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -101,13 +110,14 @@ class Capture:
         if self._audit is not None:
             self._audit.release()
         self._hub.detach(self)
+        self._model = None
         if kind is not None:
             return
         self._final = covers
         if self._group is not None:
             self._sums = [
                 all_reduce(sums, self._group) if isinstance(statistic, AdditiveStatistic) else sums
-                for statistic, sums in zip(self._statistics, self._sums, strict=True)
+                for statistic, sums in zip(self.statistics, self._sums, strict=True)
             ]
         elif not self._passes:
             raise GramianError("capture: no backward ran inside the block; expected loss.backward() before it is left")
@@ -124,14 +134,16 @@ class Capture:
         Raises:
             GramianError: if the statistic is not part of this capture or no backward has run.
         """
-        for mine, sums in zip(self._statistics, self._sums, strict=False):
+        for mine, sums in zip(self.statistics, self._sums, strict=False):
             if mine is statistic:
                 return mine.finish(sums)
-        raise GramianError(f"statistic: {type(statistic).__name__} is not part of this capture, or it was not entered yet")
+        raise GramianError(
+            f"statistic: {type(statistic).__name__} is not part of this capture, or it was not entered yet"
+        )
 
     def sums(self, statistic: Statistic) -> Any:
         """The sums behind a result, to be merged with those of other captures."""
-        return copy.copy(self._sums[[mine is statistic for mine in self._statistics].index(True)])
+        return copy.copy(self._sums[[mine is statistic for mine in self.statistics].index(True)])
 
     @property
     def coverage(self) -> Coverage:
@@ -161,7 +173,9 @@ class Capture:
         """Trainable parameters that are themselves what the forward reads (FSDP2 shows another tensor there)."""
         root = self._hub.root()
         assert root is not None
-        pairs = [(join(n, local), p) for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None]
+        pairs = [
+            (join(n, local), p) for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None
+        ]
         return [(name, p) for name, p in pairs if name in self._hub.parameters and not hasattr(p, "placements")]
 
     # ---- listening ----------------------------------------------------------------------------------------------------
@@ -175,7 +189,7 @@ class Capture:
 
     def layer(self, record: LayerRecord) -> None:
         """Hand a layer's use to the statistics that want it."""
-        for statistic, sums in zip(self._statistics, self._sums, strict=True):
+        for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "layer":
                 statistic.update(sums, record)
 
@@ -184,7 +198,7 @@ class Capture:
         self._covers[record.parameter] = record
         if self._audit is not None:
             self._audit.record(record)
-        for statistic, sums in zip(self._statistics, self._sums, strict=True):
+        for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "parameter":
                 statistic.update(sums, record)
                 choice = getattr(statistic, "algorithm", None)
@@ -196,10 +210,14 @@ class Capture:
         if self._audit is not None:
             self._audit.watch(parameter, tensor)
 
-    def end_of_pass(self, number: int) -> None:
+    def end_of_pass(self, info: PassInfo) -> None:
         """One backward is over."""
         self._passes += 1
+        for statistic, sums in zip(self.statistics, self._sums, strict=True):
+            statistic.count(sums, info.count)
         if self._audit is not None:
             audit, self._audit = self._audit, None
-            audit.verdict()
-            self._hub.audited = self._hub.audited | frozenset(self._hub.parameters)
+            if audit.verdict() and info.batch:
+                self._hub.audited = self._hub.audited | frozenset(self._hub.parameters)
+            else:  # an empty or overflowing batch proves nothing
+                self._audit = self._new_audit()

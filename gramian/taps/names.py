@@ -22,11 +22,15 @@ def inner_module(module: nn.Module) -> nn.Module | None:
         GramianError: for wrappers that gramian does not work with.
     """
     if isinstance(module, DataParallel):
-        raise GramianError("model: nn.DataParallel runs copies of the model; expected DistributedDataParallel or fully_shard")
+        raise GramianError(
+            "model: nn.DataParallel runs copies of the model; expected DistributedDataParallel or fully_shard"
+        )
     if type(module).__name__ == "FullyShardedDataParallel":
         raise GramianError("model: FullyShardedDataParallel (FSDP1) is not supported; expected fully_shard (FSDP2)")
     if isinstance(module, DistributedDataParallel) and getattr(module, "static_graph", False):
-        raise GramianError("model: DistributedDataParallel(static_graph=True) is not supported; expected static_graph=False")
+        raise GramianError(
+            "model: DistributedDataParallel(static_graph=True) is not supported; expected static_graph=False"
+        )
     child = WRAPPED_CHILD.get(type(module).__name__)
     return module._modules[child] if child is not None else None
 

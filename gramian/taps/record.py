@@ -36,7 +36,9 @@ class PassInfo:
         """Factor from what the backward carries to the gradient of one sample's loss; read while the backward runs."""
         if not isinstance(self.loss_scale, torch.amp.GradScaler):
             return self.factor / self.loss_scale
-        scale = self.loss_scale._scale  # a 0-dim tensor: reading it as a float would wait for the device
+        scale: Tensor | None = getattr(
+            self.loss_scale, "_scale", None
+        )  # a 0-dim tensor: reading it as a float would wait for the device
         return self.factor / (scale if scale is not None else self.loss_scale.get_scale())
 
     @property
@@ -91,4 +93,3 @@ class ParameterRecord:
     def total(self) -> Tensor:
         """Σ_i g_i over units."""
         return self.gradient.total() * self.info.scale
-

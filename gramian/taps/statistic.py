@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+Needs = Literal["layer", "parameter"]
 Sums = dict[str, Tensor]
 """State of a statistic: named sums, every one additive over samples. Two states of the same statistic add up by key."""
 
@@ -16,7 +17,8 @@ class ParameterInfo:
     """What a statistic may know about a parameter before the first batch."""
 
     name: str
-    layer: str
+    layers: tuple[str, ...]
+    """The layers that have it: several if it is tied."""
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -30,7 +32,7 @@ class Statistic(Protocol):
     passes and ranks, also where one of them saw nothing.
     """
 
-    needs: Literal["layer", "parameter"]
+    needs: Needs
     """Which records `update` wants: every use of a layer, or every parameter with all its uses joined."""
     per_sample: bool
     """True if samples must be told apart: layers that mix them are then refused."""
@@ -41,6 +43,9 @@ class Statistic(Protocol):
     def update(self, sums: Any, record: Any) -> None:
         """Add one record to the sums."""
 
+    def count(self, sums: Any, samples: int) -> None:
+        """One pass is over: count its samples (units)."""
+
     def merge(self, left: Any, right: Any) -> Any:
         """Sums over both."""
 
@@ -48,12 +53,29 @@ class Statistic(Protocol):
         """The result that users see."""
 
 
+SAMPLES = "(samples)"
+"""Key under which an additive statistic counts samples."""
+
+
 class AdditiveStatistic:
-    """The common case: sums are named tensors and merge by addition."""
+    """The common case: sums are named tensors and merge by addition, the count of samples among them."""
+
+    def count(self, sums: Sums, samples: int) -> None:
+        """Add to the count."""
+        sums[SAMPLES] += samples
 
     def merge(self, left: Sums, right: Sums) -> Sums:
         """Add key by key."""
         return {key: left[key] + right[key] for key in left}
+
+
+def zero_sums(parameters: Mapping[str, ParameterInfo]) -> Sums:
+    """A zero of every parameter's shape, in the dtype of its sums, and no samples."""
+    sums: Sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
+    for name, info in parameters.items():
+        dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
+        sums[name] = torch.zeros(info.shape, dtype=dtype, device=info.device)
+    return sums
 
 
 class GradientRule(Protocol):

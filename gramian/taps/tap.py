@@ -12,7 +12,9 @@ and the pass enter the graph as small CPU tensors, not as constants: one graph s
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from gramian.taps.sites import Site
+from gramian.errors import GramianError
+from gramian.taps.discover import Found
+from gramian.taps.sites.site import Site, observed
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
@@ -28,6 +32,13 @@ if TYPE_CHECKING:
 _keys = itertools.count()
 _taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
 _hubs: "weakref.WeakValueDictionary[int, Hub]" = weakref.WeakValueDictionary()
+
+
+def register_hub(hub: "Hub") -> int:
+    """Make a hub known to compiled graphs and return its number there."""
+    number = next(_keys)
+    _hubs[number] = hub
+    return number
 
 
 class Use:
@@ -62,7 +73,9 @@ class ObserveCompiled(torch.autograd.Function):
     """The same for a graph under `torch.compile`: the report is the gradient of the probe."""
 
     @staticmethod
-    def forward(ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor
+    ) -> Any:
         """As `Observe.forward`; the pass and the tap are named by tensors."""
         ctx.save_for_backward(ticket, key, *tensors[count:])
         ctx.ordinal, ctx.kept = ordinal, len(tensors) - count
@@ -79,7 +92,7 @@ class ObserveCompiled(torch.autograd.Function):
 @torch.library.custom_op("gramian::begin", mutates_args=())
 def _begin(hub: Tensor, first: Tensor) -> Tensor:
     """Open a pass when a compiled root runs; the ticket names it in the backward."""
-    return torch.tensor([_hubs[int(hub)].open_pass(first.shape[0], first.shape[1] if first.dim() > 1 else None)])
+    return torch.tensor([_hubs[int(hub)].open_pass(first)])
 
 
 @_begin.register_fake
@@ -120,7 +133,28 @@ class Tap:
         self._tracing: Any = lambda: None
         self._forward = _replacement(self)
 
-    def taken(self, module: nn.Module) -> bool:
+    def describe(self, found: Found, is_root: bool) -> None:
+        """Take over what was found about the layer.
+
+        Raises:
+            GramianError: if a tap of another hub stands on it.
+        """
+        self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
+        if self._taken(found.module):
+            raise GramianError(
+                f"{self.name or 'model'}: is tapped through another root; expected the same model in both captures"
+            )
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Put the layer's name in front of an error that comes from its site."""
+        try:
+            yield
+        except GramianError as error:
+            module = self.owner()
+            raise GramianError(f"{self.name or 'model'} ({type(module).__name__}) {error}") from None
+
+    def _taken(self, module: nn.Module) -> bool:
         """True if a tap of another hub stands on the module."""
         function = getattr(module.__dict__.get("forward"), "__func__", None)
         return function is not self._forward and getattr(function, "tapped", lambda: None)() is module
@@ -138,7 +172,7 @@ class Tap:
         if module is not None and getattr(module.__dict__.get("forward"), "__func__", None) is self._forward:
             del module.__dict__["forward"]
             if self.original is not None:
-                module.forward = self.original  # type: ignore[method-assign]
+                module.forward = self.original
         self.original = None
 
     def observe(self, output: Any, kept: list[Tensor], extra: Any) -> Any:
@@ -148,21 +182,25 @@ class Tap:
             outputs, spec, places, leaves = [output], None, [0], [output]
         else:
             leaves, spec = pytree.tree_flatten(output)
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            places = observed(leaves, hub.rule.withholds)
             outputs = [leaves[i] for i in places]
         if torch.compiler.is_compiling():
             ordinal = self.count_traced_use()
-            seen = ObserveCompiled.apply(hub.probe, hub.ticket, self.key, ordinal, len(outputs), *outputs, *kept)
+            seen = ObserveCompiled.apply(  # type: ignore[no-untyped-call]
+                hub.probe, hub.ticket, self.key, ordinal, len(outputs), *outputs, *kept
+            )
         else:
             use = hub.open_use(self, extra)
-            seen = Observe.apply(hub.probe, use, len(outputs), *outputs, *kept)
+            seen = Observe.apply(  # type: ignore[no-untyped-call]
+                hub.probe, use, len(outputs), *outputs, *kept
+            )
         if spec is None:
             return seen[0]
         for place, y in zip(places, seen, strict=True):
             leaves[place] = y
         return pytree.tree_unflatten(leaves, spec)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def count_traced_use(self) -> int:
         """How often this layer was traced before in the graph being built (runs while tracing, not in the graph)."""
         context = TracingContext.try_get()
@@ -179,7 +217,7 @@ def _replacement(tap: Tap) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if owner() is not self:  # a copy of the module: untapped
             return type(self).forward(self, *args, **kwargs)
-        plain = tap.original if tap.original is not None else types.MethodType(type(self).forward, self)
+        plain = tap.original if tap.original is not None else partial(type(self).forward, self)
         if not hub.live or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if tap.is_root:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gramian.models.gpt import GPT
-
-
-@dataclass(frozen=True)
-class ModuleHealth:
-    """State of one module in one backward: norms of its output and of its gradient, zeros, non-finite values."""
-
-    activation_norm: float
-    gradient_norm: float
-    zero_fraction: float
-    nonfinite: int
+from gramian.statistics import (
+    DiagonalFisher,
+    Health,
+    LayerHealth,
+    NoiseScale,
+    NoiseScaleResult,
+    PerSampleNorms,
+    observe,
+)
 
 
 @dataclass(frozen=True)
@@ -31,14 +28,16 @@ class Observation:
 
     Attributes:
         sample_norms: Norm of each sample's gradient, B values.
-        noise_scale: tr(Sigma) / |G|^2 in samples; not finite or not positive where the batch cannot tell.
-        health: By module name.
+        trace_covariance: Unbiased estimate of tr(Sigma), Sigma the covariance of one sample's gradient.
+        squared_gradient: Unbiased estimate of |G|^2; below 0 where the batch's noise hides the gradient G.
+        health: By layer name.
         fisher_trace: Trace of the diagonal Fisher by parameter name.
     """
 
     sample_norms: tuple[float, ...]
-    noise_scale: float
-    health: dict[str, ModuleHealth]
+    trace_covariance: float
+    squared_gradient: float
+    health: Mapping[str, LayerHealth]
     fisher_trace: dict[str, float]
 
 
@@ -49,10 +48,10 @@ class GroupReport:
     Attributes:
         layer: Name of the group.
         parameters: Scalars in it.
-        activation_norm: Largest of its modules.
-        zero_fraction: Largest of its modules.
-        gradient_norm: Of the group as one vector.
-        nonfinite: Sum over its modules.
+        activation_norm: Root mean square of a layer's input, the largest in the group; nan where the input is indices.
+        zero_fraction: Share of zeros in a layer's input, the largest in the group; nan where the input is indices.
+        gradient_norm: Root mean square of a layer's output gradient, the largest in the group.
+        nonfinite: Values that are not finite, in the whole group.
         fisher_share: Its part of the whole Fisher trace.
     """
 
@@ -66,55 +65,90 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
+class HistoryRow:
+    """One observed step: what its batch says about gradients, with the moments' meaning as in `Observation`."""
+
+    step: int
+    median_sample_norm: float
+    trace_covariance: float
+    squared_gradient: float
+
+
+@dataclass(frozen=True)
 class ObservationReport:
-    """Observations of the run's last quarter, summarised.
+    """The observed steps of a run, summarised.
 
     Attributes:
-        groups: Rows of the table; health from the last observation, Fisher averaged over the window.
-        sample_norm_quantiles: 10 %, 50 %, 90 % and the largest, of all samples in the window.
-        noise_scale: Median of the usable estimates in the window, None where there is none.
+        groups: Rows of the table; health from the last observation, Fisher averaged over the last quarter of the run.
+        history: One row per observed step.
         observed_step_seconds: Median over the run, without the first.
         plain_step_seconds: Likewise, of the steps that were not observed.
-        window: Number of observations summarised.
     """
 
     groups: tuple[GroupReport, ...]
-    sample_norm_quantiles: tuple[float, float, float, float]
-    noise_scale: float | None
+    history: tuple[HistoryRow, ...]
     observed_step_seconds: float
     plain_step_seconds: float
-    window: int
 
 
-Observer = Callable[[GPT, Callable[[], Tensor]], tuple[Tensor, Observation | None]]
+@dataclass(frozen=True)
+class GradientNoise:
+    """Spread of per-sample gradients at fixed weights.
+
+    Attributes:
+        samples: Number of samples behind it.
+        sample_norm_quantiles: 10 %, 50 %, 90 % and the largest of their gradient norms.
+        noise_scale: tr(Sigma) / |G|^2 in samples, the critical batch size; None where it is above `samples`, for then
+            noise hides the mean gradient G and no number can be given.
+    """
+
+    samples: int
+    sample_norm_quantiles: tuple[float, float, float, float]
+    noise_scale: float | None
 
 
-def observe_backward(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, Observation | None]:
+Observer = Callable[[GPT, Callable[[], Tensor]], tuple[Tensor, Observation]]
+
+
+def observe_backward(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, Observation]:
     """Run `backward` (forward, mean loss, backward; returns the loss) inside an observation of `model`.
 
-    This is the only place that touches the statistics API. The observation is None where the API is not there.
+    This is the only place that touches the statistics.
     """
-    api: Any = importlib.import_module("gramian")
-    if not hasattr(api, "observe"):
-        return backward(), None
-    norms, fisher, noise, health = api.PerSampleNorms(), api.DiagonalFisher(), api.NoiseScale(), api.Health()
-    with api.observe(model, norms, fisher, noise, health, loss_reduction="mean") as seen:
+    norms, fisher, noise, health = PerSampleNorms(), DiagonalFisher(), NoiseScale(), Health()
+    with observe(model, norms, fisher, noise, health, loss_reduction="mean") as seen:
         loss = backward()
+    moments: NoiseScaleResult = seen[noise]
     observation = Observation(
         sample_norms=tuple(seen[norms].values.tolist()),
-        noise_scale=float(seen[noise].simple),
-        health={
-            name: ModuleHealth(
-                activation_norm=float(state.activation_norm),
-                gradient_norm=float(state.gradient_norm),
-                zero_fraction=float(state.zero_fraction),
-                nonfinite=int(state.nonfinite),
-            )
-            for name, state in seen[health].items()
-        },
+        trace_covariance=moments.trace_covariance,
+        squared_gradient=moments.squared_gradient,
+        health=seen[health],
         fisher_trace={name: float(squares.sum()) for name, squares in seen[fisher].items()},
     )
     return loss, observation
+
+
+def measure_noise(model: GPT, backwards: Iterable[Callable[[], Tensor]]) -> GradientNoise:
+    """Run all `backwards` at the model's present weights, in one observation, and leave no gradients behind.
+
+    One training batch of b samples cannot show a noise scale above b; all passes together make one large sample.
+    """
+    norms, noise = PerSampleNorms(), NoiseScale()
+    with observe(model, norms, noise, loss_reduction="mean") as seen:
+        for backward in backwards:
+            model.zero_grad()
+            backward()
+    model.zero_grad()
+    moments: NoiseScaleResult = seen[noise]
+    levels = torch.tensor([0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
+    low, median, high, largest = seen[norms].values.double().quantile(levels).tolist()
+    resolved = 0.0 < moments.unbiased <= moments.samples
+    return GradientNoise(
+        samples=moments.samples,
+        sample_norm_quantiles=(low, median, high, largest),
+        noise_scale=moments.unbiased if resolved else None,
+    )
 
 
 def summarise(
@@ -123,21 +157,18 @@ def summarise(
     observations: list[tuple[int, Observation]],
     observed_seconds: list[float],
     plain_seconds: list[float],
-) -> ObservationReport | None:
+) -> ObservationReport:
     """Summarise (step, observation) pairs of a run of `steps` steps, and the seconds of its two kinds of step."""
-    if not observations:
-        return None
     window = [observation for step, observation in observations if step >= 0.75 * steps] or [observations[-1][1]]
-    norms = torch.tensor([norm for observation in window for norm in observation.sample_norms], dtype=torch.float64)
-    quantiles = norms.quantile(torch.tensor([0.1, 0.5, 0.9, 1.0], dtype=torch.float64)).tolist()
-    scales = [seen.noise_scale for seen in window if math.isfinite(seen.noise_scale) and seen.noise_scale > 0.0]
+    history = [
+        HistoryRow(step, statistics.median(seen.sample_norms), seen.trace_covariance, seen.squared_gradient)
+        for step, seen in observations
+    ]
     return ObservationReport(
         groups=_group_reports(model, window),
-        sample_norm_quantiles=(quantiles[0], quantiles[1], quantiles[2], quantiles[3]),
-        noise_scale=statistics.median(scales) if scales else None,
+        history=tuple(history),
         observed_step_seconds=_median_without_first(observed_seconds),
         plain_step_seconds=_median_without_first(plain_seconds),
-        window=len(window),
     )
 
 
@@ -166,14 +197,19 @@ def _group_reports(model: GPT, window: list[Observation]) -> tuple[GroupReport, 
             GroupReport(
                 layer=group,
                 parameters=parameters[group],
-                activation_norm=max((state.activation_norm for state in states), default=math.nan),
-                zero_fraction=max((state.zero_fraction for state in states), default=math.nan),
-                gradient_norm=math.hypot(*(state.gradient_norm for state in states)),
+                activation_norm=_largest(state.activation_norm for state in states),
+                zero_fraction=_largest(state.zero_fraction for state in states),
+                gradient_norm=_largest(state.gradient_norm for state in states),
                 nonfinite=sum(state.nonfinite for state in states),
                 fisher_share=fisher[group] / whole_trace if whole_trace > 0.0 else math.nan,
             )
         )
     return tuple(reports)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value that is a number; nan where there is none."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def _median_without_first(seconds: list[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,13 +17,24 @@ from torch.nn import functional as F
 
 from gramian.models.gpt import GPT, GPTConfig, generate
 from gramian.train.corpus import Corpus, batch
-from gramian.train.demo_observation import Observation, ObservationReport, Observer, observe_backward, summarise
+from gramian.train.demo_observation import (
+    GradientNoise,
+    Observation,
+    ObservationReport,
+    Observer,
+    measure_noise,
+    observe_backward,
+    summarise,
+)
 
-# Share of the time budget (and of the steps) at the peak learning rate, before it falls to zero.
+# Share of the time budget that trains; the rest measures the gradient noise at the final weights.
+TRAINING_FRACTION = 0.85
+# Share of the training time (and of the steps) before the learning rate falls to zero.
 HOLD_FRACTION = 0.6
-# A machine that slows down during the decay may overrun the budget by this factor; then the run stops.
+# A machine that slows down while the learning rate falls may overrun by this factor; then training stops.
 OVERRUN_LIMIT = 1.5
 VALIDATION_BATCHES = 8
+NOISE_SEQUENCES = 512
 SAMPLE_PROMPT = b"def "
 SAMPLE_BYTES = 200
 
@@ -33,7 +44,7 @@ class DemoConfig:
     """What the demo trains, and for how long.
 
     Attributes:
-        seconds: Time budget of the training, validation included.
+        seconds: Time budget of training, validation and the measurement of the gradient noise.
         seed: Of the weights, the data order and the sample.
         model: Shape of the GPT; its vocabulary is the 256 bytes.
         batch_size: Sequences per step.
@@ -59,7 +70,7 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run stands after a step; `fraction` is of the time budget, or of the steps once they are fixed."""
+    """Where training stands after a step; `fraction` is of its time, or of the steps once they are fixed."""
 
     step: int
     fraction: float
@@ -81,11 +92,12 @@ class DemoResult:
         steps: Steps in all.
         stopped_early: Whether the time ran out before the learning rate reached zero.
         tokens: Bytes trained on.
-        seconds: Wall time of training and validation.
+        seconds: Wall time of training, validation and the noise measurement.
         tokens_per_second: Of the training steps alone.
         losses: Training loss of every step, nats per byte.
         validation: (steps done, validation loss) pairs, the first before training and the last after it.
-        observations: Summary of the observed steps; None where the library cannot observe.
+        observations: Summary of the observed steps.
+        noise: Gradient noise at the final weights.
         sample: Text that the trained model wrote.
     """
 
@@ -100,7 +112,8 @@ class DemoResult:
     tokens_per_second: float
     losses: tuple[float, ...]
     validation: tuple[tuple[int, float], ...]
-    observations: ObservationReport | None
+    observations: ObservationReport
+    noise: GradientNoise
     sample: str
 
     @property
@@ -133,6 +146,7 @@ def run_demo(
     """
     model = GPT(config.model, seed=config.seed)
     optimizer = _make_optimizer(model, config)
+    training_budget = TRAINING_FRACTION * config.seconds
     started = time.perf_counter()
     validation = [(0, _validation_loss(model, corpus, config))]
     losses: list[float] = []
@@ -145,12 +159,12 @@ def run_demo(
     stopped_early = False
     while True:
         elapsed = time.perf_counter() - started
-        if hold_steps is None and step >= 1 and elapsed >= HOLD_FRACTION * config.seconds:
+        if hold_steps is None and step >= 1 and elapsed >= HOLD_FRACTION * training_budget:
             hold_steps = step
         total = None if hold_steps is None else _total_steps(hold_steps)
         if total is not None and step >= total:
             break
-        if config.hold_steps is None and elapsed > OVERRUN_LIMIT * config.seconds and step >= 2:
+        if config.hold_steps is None and elapsed > OVERRUN_LIMIT * training_budget and step >= 2:
             stopped_early = True
             break
 
@@ -158,10 +172,10 @@ def run_demo(
         _set_learning_rate(optimizer, _learning_rate(step, hold_steps, config))
         optimizer.zero_grad()
         backward = _make_backward(model, corpus, step, config)
-        is_observed = step % config.observe_every == 0 or step + 1 == total
-        observation = None
-        if is_observed:
+        observed = step % config.observe_every == 0 or step + 1 == total
+        if observed:
             loss, observation = observer(model, backward)
+            observations.append((step, observation))
         else:
             loss = backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_gradient_norm)
@@ -172,11 +186,7 @@ def run_demo(
 
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"loss is {losses[-1]} at step {step}")
-        if observation is not None:
-            observations.append((step, observation))
-            observed_seconds.append(step_seconds)
-        elif not is_observed:
-            plain_seconds.append(step_seconds)
+        (observed_seconds if observed else plain_seconds).append(step_seconds)
         step += 1
         if _validates_after(step, total, config):
             validation.append((step, _validation_loss(model, corpus, config)))
@@ -184,7 +194,7 @@ def run_demo(
         on_progress(
             Progress(
                 step=step,
-                fraction=min(1.0, elapsed / config.seconds) if total is None else step / total,
+                fraction=min(1.0, elapsed / training_budget) if total is None else step / total,
                 loss=losses[-1],
                 validation_loss=validation[-1][1],
                 tokens_per_second=step * config.batch_size * config.model.context / training_seconds,
@@ -194,6 +204,7 @@ def run_demo(
 
     if validation[-1][0] != step:
         validation.append((step, _validation_loss(model, corpus, config)))
+    noise = measure_noise(model, _noise_backwards(model, corpus, step, config))
     seconds = time.perf_counter() - started
     tokens = step * config.batch_size * config.model.context
     return DemoResult(
@@ -209,6 +220,7 @@ def run_demo(
         losses=tuple(losses),
         validation=tuple(validation),
         observations=summarise(model, step, observations, observed_seconds, plain_seconds),
+        noise=noise,
         sample=_sample_text(model, config.seed),
     )
 
@@ -252,6 +264,15 @@ def _make_backward(model: GPT, corpus: Corpus, step: int, config: DemoConfig) ->
         return loss.detach()
 
     return backward
+
+
+def _noise_backwards(model: GPT, corpus: Corpus, steps: int, config: DemoConfig) -> Iterator[Callable[[], Tensor]]:
+    """Backward passes over the batches that would come next, at least two, within the time left for them."""
+    deadline = time.perf_counter() + (1.0 - TRAINING_FRACTION) * config.seconds
+    for index in range(max(2, NOISE_SEQUENCES // config.batch_size)):
+        if index >= 2 and time.perf_counter() > deadline:
+            return
+        yield _make_backward(model, corpus, steps + index, config)
 
 
 def _validates_after(step: int, total: int | None, config: DemoConfig) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gramian.cli import main
 from gramian.models import GPT, GPTConfig
+from gramian.statistics import LayerHealth
 from gramian.train import corpus, demo_observation, demo_run
 
 
@@ -21,14 +22,17 @@ def quick_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = GPTConfig(context=16, layers=1, width=16, heads=2)
     monkeypatch.setattr(demo_run, "SAMPLE_BYTES", 20)
     monkeypatch.setattr(demo_run, "VALIDATION_BATCHES", 1)
-    monkeypatch.setattr(demo_run, "DemoConfig", lambda seconds, seed: config(seconds, seed, tiny, batch_size=4))
+    monkeypatch.setattr(demo_run, "NOISE_SEQUENCES", 8)
+    monkeypatch.setattr(
+        demo_run, "DemoConfig", lambda seconds, seed: config(seconds, seed, tiny, batch_size=4, observe_every=2)
+    )
     monkeypatch.setattr(demo_run, "run_demo", lambda *given: run(*given, observer=_observer))
 
 
 def _observer(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, demo_observation.Observation]:
-    state = demo_observation.ModuleHealth(activation_norm=2.0, gradient_norm=1.0, zero_fraction=0.25, nonfinite=0)
+    state = LayerHealth(activation_norm=2.0, gradient_norm=1.0, zero_fraction=0.25, nonfinite=0)
     traces = {name: 1.0 for name, _ in model.named_parameters()}
-    return backward(), demo_observation.Observation((1.0, 2.0), 50.0, {"head": state}, traces)
+    return backward(), demo_observation.Observation((1.0, 2.0), 100.0, 2.0, {"head": state}, traces)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_demo_prints_a_report_without_control_characters(tmp_path: Path, capsys:
     captured = capsys.readouterr()
     assert captured.err == ""
     assert all(character == "\n" or character.isprintable() for character in captured.out)
-    for expected in ("training loss", "bits per byte", "tokens/s", "critical batch about 50", "blocks.0.mlp", "def "):
+    for expected in ("training loss", "bits per byte", "tokens/s", "critical batch", "blocks.0.mlp", "def "):
         assert expected in captured.out
 
 
@@ -146,7 +150,8 @@ def test_demo_writes_its_numbers_to_out(tmp_path: Path) -> None:
     numbers = json.loads((out / "demo.json").read_text(), parse_constant=pytest.fail)
     assert numbers["config"]["seed"] == 3
     assert numbers["steps"] == len(numbers["losses"])
-    assert numbers["observations"]["noise_scale"] == 50.0
+    assert numbers["observations"]["history"][0]["median_sample_norm"] == 1.5
+    assert numbers["noise"]["samples"] == 8
 
 
 @pytest.mark.usefixtures("quick_demo")

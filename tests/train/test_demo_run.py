@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gramian.models import GPT, GPTConfig
+from gramian.statistics import LayerHealth, NoiseScale, NoiseScaleResult
 from gramian.train import demo_run
 from gramian.train.corpus import Corpus
-from gramian.train.demo_observation import ModuleHealth, Observation, layer_group
+from gramian.train.demo_observation import HistoryRow, Observation, layer_group, measure_noise
 from gramian.train.demo_run import DemoConfig, Progress, run_demo
 
 TINY = GPTConfig(context=16, layers=1, width=16, heads=2)
@@ -22,6 +24,7 @@ CONFIG = DemoConfig(model=TINY, batch_size=4, observe_every=3, hold_steps=12)
 def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_run, "SAMPLE_BYTES", 5)
     monkeypatch.setattr(demo_run, "VALIDATION_BATCHES", 1)
+    monkeypatch.setattr(demo_run, "NOISE_SEQUENCES", 8)
 
 
 @pytest.fixture
@@ -35,10 +38,10 @@ def fake_observer(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, O
     loss = backward()
     modules = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     health = {
-        name: ModuleHealth(activation_norm=2.0, gradient_norm=1.0, zero_fraction=0.5, nonfinite=1) for name in modules
+        name: LayerHealth(activation_norm=2.0, gradient_norm=1.0, zero_fraction=0.5, nonfinite=1) for name in modules
     }
     traces = {name: float(parameter.numel()) for name, parameter in model.named_parameters()}
-    return loss, Observation((1.0, 2.0, 3.0, 4.0), 32.0, health, traces)
+    return loss, Observation((1.0, 2.0, 3.0, 4.0), 64.0, 2.0, health, traces)
 
 
 def test_a_run_is_a_function_of_its_config(corpus: Corpus) -> None:
@@ -81,7 +84,6 @@ def test_observed_steps_are_every_nth_and_the_last(corpus: Corpus) -> None:
 def test_report_groups_sum_to_the_model(corpus: Corpus) -> None:
     result = run_demo(CONFIG, corpus, observer=fake_observer)
     seen = result.observations
-    assert seen is not None
     assert [group.layer for group in seen.groups] == [
         "token_embedding",
         "position_embedding",
@@ -95,25 +97,64 @@ def test_report_groups_sum_to_the_model(corpus: Corpus) -> None:
         assert group.fisher_share == pytest.approx(group.parameters / result.parameters)
     attention = seen.groups[2]
     assert (attention.activation_norm, attention.zero_fraction, attention.nonfinite) == (2.0, 0.5, 3)
-    assert attention.gradient_norm == pytest.approx(math.sqrt(3))
-    assert seen.noise_scale == 32.0
-    assert seen.sample_norm_quantiles[1] == 2.5
-    assert seen.sample_norm_quantiles[3] == 4.0
+    assert attention.gradient_norm == 1.0
+    assert [row.step for row in seen.history] == [0, 3, 6, 9, 12, 15, 18, 19]
+    assert seen.history[0] == HistoryRow(step=0, median_sample_norm=2.5, trace_covariance=64.0, squared_gradient=2.0)
 
 
-def test_an_unusable_noise_scale_is_reported_as_none(corpus: Corpus) -> None:
-    def observer(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, Observation]:
-        loss, observation = fake_observer(model, backward)
-        return loss, dataclasses.replace(observation, noise_scale=-3.0)
+def make_backward(model: GPT, tokens_BT: Tensor) -> Callable[[], Tensor]:
+    def backward() -> Tensor:
+        loss = F.cross_entropy(model(tokens_BT[:, :-1]).flatten(0, 1), tokens_BT[:, 1:].flatten())
+        loss.backward()
+        return loss.detach()
 
-    seen = run_demo(CONFIG, corpus, observer=observer).observations
-    assert seen is not None
-    assert seen.noise_scale is None
+    return backward
+
+
+def test_measured_noise_is_that_of_a_loop_over_single_samples() -> None:
+    model = GPT(TINY).double()
+    tokens_NT = torch.randint(256, (12, 17), generator=torch.Generator().manual_seed(0))
+    tokens_NT[:, 1::2] = 7  # something to learn that all samples share, so that the mean gradient stands out
+    noise = measure_noise(model, [make_backward(model, part) for part in tokens_NT.split(4)])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    gradients = []
+    for row in tokens_NT.split(1):
+        model.zero_grad()
+        make_backward(model, row)()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    gradient_NP = torch.stack(gradients)
+    trace = gradient_NP.var(dim=0).sum()
+    squared = gradient_NP.mean(dim=0).square().sum() - trace / 12
+    norms_N = gradient_NP.norm(dim=1)
+    assert noise.samples == 12
+    assert noise.noise_scale == pytest.approx((trace / squared).item(), rel=1e-9)
+    assert noise.sample_norm_quantiles[1] == pytest.approx(norms_N.quantile(0.5).item(), rel=1e-9)
+    assert noise.sample_norm_quantiles[3] == pytest.approx(norms_N.max().item(), rel=1e-9)
+
+
+def test_a_noise_scale_above_the_samples_measured_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(TINY)
+    tokens_NT = torch.randint(256, (4, 17), generator=torch.Generator().manual_seed(0))
+    for unbiased in (5.0, -1.0, math.inf, math.nan):
+        moments = NoiseScaleResult(4, 1.0, unbiased, 1.0, 1.0)
+        monkeypatch.setattr(NoiseScale, "finish", lambda self, sums, moments=moments: moments)
+        assert measure_noise(model, [make_backward(model, tokens_NT)]).noise_scale is None
+
+
+def test_the_real_observer_leaves_the_run_as_it_would_be_without_it(corpus: Corpus) -> None:
+    observed, plain = run_demo(CONFIG, corpus), run_demo(CONFIG, corpus, observer=fake_observer)
+    assert observed.losses == plain.losses
+    seen = observed.observations
+    assert sum(group.fisher_share for group in seen.groups) == pytest.approx(1.0)
+    assert all(group.gradient_norm > 0.0 and group.nonfinite == 0 for group in seen.groups)
+    assert all(row.median_sample_norm > 0.0 for row in seen.history)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(corpus: Corpus) -> None:
-    def observer(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, None]:
-        return backward() * math.nan, None
+    def observer(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor, Observation]:
+        loss, observation = fake_observer(model, backward)
+        return loss * math.nan, observation
 
     with pytest.raises(FloatingPointError, match="loss is nan at step 0"):
         run_demo(CONFIG, corpus, observer=observer)

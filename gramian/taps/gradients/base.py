@@ -58,9 +58,7 @@ class PerSampleGradient(ABC):
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """‖g_i‖² for every sample: [B]."""
-        return torch.cat(
-            [part.per_sample().flatten(1).square().sum(1) for part in self.chunks()] or [self.per_sample().flatten(1).sum(1)]
-        )
+        return torch.cat([flat(part.per_sample()).square().sum(1) for part in self.chunks()])
 
     def sum_of_squares(self) -> Tensor:
         """Σ_i g_i ⊙ g_i, of the parameter's shape: the diagonal of the empirical Fisher times B."""
@@ -74,7 +72,12 @@ class PerSampleGradient(ABC):
         return self.select(0, 0).per_sample().sum(0)
 
     def chunks(self) -> Iterator["PerSampleGradient"]:
-        """The samples in groups whose written-out gradients stay small."""
+        """The samples in groups whose written-out gradients stay small; at least one group, if an empty one."""
         size = samples_per_chunk(torch.Size(self.shape).numel())
-        for start in range(0, self.batch, size):
+        for start in range(0, max(self.batch, 1), size):
             yield self.select(start, min(start + size, self.batch))
+
+
+def flat(gradients_B: Tensor) -> Tensor:
+    """[B, *shape] as [B, N], also where B is 0 or the shape is ()."""
+    return gradients_B.reshape(gradients_B.shape[0], torch.Size(gradients_B.shape[1:]).numel())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.gradients.dense import Dense
 from gramian.taps.units import Units
@@ -47,7 +47,9 @@ class Convolved(PerSampleGradient):
             _weight_gradient(
                 images.reshape(1, count * images.shape[1], *images.shape[2:]),
                 gradients.reshape(1, count * gradients.shape[1], *gradients.shape[2:]),
-                replace(self.geometry, weight_shape=(count * shape[0], *shape[1:]), groups=count * self.geometry.groups),
+                replace(
+                    self.geometry, weight_shape=(count * shape[0], *shape[1:]), groups=count * self.geometry.groups
+                ),
             )
             .reshape(self.batch, -1, *shape)
             .sum(1)
@@ -64,9 +66,9 @@ class Convolved(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Σ ‖x‖‖g‖ over images: each of the kernel's taps sees at most the whole image."""
-        taps = torch.Size(self.shape[2:]).numel() ** 0.5
-        images, gradients = wide(self.images_BK).flatten(2), wide(self.gradients_BK).flatten(2)
-        return taps * (images.norm(dim=2) * gradients.norm(dim=2)).sum()
+        taps = float(torch.Size(self.shape[2:]).numel() ** 0.5)
+        bound: Tensor = (wide_norms(self.images_BK.flatten(2)) * wide_norms(self.gradients_BK.flatten(2))).sum()
+        return taps * bound
 
     def select(self, start: int, stop: int) -> "Convolved":
         """Samples start … stop-1."""
@@ -87,7 +89,7 @@ class Convolved(PerSampleGradient):
 
 def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> Tensor:
     weight = images.new_empty(1).expand(geometry.weight_shape)  # only its shape is read
-    return torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         gradients,
         images,
         weight,
@@ -100,3 +102,4 @@ def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> T
         geometry.groups,
         [False, True, False],
     )[1]
+    return gradient

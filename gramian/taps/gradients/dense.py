@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gramian.linalg.wide import wide
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.linalg.wide import wide, wide_norms
+from gramian.taps.gradients.base import PerSampleGradient, flat
 from gramian.taps.units import Units
 
 
@@ -31,7 +31,7 @@ class Dense(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Σ ‖g_i‖."""
-        return self.per_sample().reshape(self.batch, -1).norm(dim=1).sum() if self.batch else self.total().sum()
+        return wide_norms(flat(self.gradients_B)).sum()
 
     def select(self, start: int, stop: int) -> "Dense":
         """Samples start … stop-1."""

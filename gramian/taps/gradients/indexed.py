@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.units import Units
 
@@ -36,7 +36,7 @@ class Indexed(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Σ ‖g_t‖."""
-        return wide(self.rows_BTD).norm(dim=2).sum()
+        return wide_norms(self.rows_BTD).sum()
 
     def select(self, start: int, stop: int) -> "Indexed":
         """Samples start … stop-1."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_bmm
 from gramian.plan.norms import Algorithm
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.base import PerSampleGradient, flat
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.outer import Outer
 from gramian.taps.gradients.summed import Summed
@@ -40,7 +40,8 @@ def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
     if len(rows) > 1:
         rows = [Indexed(_cat([p.index_BT for p in rows]), _cat([p.rows_BTD for p in rows]), rows[0].shape[0])]
     if len(sums) > 1:
-        sums = [Summed(_cat([p.tokens_BTN for p in sums]), sums[0].shape)]
+        dtype = min((p.dtype for p in sums), key=lambda dtype: dtype.itemsize)
+        sums = [Summed(_cat([p.tokens_BTN for p in sums]), sums[0].shape, dtype)]
     merged += [*outers, *rows, *sums]
     return merged[0] if len(merged) == 1 else Joined(merged)
 
@@ -84,7 +85,9 @@ class Joined(PerSampleGradient):
 
     def algorithm(self, choice: Algorithm) -> str:
         """The parts' algorithms and the cross terms."""
-        return "direct" if choice == "direct" else " + ".join(part.algorithm(choice) for part in self.parts) + " + cross"
+        return (
+            "direct" if choice == "direct" else " + ".join(part.algorithm(choice) for part in self.parts) + " + cross"
+        )
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """Parts plus twice their inner products; samples in which the parts cancel are done directly."""
@@ -110,11 +113,8 @@ def inner(left: PerSampleGradient, right: PerSampleGradient) -> Tensor:
         return (wide_bmm(picked_BTS.mT, left.right_BTN) * wide(right.rows_BTD)).sum((1, 2))
     if isinstance(left, Indexed) and isinstance(right, Outer):
         return inner(right, left)
-    pieces = [
-        (a.per_sample() * b.per_sample()).flatten(1).sum(1)
-        for a, b in zip(left.chunks(), right.chunks(), strict=True)
-    ]
-    return torch.cat(pieces) if pieces else left.per_sample().flatten(1).sum(1)
+    pairs = zip(left.chunks(), right.chunks(), strict=True)
+    return torch.cat([flat(a.per_sample() * b.per_sample()).sum(1) for a, b in pairs])
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm
+from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
 from gramian.plan.norms import Algorithm, choose
 from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.units import Units
@@ -54,7 +54,7 @@ class Outer(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Σ ‖l_t‖‖r_t‖."""
-        return (wide(self.left_BTM).norm(dim=2) * wide(self.right_BTN).norm(dim=2)).sum()
+        return (wide_norms(self.left_BTM) * wide_norms(self.right_BTN)).sum()
 
     def select(self, start: int, stop: int) -> "Outer":
         """Samples start … stop-1."""

@@ -1,8 +1,9 @@
 """The gradient of a parameter that is added to every token, or multiplies it by a known factor: Σ_t g_t."""
 
+import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.units import Units
 
@@ -10,12 +11,20 @@ from gramian.taps.units import Units
 class Summed(PerSampleGradient):
     """g_i = Σ_t g_it, from tokens_BTN. The parameter may have any shape of N elements (norm layers over several axes)."""
 
-    def __init__(self, tokens_BTN: Tensor, shape: tuple[int, ...] | None = None) -> None:
-        """Keep a view of the tokens; nothing is computed."""
+    def __init__(
+        self, tokens_BTN: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Keep a view of the tokens; nothing is computed.
+
+        Args:
+            tokens_BTN: a gradient per token.
+            shape: shape of the parameter, [N] if left out.
+            dtype: narrowest dtype that the tokens were formed from, if not their own.
+        """
         self.tokens_BTN = tokens_BTN
         self.batch = tokens_BTN.shape[0]
         self.shape = shape or (tokens_BTN.shape[2],)
-        self.dtype = tokens_BTN.dtype
+        self.dtype = dtype or tokens_BTN.dtype
 
     def per_sample(self) -> Tensor:
         """Sum over tokens, never their norm per token. B·T·N additions."""
@@ -31,19 +40,19 @@ class Summed(PerSampleGradient):
 
     def magnitude(self) -> Tensor:
         """Σ ‖g_t‖."""
-        return wide(self.tokens_BTN).norm(dim=2).sum()
+        return wide_norms(self.tokens_BTN).sum()
 
     def select(self, start: int, stop: int) -> "Summed":
         """Samples start … stop-1."""
-        return Summed(self.tokens_BTN[start:stop], self.shape)
+        return Summed(self.tokens_BTN[start:stop], self.shape, self.dtype)
 
     def regroup(self, units: Units) -> "Summed":
         """Tokens laid out by unit."""
-        return Summed(units.gather_tokens(self.tokens_BTN), self.shape)
+        return Summed(units.gather_tokens(self.tokens_BTN), self.shape, self.dtype)
 
     def copy(self) -> "Summed":
         """Own the tokens."""
-        return Summed(self.tokens_BTN.clone(), self.shape)
+        return Summed(self.tokens_BTN.clone(), self.shape, self.dtype)
 
     def algorithm(self, choice: str) -> str:
         """There is one way."""

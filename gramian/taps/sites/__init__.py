@@ -1,8 +1,19 @@
 """What a layer is: which tensors to keep in its forward, and what gradient its parameters get from them."""
 
-from gramian.taps.sites import attention, convolution, embedding, linear, normalization
+from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.registry import register_site, site_for
 from gramian.taps.sites.site import Site
 
-__all__ = ["Generic", "Site", "attention", "convolution", "embedding", "linear", "normalization", "register_site", "site_for"]
+__all__ = [
+    "Generic",
+    "Site",
+    "attention",
+    "convolution",
+    "embedding",
+    "linear",
+    "normalization",
+    "recurrent",
+    "register_site",
+    "site_for",
+]

@@ -1,10 +1,8 @@
 """`nn.MultiheadAttention`: its fused path reads the children's weights past their modules, so it is one layer to us."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
-from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.generic import Generic, Layout
 from gramian.taps.sites.registry import register_site
 
 
@@ -19,20 +17,15 @@ class Attention(Generic):
 
     def check(self, module: nn.Module) -> str | None:
         """The batch must be the first axis."""
-        return None if getattr(module, "batch_first", True) else "has the batch on axis 1; expected batch_first=True"
+        if not getattr(module, "batch_first", True):
+            return "has the batch on axis 1; expected batch_first=True"
+        return super().check(module)
 
-    def shared(self, name: str, value: Tensor, batch: int) -> bool:
-        """A two-dimensional attention mask belongs to no sample, whatever its size."""
-        return name in ("attn_mask", "5") and value.dim() == 2 or super().shared(name, value, batch)
-
-    def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """All parameters of the block."""
-        return tuple(name for name, _ in module.named_parameters())
-
-    def __repr__(self) -> str:
-        """Name of the kind."""
-        return self.kind
+    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
+        """An attention mask of two axes belongs to no sample, whatever its size; of three, it has a row per head."""
+        if name in ("attn_mask", "5"):
+            return "shared" if value.dim() == 2 else "grouped"
+        return super().input_layout(name, value, batch)
 
 
-_attention: Any = Attention()
-register_site(nn.MultiheadAttention, _attention)
+register_site(nn.MultiheadAttention, Attention())

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from gramian.errors import GramianError
@@ -21,12 +21,16 @@ class Convolution(Site):
 
     kind = "conv"
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor], Any]:
         """Keep the input, as autocast would cast it."""
         assert isinstance(module, _ConvNd)
         x = autocast(first_tensor(args, kwargs))
         if x.dim() != len(module.kernel_size) + 2:
-            raise GramianError(f"saw an input of {x.dim()} axes; expected {len(module.kernel_size) + 2} with the batch first")
+            raise GramianError(
+                f"saw an input of {x.dim()} axes; expected {len(module.kernel_size) + 2} with the batch first"
+            )
         return forward(x), [x] if module.weight.requires_grad else [], None
 
     def gradients(

@@ -40,7 +40,9 @@ class Embedding(Site):
             rows_BTD = rows_BTD * (index_BT != module.padding_idx)[..., None]
         return {"weight": Indexed(index_BT, rows_BTD, module.num_embeddings)}
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor], Any]:
         """Keep the indices."""
         index = first_tensor(args, kwargs)
         if index.dim() == 0:

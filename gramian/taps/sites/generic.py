@@ -1,13 +1,14 @@
 """Any layer at all: exact per-sample gradients by running it again, one sample at a time, through `torch.func`.
 
-Used for parameters that hang on a parent module, unknown layers and attention blocks. The layer's forward and backward
-run once more per step (vectorised over samples where `vmap` can), and the outputs are compared with those of the first
-run: a layer that is random, mixes samples or treats the batch axis in its own way cannot pass unnoticed.
+Used for parameters that hang on a parent module, unknown layers, attention blocks and recurrent layers. The layer's forward
+and backward run once more per step (vectorised over samples where `vmap` can), and the outputs are compared with those of
+the first run: a layer that is random, mixes samples or treats the batch axis in its own way cannot pass unnoticed.
 """
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,41 @@ from torch.utils import _pytree as pytree
 from gramian.errors import GramianError
 from gramian.plan.norms import samples_per_chunk
 from gramian.taps.gradients import Dense, PerSampleGradient
-from gramian.taps.sites.site import Site
+from gramian.taps.sites.site import Site, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference between the first run and the run by samples."""
+
+Layout = Literal["shared", "first", "second", "grouped"]
+"""Where a tensor has its samples: nowhere, on axis 0, on axis 1, or on axis 0 as k·B rows of which k belong to a sample."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a layer, tensors apart from the rest."""
+
+    forward: Callable[..., Any]
+    leaves: list[Any]
+    """Flattened arguments, None in place of tensors."""
+    places: list[int]
+    """Where the tensors belong."""
+    names: list[str]
+    """Of each leaf: the keyword, or the position as text."""
+    spec: Any
+    observed: list[int]
+    """Which of the flattened outputs have an observed gradient."""
+    autocast: tuple[str, torch.dtype, bool]
+
+    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call with other tensors in the same places; the observed outputs."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, tensors, strict=True):
+            leaves[place] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            outputs = pytree.tree_leaves(self.forward(*args, **kwargs))
+        return [outputs[i] for i in self.observed]
 
 
 class Generic(Site):
@@ -40,121 +72,159 @@ class Generic(Site):
         return tuple(name for name, _ in module.named_parameters(recurse=self.whole))
 
     def check(self, module: nn.Module) -> str | None:
-        """Recurrent layers keep the batch on axis 1 unless told otherwise; sharded children cannot be run again."""
-        if isinstance(module, nn.RNNBase) and not module.batch_first:
-            return "has the batch on axis 1; expected batch_first=True"
+        """Sharded children cannot be run again."""
         if any(hasattr(p, "placements") for p in module.parameters()):
-            return "cannot be run again sample by sample while it is sharded; expected a registered site (register_site)"
+            return (
+                "cannot be run again sample by sample while it is sharded; expected a registered site (register_site)"
+            )
         return None
 
-    def shared(self, name: str, value: Tensor, batch: int) -> bool:
-        """True if an input belongs to all samples (masks, rotary tables): it does not have B rows."""
-        return value.dim() == 0 or value.shape[0] != batch
+    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
+        """Where an input has its samples: masks and tables that do not have B rows belong to all."""
+        return "first" if value.dim() and value.shape[0] == batch else "shared"
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
-        """Keep every input and the outputs; `extra` holds what is no tensor."""
+    def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
+        """Where an output has its samples."""
+        if not value.dim() or value.shape[0] != batch:
+            raise GramianError(
+                f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis"
+            )
+        return "first"
+
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor], Any]:
+        """Keep every input and the outputs, and the call itself."""
         if torch.compiler.is_compiling():
-            raise GramianError(f"{type(module).__name__} has no compiled tap; expected a registered site, or eager mode")
+            raise GramianError(
+                f"{type(module).__name__} has no compiled tap; expected a registered site, or eager mode"
+            )
         output = forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        names = [*(str(i) for i, a in enumerate(args) for _ in pytree.tree_leaves(a))]
+        names = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
         names += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        device = (inputs or outputs)[0].device.type
-        extra = {
-            "forward": getattr(forward, "plain", forward),
-            "leaves": [None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            "places": [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],
-            "names": names,
-            "spec": spec,
-            "autocast": (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
-        }
-        return output, [*inputs, *(y.detach() for y in outputs)], extra
+        outputs = pytree.tree_leaves(output)
+        seen = observed(outputs, withheld=hasattr(forward, "plain"))
+        device = inputs[0].device.type if inputs else "cpu"
+        call = Call(
+            forward=getattr(forward, "plain", forward),
+            leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            places=[i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],
+            names=names,
+            spec=spec,
+            observed=seen,
+            autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
+        )
+        return output, [*inputs, *(outputs[i].detach() for i in seen)], call
 
     def gradients(
         self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
         """One vector-Jacobian product per sample."""
-        names = [n for n, p in module.named_parameters(recurse=self.whole) if p.requires_grad]
-        params = {n: p.detach() for n, p in module.named_parameters(recurse=self.whole) if p.requires_grad}
-        places = extra["places"]
-        inputs, outputs = kept[: len(places)], kept[len(places) :]
+        call: Call = extra
+        inputs, outputs = kept[: len(call.places)], kept[len(call.places) :]
+        trained = {n: p.detach() for n, p in module.named_parameters(recurse=self.whole) if p.requires_grad}
         if not batch:
-            return {n: Dense(params[n].new_zeros(0, *params[n].shape)) for n in names}
-        dims = [None if self.shared(extra["names"][i], x, batch) else 0 for i, x in zip(places, inputs, strict=True)]
-        out_dims = [_batch_axis(g, batch) for g in output_gradients]
+            return {name: Dense(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
+        in_layouts = [self.input_layout(call.names[i], x, batch) for i, x in zip(call.places, inputs, strict=True)]
+        out_layouts = [self.output_layout(i, y, batch) for i, y in enumerate(outputs)]
 
-        def one(params: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-            leaves = list(extra["leaves"])
-            for place, dim, value in zip(places, dims, inputs, strict=True):
-                leaves[place] = value if dim is None else value[None]
-            args, kwargs = pytree.tree_unflatten(leaves, extra["spec"])
-            device, dtype, enabled = extra["autocast"]
-            with torch.autocast(device, dtype, enabled), _borrowed(module, params):
-                output = extra["forward"](*args, **kwargs)
-            tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            kept_outputs = [y for y in tensors if y.is_floating_point()][: len(output_gradients)]
-            return [y.squeeze(dim) for y, dim in zip(kept_outputs, out_dims, strict=True)]
+        def one(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+            """Gradients and outputs of one sample."""
 
-        def gradient(inputs: Sequence[Tensor], output_gradients: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-            ys, pullback = torch.func.vjp(lambda p: one(p, inputs), params)
-            return pullback(list(output_gradients))[0], ys
+            def run(parameters: dict[str, Tensor]) -> list[Tensor]:
+                with Borrowed(module, parameters):
+                    ys = call.again([_whole(x, layout) for x, layout in zip(inputs, in_layouts, strict=True)])
+                return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
-        chunk = samples_per_chunk(sum(p.numel() for p in params.values()))
-        with torch.enable_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
-            try:
-                per_sample, again = torch.func.vmap(gradient, in_dims=(dims, out_dims), chunk_size=chunk)(
-                    inputs, output_gradients
-                )
-            except RuntimeError:  # the layer does something vmap cannot: take the samples one by one
-                rows = [
-                    gradient(
-                        [x if d is None else x[i] for x, d in zip(inputs, dims, strict=True)],
-                        [g.select(d, i) for g, d in zip(output_gradients, out_dims, strict=True)],
-                    )
-                    for i in range(batch)
-                ]
-                per_sample = {n: torch.stack([row[0][n] for row in rows]) for n in names}
-                again = [torch.stack([row[1][k] for row in rows]) for k in range(len(outputs))]
-        for y, y_again, dim in zip(outputs, again, out_dims, strict=True):
-            _same(y.movedim(dim, 0), y_again)
-        return {n: Dense(per_sample[n].detach()) for n in names}
+            ys, pullback = torch.func.vjp(run, trained)[:2]
+            return pullback(list(cotangents))[0], ys
+
+        split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, in_layouts, strict=True)]
+        split_gradients = [_split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
+        gradients, again = _map(one, split_inputs, [None if s == "shared" else 0 for s in in_layouts], split_gradients)
+        for y, y_again, layout in zip(outputs, again, out_layouts, strict=True):
+            _same(_split(y, layout, batch), y_again)
+        return {name: Dense(gradients[name].detach()) for name in trained}
 
 
-def _batch_axis(t: Tensor, batch: int) -> int:
-    for axis in (0, 1):
-        if t.dim() > axis and t.shape[axis] == batch:
-            return axis
-    raise GramianError(f"has an output of shape {list(t.shape)}; expected the batch of {batch} as its first axis")
+def _map(
+    one: Callable[..., tuple[dict[str, Tensor], list[Tensor]]],
+    inputs: list[Tensor],
+    dims: list[int | None],
+    cotangents: list[Tensor],
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """`one` for every sample: vectorised, or one by one where the layer does something that `vmap` cannot."""
+    batch = cotangents[0].shape[0]
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
+        try:
+            chunk = samples_per_chunk(sum(g[0].numel() for g in cotangents))
+            return torch.func.vmap(one, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
+        except RuntimeError:
+            pass
+        try:
+            samples = [
+                one([x if d is None else x[i] for x, d in zip(inputs, dims, strict=True)], [g[i] for g in cotangents])
+                for i in range(batch)
+            ]
+        except RuntimeError as error:
+            line = str(error).partition("\n")[0]
+            raise GramianError(
+                f"cannot be run sample by sample ({line}); expected a registered site (register_site)"
+            ) from None
+    gradients = {name: torch.stack([sample[0][name] for sample in samples]) for name in samples[0][0]}
+    return gradients, [torch.stack(ys) for ys in zip(*(sample[1] for sample in samples), strict=True)]
+
+
+def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
+    """All samples, on axis 0."""
+    if layout == "grouped":
+        return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
+    return t.movedim(1, 0) if layout == "second" else t
+
+
+def _whole(t: Tensor, layout: Layout) -> Tensor:
+    """One sample as a batch of one."""
+    return t if layout in ("shared", "grouped") else t.unsqueeze(1 if layout == "second" else 0)
+
+
+def _single(t: Tensor, layout: Layout) -> Tensor:
+    """A batch of one as one sample."""
+    return t if layout in ("shared", "grouped") else t.squeeze(1 if layout == "second" else 0)
 
 
 def _same(y: Tensor, again: Tensor) -> None:
-    error = (y - again).norm()
-    if not bool(error <= REPRODUCES[y.dtype] * y.norm() + torch.finfo(y.dtype).tiny) and bool(y.isfinite().all()):
+    error = torch.linalg.vector_norm(y - again)
+    allowed = REPRODUCES[y.dtype] * torch.linalg.vector_norm(y) + torch.finfo(y.dtype).tiny
+    if not bool(error <= allowed) and bool(y.isfinite().all()):
         raise GramianError(
             "gives other outputs when its samples are run one by one (dropout, mixing of samples, another batch axis?); "
             "expected a deterministic layer, or a registered site (register_site)"
         )
 
 
-class _borrowed:  # noqa: N801
+class Borrowed:
     """Let a module run on other tensors in place of some of its parameters, tied ones included."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        self.places: list[tuple[nn.Module, str, Tensor]] = []
+        """Find the places; nothing is swapped before the context is entered."""
         swap = {id(module.get_parameter(name)): tensor for name, tensor in tensors.items()}
-        for owner in module.modules():
-            for local, p in owner._parameters.items():
-                if p is not None and id(p) in swap:
-                    self.places.append((owner, local, swap[id(p)]))
+        self.places: list[tuple[nn.Module, str, Tensor]] = [
+            (owner, local, swap[id(p)])
+            for owner in module.modules()
+            for local, p in owner._parameters.items()
+            if p is not None and id(p) in swap
+        ]
 
     def __enter__(self) -> None:
+        """Swap."""
         self.old = [owner._parameters[local] for owner, local, _ in self.places]
         for owner, local, tensor in self.places:
             owner._parameters[local] = tensor  # type: ignore[assignment]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        """Swap back."""
         for (owner, local, _), old in zip(self.places, self.old, strict=True):
             owner._parameters[local] = old

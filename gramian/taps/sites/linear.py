@@ -24,7 +24,9 @@ class Linear(Site):
         """
         self.transposed = transposed
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor], Any]:
         """Keep the input, as autocast would cast it, so that it is the very tensor autograd keeps anyway."""
         x = autocast(first_tensor(args, kwargs))
         return forward(x), [x] if trains(module, "weight") else [], None
@@ -32,7 +34,7 @@ class Linear(Site):
     def gradients(
         self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """dW = Σ_t g_t a_tᵀ, db = Σ_t g_t."""
+        """The weight gets Σ_t g_t a_tᵀ, the bias Σ_t g_t."""
         g_BTO = tokens(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
         if kept:

@@ -39,9 +39,9 @@ class TrailingNorm(Site):
         hat = wide(hat.to(kept[0].dtype)) if self.in_float32 else hat
         found: dict[str, PerSampleGradient] = {}
         if trains(module, "weight"):
-            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape)
+            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape, _narrowest(kept, output_gradients))
         if trains(module, "bias"):
-            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape)
+            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape, _narrowest(kept, output_gradients))
         return found
 
 
@@ -61,7 +61,7 @@ class ChannelNorm(Site):
             hat = _standardise(x.flatten(2), float(module.eps)).reshape(x.shape)  # type: ignore[arg-type]
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch)
+        return _channel_gradients(module, hat, g, batch, _narrowest(kept, output_gradients))
 
 
 class BatchNorm(Site):
@@ -85,7 +85,7 @@ class BatchNorm(Site):
             hat = hat.reshape(x.transpose(0, 1).shape).transpose(0, 1)
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch)
+        return _channel_gradients(module, hat, g, batch, _narrowest(kept, output_gradients))
 
 
 def _standardise(x: Tensor, eps: float) -> Tensor:
@@ -98,7 +98,8 @@ def _running(module: nn.Module, x: Tensor) -> Tensor:
     """Normalised with the module's running statistics, channels on axis 1."""
     shape = (1, -1, *[1] * (x.dim() - 2))
     mean, variance = (getattr(module, name).to(x.dtype).reshape(shape) for name in ("running_mean", "running_var"))
-    return (x - mean) * torch.rsqrt(variance + module.eps)
+    hat: Tensor = (x - mean) * torch.rsqrt(variance + float(module.eps))  # type: ignore[arg-type]
+    return hat
 
 
 def _epsilon(module: nn.Module, dtype: torch.dtype) -> float:
@@ -114,20 +115,26 @@ def _trailing_tokens(t: Tensor, batch: int, shape: tuple[int, ...]) -> Tensor:
     return split.reshape(batch, count, torch.Size(shape).numel())
 
 
-def _channel_gradients(module: nn.Module, hat: Tensor, g: Tensor, batch: int) -> dict[str, PerSampleGradient]:
+def _narrowest(kept: list[Tensor], output_gradients: list[Tensor]) -> torch.dtype:
+    return min(kept[0].dtype, output_gradients[0].dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _channel_gradients(
+    module: nn.Module, hat: Tensor, g: Tensor, batch: int, dtype: torch.dtype
+) -> dict[str, PerSampleGradient]:
     found: dict[str, PerSampleGradient] = {}
     for name, t in (("weight", g * hat), ("bias", g)):
         if trains(module, name):
             split = by_sample(t.flatten(2) if t.dim() > 2 else t[..., None], batch)
             channels, positions = split.shape[2], split.shape[1] * split.shape[3]
-            found[name] = Summed(split.transpose(2, 3).reshape(batch, positions, channels))
+            found[name] = Summed(split.transpose(2, 3).reshape(batch, positions, channels), dtype=dtype)
     return found
 
 
-for _layer in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm):
-    register_site(_layer, ChannelNorm())
-for _layer in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-    register_site(_layer, BatchNorm())
+for _channel_norm in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm):
+    register_site(_channel_norm, ChannelNorm())
+for _batch_norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+    register_site(_batch_norm, BatchNorm())
 register_site(nn.LayerNorm, TrailingNorm(centred=True))
 register_site(nn.RMSNorm, TrailingNorm(centred=False))
 
@@ -149,4 +156,6 @@ HUGGING_FACE_RMS_NORMS = {
 }
 """Model family and its class. γ may enter as γ or as 1+γ: its gradient is the same. Others take the generic way."""
 for _family, _name in HUGGING_FACE_RMS_NORMS.items():
-    register_site(f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True))
+    register_site(
+        f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True)
+    )

@@ -14,8 +14,8 @@ class Site:
     """A kind of layer. Subclasses answer `gradients`; the defaults fit a layer with one input and one output."""
 
     kind: str = "site"
-    mixes_samples: bool = False
-    """True if the output of a row may depend on other rows."""
+    whole: bool = False
+    """True if the parameters of all children are explained here, so that the children are not tapped."""
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
         """Local names of the parameters whose whole gradient `gradients` explains."""
@@ -29,7 +29,9 @@ class Site:
         """Why samples cannot be told apart in this instance as it is now; None if they can."""
         return None
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Any]:
+    def run(
+        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, list[Tensor], Any]:
         """Run the layer and say what to keep for the backward pass.
 
         Args:
@@ -65,6 +67,12 @@ def trains(module: nn.Module, name: str) -> bool:
     """True if the module has this parameter and it requires a gradient."""
     p = module._parameters.get(name)
     return p is not None and p.requires_grad
+
+
+def observed(leaves: Sequence[Any], withheld: bool) -> list[int]:
+    """Places of the outputs whose gradient is observed: those that autograd reaches, or could if weights were not withheld."""
+    tensors = [(i, y) for i, y in enumerate(leaves) if isinstance(y, Tensor) and y.is_floating_point()]
+    return [i for i, y in tensors if withheld or y.requires_grad]
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

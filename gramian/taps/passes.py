@@ -1,0 +1,198 @@
+"""Passes: one forward of the root and the backward through it.
+
+Uses of a parameter are counted in the forward; in the backward they are collected until the last one is in, joined per
+sample and handed on. A parameter that is used once is handed on at once, so nothing is kept longer than the backward itself
+keeps it.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.taps.gradients import PerSampleGradient, join
+from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.statistic import Statistic
+
+
+class Listener(Protocol):
+    """Somebody who wants the records of a model."""
+
+    per_sample: bool
+    """True if samples must be told apart."""
+
+    @property
+    def statistics(self) -> Sequence[Statistic]:
+        """What it computes."""
+
+    def pass_info(self, number: int, batch: int) -> PassInfo:
+        """How this listener reads the gradients of a pass."""
+
+    def layer(self, record: LayerRecord) -> None:
+        """One use of a layer."""
+
+    def parameter(self, record: ParameterRecord) -> None:
+        """One parameter with all its uses joined."""
+
+    def watch(self, parameter: str, tensor: Tensor) -> None:
+        """The tensor that stands for a parameter in this forward."""
+
+    def end_of_pass(self, info: PassInfo) -> None:
+        """The backward of a pass is over."""
+
+
+@dataclass
+class Pass:
+    """One forward of the root, and what its backward has brought so far."""
+
+    number: int
+    batch: int
+    length: int | None
+    """Second axis of the root's first tensor: the tokens of a row, where there are any."""
+    infos: list[tuple[Listener, PassInfo]]
+    """Who listened when the pass began, and how they read it."""
+    uses: dict[str, int] = field(default_factory=dict)
+    """How often each parameter is used; its gradient is complete when as many have arrived."""
+    arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
+    """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
+    delivered: set[str] = field(default_factory=set)
+    closed: bool = False
+
+
+class PassBook:
+    """The passes of one model that are under way."""
+
+    def __init__(self, listeners: list[Listener], on_parameter: Callable[[ParameterRecord], None]) -> None:
+        """Start with none.
+
+        Args:
+            listeners: who listens; the list is shared with, and changed by, its owner.
+            on_parameter: told of every complete parameter, after the listeners.
+        """
+        self.current: Pass | None = None
+        self._listeners, self._on_parameter = listeners, on_parameter
+        self._passes: dict[int, Pass] = {}
+        self._numbers = itertools.count(1)
+        self._task = -1
+        self._touched: dict[int, Pass] = {}
+
+    def clear(self) -> None:
+        """Forget everything under way."""
+        self.current, self._task = None, -1
+        self._passes.clear()
+        self._touched = {}
+
+    def open(self, batch: int, length: int | None) -> int:
+        """Open a pass and return its number."""
+        if not in_backward():
+            self._touched, self._task = {}, -1  # whatever a failed backward left behind
+        for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
+            del self._passes[number]
+        number = next(self._numbers)
+        infos = [(listener, listener.pass_info(number, batch)) for listener in self._listeners]
+        self.current = self._passes[number] = Pass(number, batch, length, infos)
+        return number
+
+    def get(self, number: int) -> Pass:
+        """The pass of this number, as long as its backward has not run.
+
+        Raises:
+            GramianError: if it has.
+        """
+        pass_ = self._passes.get(number)
+        if pass_ is None or pass_.closed:
+            raise GramianError(_TWICE)
+        return pass_
+
+    def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
+        """Who listened when the pass began and still does."""
+        return [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
+
+    def begin(self, pass_: Pass, device: str) -> None:
+        """The backward reached a pass: notice nested backwards, and ask for a call when this one is over."""
+        task = torch._C._current_graph_task_id()
+        if self._task not in (-1, task):
+            raise GramianError(
+                "backward: another backward started before this one was over; "
+                "expected checkpoint(..., use_reentrant=False) and no nested backward inside a capture"
+            )
+        self._touched[pass_.number] = pass_
+        if self._task == -1:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, device))
+
+    def arrive(self, pass_: Pass, kind: str, gradients: dict[str, PerSampleGradient], borrowed: bool) -> None:
+        """One use of a layer brought these gradients.
+
+        Args:
+            pass_: the pass it belongs to.
+            kind: kind of the layer.
+            gradients: {parameter: per-sample gradient of this use}.
+            borrowed: True if their tensors are valid during this call only, so what has to wait must be copied.
+        """
+        for name, gradient in gradients.items():
+            if name in pass_.delivered:
+                raise GramianError(
+                    f"{name}: was used more often in a compiled forward than could be foreseen; "
+                    "expected torch.compile on the whole model rather than on a module that is called several times"
+                )
+            parts = pass_.arrived.setdefault(name, [])
+            last = len(parts) + 1 == pass_.uses.get(name, 1)
+            parts.append((kind, gradient.copy() if borrowed and not last else gradient))
+            if last:
+                self._deliver(pass_, name)
+
+    def _deliver(self, pass_: Pass, name: str) -> None:
+        """All uses of a parameter are in: join them and hand them on."""
+        parts = pass_.arrived.pop(name)
+        pass_.delivered.add(name)
+        kind = " + ".join(dict.fromkeys(kind for kind, _ in parts))
+        gradient = join([part for _, part in parts])
+        for listener, info in self.audience(pass_):
+            mine = gradient if info.units is None else join([part.regroup(info.units) for _, part in parts])
+            listener.parameter(ParameterRecord(name, kind, len(parts), mine, info))
+        for _, info in pass_.infos[:1]:
+            self._on_parameter(ParameterRecord(name, kind, len(parts), gradient, info))
+
+    def _end_of_backward(self, device: str) -> None:
+        """Hand on what is still incomplete (uses that got no gradient) and close the passes."""
+        touched, self._touched, self._task = self._touched, {}, -1
+        with torch.autocast(device, enabled=False):
+            for pass_ in touched.values():
+                for name in list(pass_.arrived):
+                    self._deliver(pass_, name)
+                pass_.closed = True
+                if self.current is pass_:
+                    self.current = None
+            for pass_ in touched.values():
+                for listener, info in self.audience(pass_):
+                    listener.end_of_pass(info)
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward in this thread (as in the second run of a checkpointed forward)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def refuse_second_backward(spent: bool) -> None:
+    """Raise if a use was reported before."""
+    if spent:
+        raise GramianError(_TWICE)
+
+
+def refuse_bare_positions(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> None:
+    """Position ids of shape [T] have no batch axis, and T may well be a multiple of B: say so instead of guessing."""
+    bare = pass_.batch > 1 and kept and kept[0].dim() == 1 and not kept[0].is_floating_point()
+    if bare and kept[0].shape[0] == pass_.length:
+        raise GramianError(
+            f"{layer}: saw {pass_.length} indices without a batch axis for inputs of {pass_.length} tokens; "
+            "expected position ids of shape [1, T]"
+        )
+
+
+_TWICE = "backward: ran twice through one forward; expected one backward for each forward in a capture"

@@ -1,0 +1,34 @@
+"""`nn.RNN`, `nn.LSTM`, `nn.GRU`: their states have the batch on axis 1, whatever `batch_first` says."""
+
+from torch import Tensor, nn
+
+from gramian.taps.sites.generic import Generic, Layout
+from gramian.taps.sites.registry import register_site
+
+
+class Recurrent(Generic):
+    """A recurrent layer, through the generic exact fallback."""
+
+    kind = "recurrent (generic)"
+
+    def __init__(self) -> None:
+        """All parameters are direct ones."""
+        super().__init__(whole=False)
+
+    def check(self, module: nn.Module) -> str | None:
+        """The batch must be the first axis of the sequence."""
+        if not getattr(module, "batch_first", True):
+            return "has the batch on axis 1; expected batch_first=True"
+        return super().check(module)
+
+    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
+        """The sequence comes first; initial states are [layers, B, H]."""
+        return "first" if name in ("input", "0") else "second"
+
+    def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
+        """The sequence comes first; final states are [layers, B, H]."""
+        return "first" if index == 0 else "second"
+
+
+for _layer in (nn.RNN, nn.LSTM, nn.GRU):
+    register_site(_layer, Recurrent())

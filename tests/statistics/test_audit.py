@@ -1,0 +1,284 @@
+"""The first-batch audit: silent where the taps explain the gradient, by name where they do not."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gramian
+from gramian.taps.gradients import Outer, PerSampleGradient, Summed
+from gramian.taps.sites import registry
+from gramian.taps.sites.site import tokens
+from tests.kit.matrix import sample
+from tests.kit.models import CASES
+from tests.statistics.problems import assert_norms, problem
+
+MATRIX = [(name, dtype) for name in CASES for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+
+
+def _step(model: nn.Module, loss: Callable[[nn.Module], Tensor], **options: Any) -> None:
+    with gramian.per_sample_norms(model, "sum", **options):
+        loss(model).backward()
+
+
+@pytest.mark.parametrize("name, dtype", sample(MATRIX, 46))
+def test_every_case_passes(name: str, dtype: torch.dtype) -> None:
+    p = problem(name, 4, dtype) if dtype != torch.bfloat16 else problem(name, 4, torch.float64)
+    model = p.case.make(dtype)
+    batch = tuple(t.to(dtype) if t.is_floating_point() else t for t in p.batch)
+    with gramian.per_sample_norms(model):
+        p.backward(model, batch)
+
+
+class _Outside(nn.Module):
+    """The head reads the embedding's weight behind the module's back."""
+
+    def __init__(self, outside: bool = True) -> None:
+        super().__init__()
+        self.table, self.mix, self.outside = nn.Embedding(7, 5), nn.Linear(5, 5), outside
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        h_BTD = self.mix(self.table(ids_BT)).tanh()
+        return F.linear(h_BTD, self.table.weight if self.outside else self.table.weight.detach())
+
+
+_IDS = torch.tensor([[0, 1, 2], [3, 3, 6]])
+
+
+def _text_loss(model: nn.Module) -> Tensor:
+    return F.cross_entropy(model(_IDS).flatten(0, 1), _IDS.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_weight_used_outside_its_layer_is_named(dtype: torch.dtype) -> None:
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight: the taps explain .*used through its own module"):
+        _step(_Outside().to(dtype), _text_loss)
+
+
+def test_a_weight_used_only_outside_its_layer_is_named() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.other(x), self.layer.weight)
+
+    with pytest.raises(gramian.GramianError, match=r"^layer\.weight: got a gradient, but none through its layer"):
+        _step(Model(), lambda model: model(torch.randn(3, 4)).square().sum())
+
+
+def test_a_penalty_on_a_weight_is_no_sample_and_is_named() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(gramian.GramianError, match=r"^weight: the taps explain"):
+        _step(model, lambda model: model(torch.randn(3, 4)).square().sum() + model.weight.square().sum())
+
+
+def test_the_error_can_be_switched_off() -> None:
+    _step(_Outside(), _text_loss, audit=False)
+
+
+class _Mix(nn.Module):
+    """y = x Wᵀ + b, a class that only this file knows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class _MixSite(gramian.Site):
+    """A site with one mistake, or none."""
+
+    kind = "mix"
+
+    def __init__(self, mistake: str) -> None:
+        self.mistake = mistake
+
+    def gradients(
+        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+    ) -> dict[str, PerSampleGradient]:
+        a_BTI, g_BTO = tokens(kept[0], batch), tokens(output_gradients[0], batch)
+        weight = Outer(a_BTI, g_BTO) if self.mistake == "orientation" else Outer(g_BTO, a_BTI)
+        if self.mistake == "double count":
+            weight = Outer(torch.cat([g_BTO, g_BTO], 1), torch.cat([a_BTI, a_BTI], 1))
+        if self.mistake == "one token":
+            weight = Outer(g_BTO[:, :1], a_BTI[:, :1])
+        found: dict[str, PerSampleGradient] = {"weight": weight}
+        if self.mistake != "forgotten bias":
+            found["bias"] = Summed(2 * g_BTO if self.mistake == "scale" else g_BTO)
+        return found
+
+
+_MISTAKES = {
+    "none": None,
+    "orientation": r"^1\.weight: the taps explain",
+    "double count": r"^1\.weight: the taps explain",
+    "one token": r"^1\.weight: the taps explain",
+    "scale": r"^1\.bias: the taps explain",
+    "forgotten bias": r"^1\.bias: got a gradient, but none through its layer",
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_registered_site_with_a_mistake_is_named(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_BY_CLASS", dict(registry._BY_CLASS))
+    gramian.register_site(_Mix, _MixSite(mistake))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), _Mix(5), nn.Linear(5, 2))
+    x = torch.randn(3, 6, 4)
+    if _MISTAKES[mistake] is None:
+        _step(model, lambda model: model(x).square().sum())
+        return
+    with pytest.raises(gramian.GramianError, match=_MISTAKES[mistake]):
+        _step(model, lambda model: model(x).square().sum())
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"])
+def test_gradients_that_were_there_before_do_not_matter(name: str) -> None:
+    p = problem(name, 6)
+    model = p.model()
+    p.backward(model, p.rows(slice(0, 3)))
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(slice(3, 6)))
+    assert_norms(norms.values, p.norms(slice(3, 6)), p.tolerance)
+    reference = p.model()
+    p.backward(reference, p.rows(slice(0, 3)))
+    p.backward(reference, p.rows(slice(3, 6)))
+    for key, q in model.named_parameters():
+        assert torch.equal(q.grad, reference.get_parameter(key).grad), key
+
+
+def test_a_mistake_is_found_whatever_was_accumulated_before() -> None:
+    model = _Outside()
+    _text_loss(model).backward()
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss)
+
+
+@pytest.fixture
+def totals(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the audit asks for Σ_i g_i."""
+    counts: Counter[str] = Counter()
+    for form in (Outer, Summed):
+        compute = form.total
+        monkeypatch.setattr(form, "total", lambda self, c=compute, n=form.__name__: counts.update([n]) or c(self))
+    return counts
+
+
+def test_it_runs_on_the_first_batch_of_a_model_only(totals: Counter[str]) -> None:
+    p = problem("mlp", 4)
+    model = p.model()
+    with gramian.per_sample_norms(model):
+        p.backward(model, p.batch)
+        assert totals == {"Outer": 3, "Summed": 2}
+        p.backward(model, p.batch)
+    with gramian.per_sample_norms(model):
+        p.backward(model, p.batch)
+    assert totals == {"Outer": 3, "Summed": 2}
+    other = p.model()
+    with gramian.per_sample_norms(other):
+        p.backward(other, p.batch)
+    assert totals == {"Outer": 6, "Summed": 4}
+
+
+def test_what_starts_to_train_later_is_audited_then() -> None:
+    model = _Outside()
+    model.table.weight.requires_grad_(False)
+    _step(model, _text_loss)
+    model.table.weight.requires_grad_(True)
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss)
+
+
+def test_a_failed_audit_is_repeated_and_a_repaired_model_passes() -> None:
+    model = _Outside()
+    for _ in range(2):
+        with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+            _step(model, _text_loss)
+    model.outside = False
+    _step(model, _text_loss)
+    model.outside = True  # seen once and found right: not looked at again
+    _step(model, _text_loss)
+
+
+def test_an_audit_that_failed_leaves_the_model_untouched() -> None:
+    model = _Outside()
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss)
+    assert all("forward" not in vars(module) for module in model.modules())
+    plain = torch.autograd.grad(_text_loss(model), model.table.weight)[0]
+    assert plain.isfinite().all()
+    assert not model.table.weight._backward_hooks
+
+
+def test_it_compares_one_backward_even_if_several_follow() -> None:
+    p = problem("gpt", 6)
+    model = p.model()
+    with gramian.per_sample_norms(model) as norms:
+        losses = [p.case.loss(model, *p.rows(rows), reduction="mean") for rows in (slice(0, 2), slice(2, 6))]
+        for loss in losses:
+            loss.backward()
+    assert_norms(norms.values, p.norms(), p.tolerance)
+
+
+def test_one_backward_over_two_forwards_is_compared_as_a_whole() -> None:
+    p = problem("gpt", 6)
+    model = p.model()
+    with gramian.per_sample_norms(model) as norms:
+        sum(p.case.loss(model, *p.rows(rows), reduction="mean") for rows in (slice(0, 2), slice(2, 6))).backward()
+    assert_norms(norms.values, p.norms(), p.tolerance)
+    broken = _Outside()
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(broken, lambda model: _text_loss(model) + _text_loss(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_that_is_not_finite_is_no_evidence(value: float) -> None:
+    model, x = _wide(), torch.randn(3, 4)
+    x[0, 0] = value
+    _step(model, lambda model: model(x).square().sum())
+
+
+def test_a_batch_that_is_not_finite_does_not_use_up_the_audit() -> None:
+    model = _Outside()
+    with torch.no_grad():
+        model.mix.bias[0] = float("nan")
+    _step(model, _text_loss)
+    with torch.no_grad():
+        model.mix.bias[0] = 0.0
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss)
+
+
+def test_an_empty_batch_does_not_use_up_the_audit() -> None:
+    model = _Outside()
+    with gramian.per_sample_norms(model, "sum"):
+        model(_IDS[:0]).sum().backward()
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss)
+
+
+def test_rounding_is_no_mistake_when_a_gradient_cancels() -> None:
+    # Output gradients of a sample sum to zero over tokens that share a large activation: the gradient is all rounding.
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    x_BTI, g_BTO = torch.randn(2, 32, 64) + 1e3, torch.randn(2, 32, 64)
+    g_BTO -= g_BTO.mean(1, keepdim=True)
+    _step(model, lambda model: (model(x_BTI.mean(1, keepdim=True).expand(-1, 32, -1)) * g_BTO).sum())
+
+
+def test_a_capture_keeps_its_model() -> None:
+    captures = [gramian.per_sample_norms(nn.Linear(3, 2))]
+    with pytest.raises(gramian.GramianError, match="no backward ran inside the block"), captures[0]:
+        pass
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
