@@ -1,6 +1,7 @@
 """One capture: statistics on a model for the time of a `with` block."""
 
 import copy
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,7 @@ from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.names import join, named_modules
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
-from gramian.taps.statistic import AdditiveStatistic, Statistic
+from gramian.taps.statistic import AdditiveStatistic, HasAlgorithm, Statistic
 from gramian.taps.units import Units
 
 
@@ -54,16 +55,7 @@ class Capture:
         """
         if not isinstance(model, nn.Module):
             raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
-        if isinstance(loss_reduction, str) and loss_reduction not in ("mean", "sum"):
-            raise GramianError(
-                f'loss_reduction: expected "mean", "sum" or the coefficient as a float, got "{loss_reduction}"'
-            )
-        if not isinstance(loss_reduction, str) and not loss_reduction:
-            raise GramianError("loss_reduction: expected a coefficient other than 0")
-        if isinstance(loss_scale, int | float) and not loss_scale > 0:
-            raise GramianError(f"loss_scale: expected a positive number or a GradScaler, got {loss_scale}")
-        if batch_size is not None and batch_size < 0:
-            raise GramianError(f"batch_size: expected a number of rows, got {batch_size}")
+        _check_arguments(loss_reduction, batch_size, sample_ids, loss_scale)
         if not statistics:
             raise GramianError("statistics: expected at least one")
         if len({id(statistic) for statistic in statistics}) < len(statistics):
@@ -79,8 +71,7 @@ class Capture:
         self._sums: list[Any] = []
         self._state = "new"
         self._passes = 0
-        self._covers: dict[str, ParameterRecord] = {}
-        self._algorithms: dict[str, str] = {}
+        self._covers: dict[str, Cover] = {}
 
     # ---- the block ----------------------------------------------------------------------------------------------------
 
@@ -161,12 +152,8 @@ class Capture:
                     continue
                 seen.add(id(p))
                 name = join(module_name, local)
-                record = self._covers.get(name)
                 kind = self._hub.parameters[name].kind if name in self._hub.parameters else ""
-                if record is not None:
-                    covers[name] = Cover("covered", record.kind, self._algorithms.get(name, ""), record.uses)
-                else:
-                    covers[name] = Cover("unused" if p.requires_grad else "frozen", kind)
+                covers[name] = self._covers.get(name) or Cover("unused" if p.requires_grad else "frozen", kind)
         return Coverage(covers)
 
     def _plain_parameters(self) -> list[tuple[str, Tensor]]:
@@ -195,15 +182,14 @@ class Capture:
 
     def parameter(self, record: ParameterRecord) -> None:
         """Hand a parameter to the statistics that want it."""
-        self._covers[record.parameter] = record
+        algorithms = [s.algorithm for s in self.statistics if isinstance(s, HasAlgorithm)]
+        algorithm = ", ".join(record.gradient.algorithm(choice) for choice in algorithms)
+        self._covers[record.parameter] = Cover("covered", record.kind, algorithm, record.uses)
         if self._audit is not None:
             self._audit.record(record)
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "parameter":
                 statistic.update(sums, record)
-                choice = getattr(statistic, "algorithm", None)
-                if choice is not None:
-                    self._algorithms[record.parameter] = record.gradient.algorithm(choice)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
         """Let the audit see the tensor that a forward really reads."""
@@ -221,3 +207,21 @@ class Capture:
                 self._hub.audited = self._hub.audited | frozenset(self._hub.parameters)
             else:  # an empty or overflowing batch proves nothing
                 self._audit = self._new_audit()
+
+
+def _check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, loss_scale: Any) -> None:
+    """Raise GramianError for the first argument that is not what it should be."""
+    if loss_reduction not in ("mean", "sum") and not (_is_number(loss_reduction) and loss_reduction):
+        raise GramianError(
+            f'loss_reduction: expected "mean", "sum" or a coefficient other than 0, got {loss_reduction!r}'
+        )
+    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 0):
+        raise GramianError(f"batch_size: expected a number of rows or None, got {batch_size!r}")
+    if sample_ids is not None and not isinstance(sample_ids, Tensor):
+        raise GramianError(f"sample_ids: expected a tensor of shape [B] or [B, T], got {type(sample_ids).__name__}")
+    if not isinstance(loss_scale, torch.amp.GradScaler) and not (_is_number(loss_scale) and loss_scale > 0):
+        raise GramianError(f"loss_scale: expected a positive number or a GradScaler, got {loss_scale!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gramian.errors import GramianError
 from gramian.taps import names
@@ -45,6 +46,10 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
         owned: dict[str, str] = {}
         for local in site.owned(module) if site is not None else ():
             p = module.get_parameter(local)
+            if is_lazy(p):
+                raise GramianError(
+                    f"{name or 'model'} ({type(module).__name__}) has no weights yet; expected one forward before the capture"
+                )
             owned[local] = user_name.setdefault(id(p), names.join(name, local))
             if p.requires_grad and site is not None:
                 info = ParameterInfo(owned[local], (name,), site.kind, tuple(p.shape), p.dtype, p.device)

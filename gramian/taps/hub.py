@@ -12,12 +12,12 @@ from gramian.errors import GramianError
 from gramian.taps import names
 from gramian.taps.discover import discover
 from gramian.taps.passes import (
+    SECOND_BACKWARD,
     Listener,
     Pass,
     PassBook,
     in_backward,
     refuse_bare_positions,
-    refuse_second_backward,
 )
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
@@ -208,9 +208,10 @@ class Hub:
                 f"{use.tap.name}: ran and was differentiated inside a backward (reentrant checkpointing or a nested "
                 "backward); expected checkpoint(..., use_reentrant=False)"
             )
-        refuse_second_backward(use.spent)
-        use.spent = True
-        self._receive(use.pass_, use.tap, kept, gradients, use.extra, borrowed=False)
+        if use.pass_ is None:
+            raise GramianError(SECOND_BACKWARD)
+        pass_, extra, use.pass_, use.extra = use.pass_, use.extra, None, None  # the graph outlives the backward
+        self._receive(pass_, use.tap, kept, gradients, extra, borrowed=False)
 
     def report_compiled(self, tap: Tap, number: int, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""

@@ -19,6 +19,10 @@ from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import Statistic
 
+SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward in a capture"
+FORWARDS_WITHOUT_BACKWARD = 1024
+"""Older passes whose backward never came are forgotten."""
+
 
 class Listener(Protocol):
     """Somebody who wants the records of a model."""
@@ -93,6 +97,8 @@ class PassBook:
             self._touched, self._task = {}, -1  # whatever a failed backward left behind
         for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
             del self._passes[number]
+        while len(self._passes) >= FORWARDS_WITHOUT_BACKWARD:
+            del self._passes[next(iter(self._passes))]
         number = next(self._numbers)
         infos = [(listener, listener.pass_info(number, batch)) for listener in self._listeners]
         self.current = self._passes[number] = Pass(number, batch, length, infos)
@@ -106,7 +112,7 @@ class PassBook:
         """
         pass_ = self._passes.get(number)
         if pass_ is None or pass_.closed:
-            raise GramianError(_TWICE)
+            raise GramianError(SECOND_BACKWARD)
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
@@ -179,12 +185,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def refuse_second_backward(spent: bool) -> None:
-    """Raise if a use was reported before."""
-    if spent:
-        raise GramianError(_TWICE)
-
-
 def refuse_bare_positions(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> None:
     """Position ids of shape [T] have no batch axis, and T may well be a multiple of B: say so instead of guessing."""
     bare = pass_.batch > 1 and kept and kept[0].dim() == 1 and not kept[0].is_floating_point()
@@ -193,6 +193,3 @@ def refuse_bare_positions(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> No
             f"{layer}: saw {pass_.length} indices without a batch axis for inputs of {pass_.length} tokens; "
             "expected position ids of shape [1, T]"
         )
-
-
-_TWICE = "backward: ran twice through one forward; expected one backward for each forward in a capture"

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from gramian.plan.norms import Algorithm
 
 Needs = Literal["layer", "parameter"]
 Sums = dict[str, Tensor]
@@ -55,6 +57,13 @@ class Statistic(Protocol):
 
 SAMPLES = "(samples)"
 """Key under which an additive statistic counts samples."""
+
+
+@runtime_checkable
+class HasAlgorithm(Protocol):
+    """A statistic that forms norms, and by which algorithm; the coverage names it."""
+
+    algorithm: Algorithm
 
 
 class AdditiveStatistic:

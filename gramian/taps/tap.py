@@ -44,12 +44,11 @@ def register_hub(hub: "Hub") -> int:
 class Use:
     """One call of a tapped layer in one pass (eager mode)."""
 
-    __slots__ = ("extra", "inside_backward", "pass_", "spent", "tap")
+    __slots__ = ("extra", "inside_backward", "pass_", "tap")
 
     def __init__(self, tap: "Tap", pass_: Any, extra: Any, inside_backward: bool) -> None:
         """Remember who was called, in which pass, and whether that was while a backward was running."""
         self.tap, self.pass_, self.extra, self.inside_backward = tap, pass_, extra, inside_backward
-        self.spent = False
 
 
 class Observe(torch.autograd.Function):
@@ -65,7 +64,8 @@ class Observe(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Report, and pass the gradients on as they are."""
-        ctx.use.tap.hub.report(ctx.use, list(ctx.saved_tensors), list(gradients))
+        kept = [t.detach() for t in ctx.saved_tensors]  # the values, not the graph that made them
+        ctx.use.tap.hub.report(ctx.use, kept, list(gradients))
         return None, None, None, *gradients, *[None] * ctx.kept
 
 

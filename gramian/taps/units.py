@@ -36,7 +36,8 @@ class Units:
         Raises:
             GramianError: for another shape, another dtype or a negative id.
         """
-        if sample_ids.is_floating_point() or sample_ids.dim() not in (1, 2) or sample_ids.shape[0] != batch:
+        integers = not sample_ids.is_floating_point() and sample_ids.dtype != torch.bool
+        if not integers or sample_ids.dim() not in (1, 2) or sample_ids.shape[0] != batch:
             raise GramianError(
                 f"sample_ids: expected integers of shape [{batch}] or [{batch}, T], "
                 f"got {sample_ids.dtype} of shape {list(sample_ids.shape)}"

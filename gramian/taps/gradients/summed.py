@@ -23,7 +23,7 @@ class Summed(PerSampleGradient):
         """
         self.tokens_BTN = tokens_BTN
         self.batch = tokens_BTN.shape[0]
-        self.shape = shape or (tokens_BTN.shape[2],)
+        self.shape = (tokens_BTN.shape[2],) if shape is None else shape
         self.dtype = dtype or tokens_BTN.dtype
 
     def per_sample(self) -> Tensor:
