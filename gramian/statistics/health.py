@@ -34,12 +34,15 @@ class Health(AdditiveStatistic):
         """Six zeros per layer."""
         layers = {layer: info.device for info in parameters.values() for layer in info.layers}
         sums = {layer: torch.zeros(6, dtype=torch.float64, device=device) for layer, device in layers.items()}
-        return {**sums, SAMPLES: torch.zeros((), dtype=torch.float64)}
+        device = next(iter(layers.values()))
+        return {**sums, SAMPLES: torch.zeros((), dtype=torch.float64, device=device)}
 
     def update(self, sums: Sums, record: LayerRecord) -> None:
         """Add one use of a layer."""
         inputs = [x for x in record.inputs[:1] if x.is_floating_point()]
-        activation, zeros, values, bad_inputs = _measure(inputs)
+        batch = record.info.batch
+        shared = bool(inputs) and inputs[0].shape[:1] == (1,) and batch != 1  # one row that stands for every sample
+        activation, zeros, values, bad_inputs = (part * (batch if shared else 1) for part in _measure(inputs))
         gradient, _, elements, bad_gradients = _measure(record.output_gradients)
         parts = (activation, zeros, values, gradient * record.info.scale**2, elements, bad_inputs + bad_gradients)
         entry = sums[record.layer]

@@ -6,7 +6,9 @@ comparison. Cost: one more weight gradient, once per model; the comparison needs
 """
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,16 +33,29 @@ class Audit:
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self._names = list(parameters)
+        self._watched_names: set[str] = set()
+        self._names = dict.fromkeys(parameters)
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """See the local gradient that reaches this tensor (under FSDP2 the unsharded one that the forward reads)."""
-        if tensor.requires_grad and tensor.is_leaf and not any(tensor is t for t in self._watched):
+        if (
+            name in self._names
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not any(tensor is t for t in self._watched)
+        ):
             self._watched.add(tensor)
-            self._handles.append(tensor.register_hook(lambda gradient: self._gradient(name, gradient)))
+            self._watched_names.add(name)
+            handle = tensor.register_hook(lambda gradient: self._gradient(name, gradient))
+            hooks = tensor._backward_hooks
+            if hooks is not None:  # before any hook of the user that changes the gradient
+                cast(OrderedDict[int, Any], hooks).move_to_end(handle.id, last=False)
+            self._handles.append(handle)
 
     def record(self, record: ParameterRecord) -> None:
         """What the taps explain."""
+        if record.parameter not in self._watched_names:
+            return
         total = record.gradient.total()
         previous = self._totals.get(record.parameter)
         self._totals[record.parameter] = total if previous is None else previous + total
@@ -50,30 +65,34 @@ class Audit:
         gradient = gradient.detach()
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 
-    def verdict(self) -> bool:
+    def verdict(self) -> frozenset[str]:
         """Compare, once the backward is over.
 
+        A parameter that this backward did not differentiate (`torch.autograd.grad` with respect to inputs), or whose
+        gradient is not finite, is left for another one.
+
         Returns:
-            False if a gradient was not finite, so that the comparison must be made again on another batch.
+            The parameters that were compared, or that nothing used.
 
         Raises:
             GramianError: naming the first parameter whose gradient the taps do not explain.
         """
         self.release()
-        finite = True
+        compared: set[str] = set()
         for name in self._names:
             arrived, total = self._arrived.get(name), self._totals.get(name)
-            if arrived is None and total is None:
+            if arrived is None:
+                if total is None:
+                    compared.add(name)
                 continue
-            if arrived is not None and total is None:
+            if not bool(arrived.isfinite().all()):
+                continue
+            compared.add(name)
+            if total is None:
                 if bool((arrived != 0).any()):
                     raise GramianError(f"{name}: got a gradient, but none through its layer; {_ADVICE}")
                 continue
-            record, total = self._expected[name], total if total is not None else torch.zeros(())
-            got = wide(arrived).to(total.dtype) if arrived is not None else torch.zeros_like(total)
-            if not bool(got.isfinite().all()):
-                finite = False
-                continue
+            record, got = self._expected[name], wide(arrived).to(total.dtype)
             rounding = torch.finfo(record.gradient.dtype).eps * record.gradient.magnitude()
             allowed = AGREES[record.gradient.dtype] * got.norm() + 8 * rounding
             error = (got - total).norm()
@@ -82,7 +101,7 @@ class Audit:
                     f"{name}: the taps explain a gradient of norm {float(total.norm()):.4g}, autograd computed "
                     f"{float(got.norm()):.4g} (difference {float(error):.4g}); {_ADVICE}"
                 )
-        return finite
+        return frozenset(compared)
 
     def release(self) -> None:
         """Take the hooks off."""

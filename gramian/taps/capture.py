@@ -82,12 +82,15 @@ class Capture:
         self._hub.attach(self, self._batch_size)
         self._state = "open"
         self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
-        if self._audit_wanted and not self._hub.audited.issuperset(self._hub.parameters):
-            self._audit = self._new_audit()
+        self._audit = self._new_audit()
         return self
 
-    def _new_audit(self) -> Audit:
-        audit = Audit(self._hub.parameters)
+    def _new_audit(self) -> Audit | None:
+        """An audit of what was not compared yet, if anything is left and weight gradients are formed at all."""
+        left = {name: p for name, p in self._hub.parameters.items() if name not in self._hub.audited}
+        if not left or not self._audit_wanted or self._hub.rule.withholds:
+            return None
+        audit = Audit(left)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit
@@ -129,7 +132,7 @@ class Capture:
             if mine is statistic:
                 return mine.finish(sums)
         raise GramianError(
-            f"statistic: {type(statistic).__name__} is not part of this capture, or it was not entered yet"
+            f"statistic: {type(statistic).__name__} has no result here; expected one of the statistics of an entered capture"
         )
 
     def sums(self, statistic: Statistic) -> Any:
@@ -202,11 +205,10 @@ class Capture:
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             statistic.count(sums, info.count)
         if self._audit is not None:
-            audit, self._audit = self._audit, None
-            if audit.verdict() and info.batch:
-                self._hub.audited = self._hub.audited | frozenset(self._hub.parameters)
-            else:  # an empty or overflowing batch proves nothing
-                self._audit = self._new_audit()
+            compared = self._audit.verdict()
+            if info.batch:  # an empty batch proves nothing
+                self._hub.audited |= compared
+            self._audit = self._new_audit()
 
 
 def _check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, loss_scale: Any) -> None:

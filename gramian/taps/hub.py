@@ -22,7 +22,7 @@ from gramian.taps.passes import (
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
 from gramian.taps.statistic import GradientRule, Ordinary, ParameterInfo
-from gramian.taps.tap import Tap, Use, register_hub
+from gramian.taps.tap import LISTENERS, Tap, Use, register_hub
 
 _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary()
 
@@ -109,6 +109,7 @@ class Hub:
     def _set_flags(self) -> None:
         """Plain flags, which a compiled graph can guard on without knowing who listens."""
         self.live = bool(self._listeners)
+        LISTENERS.anywhere = any(hub.live for hub in _hub_of.values())
         self.per_sample = any(listener.per_sample for listener in self._listeners)
         if not self.live:
             self.batch_size = None
@@ -241,6 +242,12 @@ class Hub:
             finally:
                 self.live = True
             gradients = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
+            for name, gradient in gradients.items():
+                if gradient.shape != self.parameters[name].shape:
+                    raise GramianError(
+                        f"{name}: its site explains a gradient of shape {list(gradient.shape)}; "
+                        f"expected {list(self.parameters[name].shape)}"
+                    )
             for listener, info in audience:
                 listener.layer(LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info))
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)

@@ -31,8 +31,10 @@ def inner_module(module: nn.Module) -> nn.Module | None:
         raise GramianError(
             "model: DistributedDataParallel(static_graph=True) is not supported; expected static_graph=False"
         )
-    child = WRAPPED_CHILD.get(type(module).__name__)
-    return module._modules[child] if child is not None else None
+    for base in type(module).__mro__:  # fully_shard puts a class of its own in front
+        if base.__name__ in WRAPPED_CHILD:
+            return module._modules[WRAPPED_CHILD[base.__name__]]
+    return None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

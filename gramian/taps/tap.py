@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from gramian.taps.hub import Hub
 
 _keys = itertools.count()
+
+
+class Listeners:
+    """Whether anybody listens to any model in this process."""
+
+    anywhere = False
+
+
+LISTENERS = Listeners()
 _taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
 _hubs: "weakref.WeakValueDictionary[int, Hub]" = weakref.WeakValueDictionary()
 
@@ -128,10 +137,10 @@ class Tap:
         self.parameters: dict[str, str] = {}
         """{local name: the user's name} of the parameters this tap explains; tied ones under their first name."""
         self.is_root = False
-        self.original: Callable[..., Any] | None = None
+        self._original: Callable[..., Any] | None = None
         self.traced_uses = 0
         self._tracing: Any = lambda: None
-        self._forward = _replacement(self)
+        self._forward = self._usual_forward = _replacement(self)
 
     def describe(self, found: Found, is_root: bool) -> None:
         """Take over what was found about the layer.
@@ -163,7 +172,8 @@ class Tap:
         """Put the replacement on the instance, remembering a forward that somebody else put there."""
         there = module.__dict__.get("forward")
         left_by_a_copy = hasattr(getattr(there, "__func__", None), "tapped")
-        self.original = None if left_by_a_copy else there
+        self._original = None if left_by_a_copy else there
+        self._forward = self._usual_forward if self._original is None else _replacement(self, self._original)
         module.forward = types.MethodType(self._forward, module)
 
     def uninstall(self) -> None:
@@ -171,9 +181,9 @@ class Tap:
         module = self.owner()
         if module is not None and getattr(module.__dict__.get("forward"), "__func__", None) is self._forward:
             del module.__dict__["forward"]
-            if self.original is not None:
-                module.forward = self.original
-        self.original = None
+            if self._original is not None:
+                module.forward = self._original
+        self._original, self._forward = None, self._usual_forward
 
     def observe(self, output: Any, kept: list[Tensor], extra: Any) -> Any:
         """Put the observer behind the outputs of one use."""
@@ -210,15 +220,20 @@ class Tap:
         return self.traced_uses - 1
 
 
-def _replacement(tap: Tap) -> Callable[..., Any]:
-    """The forward that stands on the instance. It takes `self`, so a deep copy of the module runs on its own weights."""
+def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The forward that stands on the instance. It takes `self`, so a deep copy of the module runs on its own weights.
+
+    Args:
+        tap: the tap of the instance.
+        original: a forward that somebody else had put on the instance.
+    """
     owner, hub = tap.owner, tap.hub
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if owner() is not self:  # a copy of the module: untapped
-            return type(self).forward(self, *args, **kwargs)
-        plain = tap.original if tap.original is not None else partial(type(self).forward, self)
-        if not hub.live or not torch.is_grad_enabled():
+        if not LISTENERS.anywhere:  # the first thing asked, of one object, so that idle taps cost a graph one guard
+            return _plain(self, original, owner)(*args, **kwargs)
+        plain = _plain(self, original, owner)
+        if not hub.live or owner() is not self or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         if tap.is_root:
             hub.enter_root(args, kwargs)
@@ -228,3 +243,12 @@ def _replacement(tap: Tap) -> Callable[..., Any]:
 
     forward.tapped = owner  # type: ignore[attr-defined]
     return forward
+
+
+def _plain(module: nn.Module, original: Any, owner: Any) -> Callable[..., Any]:
+    """The module's own forward: its class's, or the one that stood on the instance, bound to a copy if it is one."""
+    if original is None:
+        return partial(type(module).forward, module)
+    if owner() is not module and isinstance(original, types.MethodType):
+        return partial(original.__func__, module)
+    return cast(Callable[..., Any], original)

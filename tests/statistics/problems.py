@@ -17,7 +17,7 @@ from tests.kit.models import CASES, Batch, Case, squared_error
 
 # Models that treat every token alone, so that the gradient of one token's loss is defined by a pass over that token.
 INDEPENDENT_TOKENS = (
-    "linear_3d", "linear_4d", "padded_embedding", "rmsnorm", "lora", "partially_frozen", "reused",
+    "linear_3d", "linear_4d", "padded_embedding", "rmsnorm", "lora", "partially_frozen",
 )  # fmt: skip
 
 

@@ -140,6 +140,17 @@ def test_a_registered_site_with_a_mistake_is_named(mistake: str, monkeypatch: py
         _step(model, lambda model: model(x).square().sum())
 
 
+def test_a_gradient_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wide(_Mix):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.weight, self.bias = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7))
+
+    monkeypatch.setattr(registry, "_BY_CLASS", {**registry._BY_CLASS, Wide: _MixSite("orientation")})
+    with pytest.raises(gramian.GramianError, match=r"1\.weight"):
+        _step(nn.Sequential(nn.Linear(4, 4), Wide()), lambda model: model(torch.randn(3, 6, 4)).square().sum())
+
+
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"])
 def test_gradients_that_were_there_before_do_not_matter(name: str) -> None:
     p = problem(name, 6)

@@ -1,12 +1,15 @@
 """The diagonal Fisher against squares of gradients from single backward passes, per sample and per token."""
 
 import itertools
+from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gramian
+from gramian.verify import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import INDEPENDENT_TOKENS, assert_tensors, problem, token_fisher
@@ -47,6 +50,33 @@ def test_per_token_squares_are_those_of_a_loop_over_tokens(name: str, reduction:
     with gramian.observe(model, fisher, loss_reduction=reduction) as seen:
         p.backward(model, p.batch, reduction)
     assert_tensors(seen[fisher], token_fisher(name, 3), p.tolerance)
+
+
+class _Unrolled(nn.Module):
+    """`networks.Reused` with a layer of its own for each of the three uses."""
+
+    def __init__(self, reused: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = reused.inner, reused.head
+        self.uses = nn.ModuleList(deepcopy(reused.shared) for _ in range(3))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = self.inner(x_BTD)
+        for use in self.uses:
+            x_BTD = x_BTD + torch.tanh(use(x_BTD))
+        return self.head(x_BTD)
+
+
+def test_per_token_every_use_is_squared_by_itself() -> None:
+    p = problem("reused", 3)
+    model, fisher = p.model(), gramian.DiagonalFisher(per="token")
+    with gramian.observe(model, fisher) as seen:
+        p.backward(model, p.batch)
+    tokens = tuple(t.flatten(0, 1)[:, None] for t in p.batch)
+    squares = single_sample.diagonal_fisher(_Unrolled(p.model()), partial(p.case.loss, reduction="sum"), tokens)
+    for local in ("weight", "bias"):
+        uses = sum(squares[f"uses.{use}.{local}"] for use in range(3)) / 6**2 / 3
+        assert_tensors({local: seen[fisher][f"shared.{local}"]}, {local: uses}, p.tolerance)
 
 
 def test_a_sample_of_one_token_has_the_same_fisher_per_token_and_per_sample() -> None:
@@ -99,13 +129,13 @@ def test_the_loss_scale_is_undone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_squares_of_narrow_models_are_summed_in_float32(dtype: torch.dtype) -> None:
-    # 600 equal samples: a narrow accumulator would stop growing.
-    model, fisher = torch.nn.Linear(3, 2, bias=False).to(dtype), gramian.DiagonalFisher()
-    x = torch.full((600, 3), 0.5, dtype=dtype)
+    # 600 equal samples: a narrow sum of their squares would be rounded to three digits, or stop growing.
+    model, fisher = nn.Linear(3, 2, bias=False).to(dtype), gramian.DiagonalFisher()
+    x = torch.full((600, 3), 0.3, dtype=dtype)
     with gramian.observe(model, fisher, loss_reduction="sum") as seen:
         model(x).sum().backward()
     assert seen[fisher]["weight"].dtype == torch.float32
-    assert torch.equal(seen[fisher]["weight"], torch.full((2, 3), 0.25))
+    torch.testing.assert_close(seen[fisher]["weight"], x[:2].float().square(), rtol=1e-6, atol=0)
 
 
 def test_chunks_of_samples_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,4 +143,7 @@ def test_a_shared_row_counts_once_for_each_sample_however_they_are_split(parts: 
         for part in parts:
             model(torch.ones(part, 5, 2, dtype=torch.float64)).sum().backward()
     assert seen[health]["mix"].nonfinite == 4
-    assert seen.sums(health)["mix"][2] in (4 * 5 * 3, 4 * (5 * 3 - 1))  # numbers behind the norm, with or without the bad ones
+    assert seen.sums(health)["mix"][2] in (
+        4 * 5 * 3,
+        4 * (5 * 3 - 1),
+    )  # numbers behind the norm, with or without the bad ones

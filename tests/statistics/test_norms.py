@@ -273,7 +273,7 @@ def test_reading_before_a_backward_is_refused() -> None:
     "options, complaint",
     [
         ({"loss_reduction": "avg"}, 'loss_reduction: expected "mean", "sum"'),
-        ({"loss_reduction": 0.0}, "loss_reduction: expected a coefficient other than 0"),
+        ({"loss_reduction": 0.0}, "loss_reduction: expected .*a coefficient other than 0"),
         ({"algorithm": "fast"}, "algorithm: expected one of auto, direct, gram"),
         ({"loss_scale": 0.0}, "loss_scale: expected a positive number"),
         ({"loss_scale": float("nan")}, "loss_scale: expected a positive number"),

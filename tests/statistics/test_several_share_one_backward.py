@@ -179,7 +179,7 @@ def test_norms_of_a_parameter_are_formed_once_for_all_statistics(monkeypatch: py
 def test_the_same_statistic_twice_is_refused_by_name() -> None:
     p = problem("mlp", 4)
     model, fisher = p.model(), gramian.DiagonalFisher()
-    with pytest.raises(gramian.GramianError, match="DiagonalFisher"), gramian.observe(model, fisher, fisher):
+    with pytest.raises(gramian.GramianError, match="twice"), gramian.observe(model, fisher, fisher):
         p.backward(model, p.batch)
     with gramian.observe(model, fisher) as seen:
         with pytest.raises(gramian.GramianError, match="DiagonalFisher"), gramian.observe(model, fisher):
@@ -218,7 +218,7 @@ def test_a_statistic_that_is_not_part_of_the_capture_is_refused() -> None:
     model = _wide_model()
     with gramian.observe(model, gramian.Health()) as seen:
         model(torch.randn(3, 3, 20, dtype=torch.float64)).sum().backward()
-    with pytest.raises(gramian.GramianError, match="NoiseScale is not part of this capture"):
+    with pytest.raises(gramian.GramianError, match="statistic: NoiseScale"):
         _ = seen[gramian.NoiseScale()]
     with pytest.raises(gramian.GramianError, match="expected at least one"):
         gramian.observe(model)

@@ -156,6 +156,21 @@ def test_merging_is_associative(parts: list[int], data: Any) -> None:
     every.check(p, results, [*range(SAMPLES)])
 
 
+@pytest.mark.parametrize("name", ["mlp", "tied_gpt"])
+def test_captures_of_copies_of_a_model_merge_left_then_right(name: str) -> None:
+    # As on several ranks: every copy counts its passes from one.
+    p, every = problem(name, SAMPLES), Everything()
+    merged: dict[Any, Any] = {}
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        model = p.model()
+        with gramian.observe(model, *every.all) as seen:
+            p.backward(model, p.rows(rows))
+        for statistic in every.all:
+            sums = seen.sums(statistic)
+            merged[statistic] = statistic.merge(merged[statistic], sums) if statistic in merged else sums
+    every.check(p, {statistic: statistic.finish(sums) for statistic, sums in merged.items()}, [*range(SAMPLES)])
+
+
 def test_merging_changes_neither_side() -> None:
     p, every = problem("mlp", SAMPLES), Everything()
     model, captures = p.model(), []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gramian.linalg.wide import wide_norms
 from gramian.plan.norms import Algorithm, samples_per_chunk
 from gramian.taps.units import Units
 
@@ -58,7 +59,7 @@ class PerSampleGradient(ABC):
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """‖g_i‖² for every sample: [B]."""
-        return torch.cat([flat(part.per_sample()).square().sum(1) for part in self.chunks()])
+        return torch.cat([wide_norms(flat(part.per_sample())).square() for part in self.chunks()])
 
     def sum_of_squares(self) -> Tensor:
         """Σ_i g_i ⊙ g_i, of the parameter's shape: the diagonal of the empirical Fisher times B."""

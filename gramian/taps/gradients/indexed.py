@@ -63,7 +63,7 @@ class Indexed(PerSampleGradient):
         run_BT[:, 1:] = (sorted_BT[:, 1:] != sorted_BT[:, :-1]).cumsum(1)
         rows_BTD = wide(self.rows_BTD).gather(1, order_BT[..., None].expand_as(self.rows_BTD))
         runs_BTD = torch.zeros_like(rows_BTD).scatter_add_(1, run_BT[..., None].expand_as(rows_BTD), rows_BTD)
-        return runs_BTD.square().sum((1, 2))
+        return wide_norms(runs_BTD.flatten(1)).square()
 
     def _scatter(self, rows_BTD: Tensor) -> Tensor:
         return rows_BTD.new_zeros(self.shape).index_add_(0, self.index_BT.flatten(), rows_BTD.flatten(0, 1))

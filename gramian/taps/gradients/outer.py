@@ -77,7 +77,7 @@ class Outer(PerSampleGradient):
         """‖LᵀR‖² per sample by the algorithm of `self.algorithm(choice)`: [B]."""
         name = self.algorithm(choice)
         if name == "rank1":
-            return wide(self.left_BTM).square().sum((1, 2)) * wide(self.right_BTN).square().sum((1, 2))
+            return (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
         return self._gram() if name == "gram" else super().squared_norms()
 
     def _gram(self) -> Tensor:

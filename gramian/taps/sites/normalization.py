@@ -37,11 +37,12 @@ class TrailingNorm(Site):
             x = x - x.mean(axes, keepdim=True)
         hat = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + _epsilon(module, kept[0].dtype))
         hat = wide(hat.to(kept[0].dtype)) if self.in_float32 else hat
+        dtype = _narrowest(x, *kept, *output_gradients)
         found: dict[str, PerSampleGradient] = {}
         if trains(module, "weight"):
-            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape, _narrowest(kept, output_gradients))
+            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape, dtype)
         if trains(module, "bias"):
-            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape, _narrowest(kept, output_gradients))
+            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape, dtype)
         return found
 
 
@@ -61,7 +62,7 @@ class ChannelNorm(Site):
             hat = _standardise(x.flatten(2), float(module.eps)).reshape(x.shape)  # type: ignore[arg-type]
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch, _narrowest(kept, output_gradients))
+        return _channel_gradients(module, hat, g, batch, _narrowest(*kept, *output_gradients))
 
 
 class BatchNorm(Site):
@@ -85,7 +86,7 @@ class BatchNorm(Site):
             hat = hat.reshape(x.transpose(0, 1).shape).transpose(0, 1)
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch, _narrowest(kept, output_gradients))
+        return _channel_gradients(module, hat, g, batch, _narrowest(*kept, *output_gradients))
 
 
 def _standardise(x: Tensor, eps: float) -> Tensor:
@@ -115,8 +116,8 @@ def _trailing_tokens(t: Tensor, batch: int, shape: tuple[int, ...]) -> Tensor:
     return split.reshape(batch, count, torch.Size(shape).numel())
 
 
-def _narrowest(kept: list[Tensor], output_gradients: list[Tensor]) -> torch.dtype:
-    return min(kept[0].dtype, output_gradients[0].dtype, key=lambda dtype: dtype.itemsize)
+def _narrowest(*tensors: Tensor) -> torch.dtype:
+    return min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
 
 
 def _channel_gradients(

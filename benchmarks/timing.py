@@ -1,0 +1,60 @@
+"""Timing as ratios in one run: variants take turns, medians are compared."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def synchronize() -> None:
+    """Wait for the device, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds(step: Callable[[], Any], steps: int) -> float:
+    """Wall time of one step in a block of several, the device waited for at both ends, as in training."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, steps: int, warm_up: int) -> dict[str, float]:
+    """Median seconds of each variant; every round runs all of them, in alternating order, so drift hits all alike."""
+    for step in variants.values():
+        seconds(step, warm_up)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(rounds):
+        order = list(variants) if turn % 2 == 0 else list(variants)[::-1]
+        for name in order:
+            times[name].append(seconds(variants[name], steps))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def write(name: str, results: Any) -> Path:
+    """Commit-ready JSON beside the machine it ran on."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    return path

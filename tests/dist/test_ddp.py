@@ -1,0 +1,245 @@
+"""Captures under DistributedDataParallel on gloo processes, against the single-process loop over the same samples."""
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gramian
+from tests.dist import bodies
+from tests.dist.worlds import CASE_NAMES, assert_same_bits, gradients, mine, plain_gradients, wrap
+from tests.kit.matrix import FULL, sample
+from tests.kit.processes import distributed, run_on_ranks
+from tests.statistics.problems import assert_norms, assert_tensors, problem
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+UNEVEN = [(3, 2), (1, 4), (5, 5)]
+EMPTY = [(4, 0), (0, 3)]
+ACCEPTS_EMPTY = [name for name in CASE_NAMES if name != "hf_llama"]
+MATRIX = [
+    *itertools.product(CASE_NAMES, UNEVEN, ("mean", "sum"), (torch.float64, torch.float32)),
+    *itertools.product(ACCEPTS_EMPTY, EMPTY, ("mean", "sum"), (torch.float64,)),
+]
+
+
+@pytest.mark.parametrize("name, sizes, reduction, dtype", sample(MATRIX, 18))
+@distributed(world_size=2)
+def test_norms_are_each_ranks_own_and_gradients_are_untouched(
+    rank: int, world_size: int, name: str, sizes: tuple[int, ...], reduction: str, dtype: torch.dtype
+) -> None:
+    bodies.own_norms(rank, "ddp", name, sizes, reduction, dtype)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@pytest.mark.parametrize("name", sample(ACCEPTS_EMPTY, 2, case=lambda name: None))
+@distributed(world_size=2)
+def test_a_rank_without_samples_has_no_norms(rank: int, world_size: int, name: str, sizes: tuple[int, ...]) -> None:
+    bodies.own_norms(rank, "ddp", name, sizes, "sum", torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt"] if not FULL else CASE_NAMES)
+@distributed(world_size=3)
+def test_norms_of_three_ranks_are_their_own(rank: int, world_size: int, name: str) -> None:
+    bodies.own_norms(rank, "ddp", name, (2, 4, 1), "mean", torch.float64)
+
+
+@pytest.mark.parametrize("name, sizes, reduction", sample([*itertools.product(CASE_NAMES, UNEVEN, ("mean", "sum"))], 8))
+@distributed(world_size=2)
+def test_sums_over_the_group_are_those_of_all_samples(
+    rank: int, world_size: int, name: str, sizes: tuple[int, ...], reduction: str
+) -> None:
+    bodies.added_up(rank, "ddp", name, sizes, reduction)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@distributed(world_size=2)
+def test_sums_over_a_group_with_an_empty_rank(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    bodies.added_up(rank, "ddp", "tied_gpt", sizes, "sum")
+    bodies.added_up(rank, "ddp", "mlp", sizes, "mean")
+
+
+@distributed(world_size=3)
+def test_sums_over_three_ranks(rank: int, world_size: int) -> None:
+    bodies.added_up(rank, "ddp", "gpt", (2, 3, 1), "mean")
+
+
+@distributed(world_size=2)
+def test_without_a_group_statistics_stay_on_their_rank(rank: int, world_size: int) -> None:
+    bodies.without_a_group(rank, "ddp", "tied_gpt", (3, 2))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if not FULL else CASE_NAMES)
+@distributed(world_size=2)
+def test_accumulation_with_no_sync(rank: int, world_size: int, name: str) -> None:
+    bodies.accumulated(rank, "ddp", name)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "hf_llama"])
+@distributed(world_size=2)
+def test_checkpointed_blocks_count_once(rank: int, world_size: int, name: str) -> None:
+    bodies.checkpoints(rank, "ddp", name)
+
+
+@pytest.mark.parametrize("name", ["tied_gpt", "mlp"])
+@distributed(world_size=2)
+def test_names_have_no_wrapper_in_them(rank: int, world_size: int, name: str) -> None:
+    bodies.names_are_the_users(rank, "ddp", name)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@distributed(world_size=2)
+def test_a_capture_on_one_rank_only_waits_for_nobody(rank: int, world_size: int, alone: int) -> None:
+    bodies.one_rank_alone(rank, "ddp", "tied_gpt", alone)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt"])
+@distributed(world_size=2)
+def test_taps_may_come_before_the_wrapper(rank: int, world_size: int, name: str) -> None:
+    bodies.wrapped_inside_the_block(rank, "ddp", name)
+
+
+@distributed(world_size=2)
+def test_a_model_may_be_wrapped_between_two_captures(rank: int, world_size: int) -> None:
+    bodies.wrapped_between_captures(rank, "ddp", "tied_gpt")
+
+
+@distributed(world_size=2)
+def test_training_with_captures_ends_where_training_without_them_does(rank: int, world_size: int) -> None:
+    bodies.several_steps(rank, "ddp", "tied_gpt")
+
+
+@pytest.mark.parametrize("order", ["compiled inside", "compiled outside"])
+@pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp", "tied_gpt"])
+@distributed(world_size=2, timeout=300)
+def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> None:
+    sizes = (3, 2)
+    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+    torch.compiler.reset()
+    if order == "compiled inside":
+        model: nn.Module = wrap("ddp", torch.compile(p.model(), backend="aot_eager"))
+    else:
+        model = torch.compile(wrap("ddp", p.model()), backend="aot_eager")
+    for _ in range(2):
+        with gramian.per_sample_norms(model) as norms:
+            p.backward(model, p.rows(rows))
+        assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert list(norms.coverage) == [key for key, _ in p.model().named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}, {"broadcast_buffers": False}],
+    ids=lambda options: next(iter(options)),
+)
+@distributed(world_size=2)
+def test_options_of_ddp_change_nothing(rank: int, world_size: int, options: dict[str, object]) -> None:
+    sizes = (3, 2)
+    p, rows = problem("tied_gpt", sum(sizes)), mine(rank, sizes)
+    plain, model = wrap("ddp", p.model(), **options), wrap("ddp", p.model(), **options)
+    p.backward(plain, p.rows(rows))
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert_same_bits(gradients(model), gradients(plain))
+
+
+@distributed(world_size=2)
+def test_unused_parameters_are_found_as_without_a_capture(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("unused", sum(sizes)), mine(rank, sizes)
+    model = wrap("ddp", p.model(), find_unused_parameters=True)
+    fisher = gramian.DiagonalFisher()
+    for _ in range(2):
+        with gramian.per_sample_norms(model) as norms, gramian.observe(model, fisher) as seen:
+            p.backward(model, p.rows(rows))
+        assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert norms.coverage["spare.weight"].status == "unused"
+    assert not seen[fisher]["spare.weight"].any()
+
+
+@distributed(world_size=1)
+def test_a_static_graph_is_refused_by_name(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 2), static_graph=True)
+    with pytest.raises(gramian.GramianError, match="static_graph=True"):
+        gramian.per_sample_norms(model)
+
+
+@distributed(world_size=2)
+def test_the_audit_compares_gradients_of_this_rank_before_they_are_averaged(rank: int, world_size: int) -> None:
+    # Ranks hold very different samples: an average over ranks could not pass for this rank's own gradient.
+    p = problem("tied_gpt", 5)
+    rows = mine(rank, (1, 4))
+    model = wrap("ddp", p.model())
+    with gramian.per_sample_norms(model, audit=True) as norms:
+        p.backward(model, p.rows(rows))
+    assert_norms(norms.values, p.norms(rows), p.tolerance)
+
+
+@distributed(world_size=2)
+def test_ranks_may_run_different_numbers_of_passes_when_nothing_wraps_them(rank: int, world_size: int) -> None:
+    # Rank 1 sees nothing at all; entering and leaving is all that is collective.
+    p = problem("gpt", 5)
+    model, fisher = p.model(), gramian.DiagonalFisher()
+    with gramian.observe(model, fisher, process_group=dist.group.WORLD) as seen:
+        if rank == 0:
+            for rows in (slice(0, 2), slice(2, 5)):
+                p.backward(model, p.rows(rows))
+            assert_tensors(seen[fisher], p.fisher(), p.tolerance)
+    assert_tensors(seen[fisher], p.fisher(), p.tolerance)
+
+
+@distributed(world_size=3)
+def test_a_group_of_some_ranks_sums_over_these(rank: int, world_size: int) -> None:
+    sizes = (2, 1, 3)
+    p, rows = problem("mlp", sum(sizes)), mine(rank, sizes)
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    model, fisher = p.model(), gramian.DiagonalFisher()
+    with gramian.observe(model, fisher, process_group=groups[rank == 1]) as seen:
+        p.backward(model, p.rows(rows))
+    expected = p.fisher([0, 1, 3, 4, 5]) if rank != 1 else p.fisher([2])
+    assert_tensors(seen[fisher], expected, p.tolerance)
+    for group in groups:
+        if dist.get_rank(group) >= 0:
+            dist.destroy_process_group(group)
+
+
+@distributed(world_size=2)
+def test_accumulation_over_ranks_leaves_gradients_that_were_there(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("gpt", sum(sizes)), mine(rank, sizes)
+
+    def twice(model: nn.Module) -> None:
+        p.backward(model, p.rows(rows))
+        p.backward(model, p.rows(rows))
+
+    expected = plain_gradients(p, "ddp", twice)
+    model = wrap("ddp", p.model())
+    p.backward(model, p.rows(rows))
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert_same_bits(gradients(model), expected)
+
+
+def _same_at_any_world_size(rank: int, world_size: int, name: str, sizes: tuple[int, ...], reduction: str) -> None:
+    bodies.same_at_any_world_size(rank, "ddp", name, sizes, reduction)
+
+
+def random_sizes(seed: int, world_size: int, samples: int = 6) -> tuple[int, ...]:
+    """A random uneven split, empty ranks allowed."""
+    cuts = sorted(random.Random(f"{seed} {world_size}").choices(range(samples + 1), k=world_size - 1))
+    return tuple(b - a for a, b in zip([0, *cuts], [*cuts, samples], strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["tied_gpt"] if not FULL else ["mlp", "gpt", "tied_gpt", "reused", "padded_embedding"])
+@pytest.mark.parametrize("seed", range(20 if FULL else 3))
+def test_any_split_over_any_number_of_ranks_gives_the_statistics_of_all_samples(seed: int, name: str) -> None:
+    for world_size in (1, 2, 3):
+        sizes = random_sizes(seed, world_size)
+        run_on_ranks(world_size, _same_at_any_world_size, name, sizes, ("mean", "sum")[seed % 2])

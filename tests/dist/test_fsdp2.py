@@ -1,0 +1,275 @@
+"""Captures under FSDP2 (`fully_shard` of every block and the root), against the loop over the same samples."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import gramian
+from tests.dist import bodies
+from tests.dist.test_ddp import ACCEPTS_EMPTY, EMPTY, UNEVEN, random_sizes
+from tests.dist.worlds import CASE_NAMES, assert_same_bits, blocks, each_block, gradients, mine, plain_gradients, wrap
+from tests.kit.matrix import FULL, sample
+from tests.kit.processes import distributed, run_on_ranks
+from tests.statistics.problems import assert_norms, problem
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+SHARDED = ("fsdp2", "fsdp2 kept")
+MATRIX = [
+    *itertools.product(CASE_NAMES, SHARDED, UNEVEN, ("mean", "sum"), (torch.float64, torch.float32)),
+    *itertools.product(ACCEPTS_EMPTY, SHARDED, EMPTY, ("mean", "sum"), (torch.float64,)),
+]
+ways = pytest.mark.parametrize("way", SHARDED)
+
+
+@pytest.mark.parametrize("name, way, sizes, reduction, dtype", sample(MATRIX, 24))
+@distributed(world_size=2)
+def test_norms_are_each_ranks_own_and_gradient_shards_are_untouched(
+    rank: int, world_size: int, name: str, way: str, sizes: tuple[int, ...], reduction: str, dtype: torch.dtype
+) -> None:
+    bodies.own_norms(rank, way, name, sizes, reduction, dtype)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@pytest.mark.parametrize("name", sample(ACCEPTS_EMPTY, 2, case=lambda name: None))
+@ways
+@distributed(world_size=2)
+def test_a_rank_without_samples_has_no_norms(
+    rank: int, world_size: int, way: str, name: str, sizes: tuple[int, ...]
+) -> None:
+    bodies.own_norms(rank, way, name, sizes, "sum", torch.float64)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt"] if not FULL else CASE_NAMES)
+@distributed(world_size=3)
+def test_norms_of_three_ranks_are_their_own(rank: int, world_size: int, name: str) -> None:
+    bodies.own_norms(rank, "fsdp2", name, (2, 4, 1), "mean", torch.float64)
+
+
+@pytest.mark.parametrize(
+    "name, way, sizes, reduction", sample([*itertools.product(CASE_NAMES, SHARDED, UNEVEN, ("mean", "sum"))], 10)
+)
+@distributed(world_size=2)
+def test_sums_over_the_group_are_those_of_all_samples(
+    rank: int, world_size: int, name: str, way: str, sizes: tuple[int, ...], reduction: str
+) -> None:
+    bodies.added_up(rank, way, name, sizes, reduction)
+
+
+@pytest.mark.parametrize("sizes", EMPTY)
+@distributed(world_size=2)
+def test_sums_over_a_group_with_an_empty_rank(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    bodies.added_up(rank, "fsdp2", "tied_gpt", sizes, "sum")
+    bodies.added_up(rank, "fsdp2", "mlp", sizes, "mean")
+
+
+@distributed(world_size=3)
+def test_sums_over_three_ranks(rank: int, world_size: int) -> None:
+    bodies.added_up(rank, "fsdp2", "gpt", (2, 3, 1), "mean")
+
+
+@distributed(world_size=2)
+def test_without_a_group_statistics_stay_on_their_rank(rank: int, world_size: int) -> None:
+    bodies.without_a_group(rank, "fsdp2", "tied_gpt", (3, 2))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if not FULL else CASE_NAMES)
+@ways
+@distributed(world_size=2)
+def test_accumulation_without_gradient_sync(rank: int, world_size: int, way: str, name: str) -> None:
+    bodies.accumulated(rank, way, name)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "hf_llama"])
+@ways
+@distributed(world_size=2)
+def test_checkpointed_blocks_count_once(rank: int, world_size: int, way: str, name: str) -> None:
+    bodies.checkpoints(rank, way, name)
+
+
+@pytest.mark.parametrize("name", ["tied_gpt", "mlp"])
+@distributed(world_size=2)
+def test_names_have_no_wrapper_in_them(rank: int, world_size: int, name: str) -> None:
+    bodies.names_are_the_users(rank, "fsdp2", name)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@ways
+@distributed(world_size=2)
+def test_a_capture_on_one_rank_only_waits_for_nobody(rank: int, world_size: int, way: str, alone: int) -> None:
+    bodies.one_rank_alone(rank, way, "tied_gpt", alone)
+
+
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt"])
+@distributed(world_size=2)
+def test_taps_may_come_before_sharding(rank: int, world_size: int, name: str) -> None:
+    bodies.wrapped_inside_the_block(rank, "fsdp2", name)
+
+
+@distributed(world_size=2)
+def test_a_model_may_be_sharded_between_two_captures(rank: int, world_size: int) -> None:
+    bodies.wrapped_between_captures(rank, "fsdp2", "tied_gpt")
+
+
+@ways
+@distributed(world_size=2)
+def test_training_with_captures_ends_where_training_without_them_does(rank: int, world_size: int, way: str) -> None:
+    bodies.several_steps(rank, way, "tied_gpt")
+
+
+@pytest.mark.parametrize("what", ["blocks", "root"])
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "reused"] if FULL else ["tied_gpt", "mlp"])
+@distributed(world_size=2, timeout=300)
+def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
+    sizes = (3, 2)
+    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+    torch.compiler.reset()
+    model = p.model()
+    if what == "blocks":
+        model = wrap("fsdp2", each_block(model, lambda block: torch.compile(block, backend="aot_eager")))
+    else:
+        model = torch.compile(wrap("fsdp2", model), backend="aot_eager")
+    for _ in range(2):
+        with gramian.per_sample_norms(model) as norms:
+            p.backward(model, p.rows(rows))
+        assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert list(norms.coverage) == [key for key, _ in p.model().named_parameters()]
+
+
+@distributed(world_size=2)
+def test_the_root_alone_may_be_sharded(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("tied_gpt", sum(sizes)), mine(rank, sizes)
+    model = fully_shard(p.model())
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    assert_norms(norms.values, p.norms(rows), p.tolerance)
+
+
+@pytest.mark.parametrize("name", ["mlp", "padded_embedding", "gpt"])
+@distributed(world_size=2)
+def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, world_size: int, name: str) -> None:
+    sizes = (3, 2)
+    p, rows = problem(name, sum(sizes), torch.float32), mine(rank, sizes)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrap("fsdp2", p.model(), mp_policy=policy)
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    assert norms.values.dtype == torch.float32
+    torch.testing.assert_close(norms.values.double(), p.norms(rows), rtol=5e-2, atol=0)
+
+
+@distributed(world_size=2)
+def test_frozen_shards_are_left_alone(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("gpt", sum(sizes)), mine(rank, sizes)
+    model = p.model()
+    for key, q in model.named_parameters():
+        q.requires_grad_(not key.startswith("blocks.0"))
+    model = wrap("fsdp2", model)
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    kept = [g[rows].flatten(1) for key, g in p.gradients.items() if not key.startswith("blocks.0")]
+    assert_norms(norms.values, torch.cat(kept, 1).norm(dim=1), p.tolerance)
+
+
+@distributed(world_size=2)
+def test_a_layer_without_a_formula_is_refused_by_name_when_it_is_sharded(rank: int, world_size: int) -> None:
+    model = wrap("fsdp2", problem("mha", 2).model())
+    with (
+        pytest.raises(gramian.GramianError, match=r"attention.*sharded.*register_site"),
+        gramian.per_sample_norms(model),
+    ):
+        pass
+
+
+@distributed(world_size=2)
+def test_sharded_parameters_keep_their_placement(rank: int, world_size: int) -> None:
+    p = problem("tied_gpt", 4)
+    model = wrap("fsdp2", p.model())
+    before = {key: (q.placements, q.to_local().clone()) for key, q in model.named_parameters()}
+    with gramian.per_sample_norms(model):
+        p.backward(model, p.rows(slice(2 * rank, 2 * rank + 2)))
+    for key, q in model.named_parameters():
+        assert isinstance(q, DTensor)
+        assert isinstance(q.grad, DTensor)
+        assert q.placements == q.grad.placements == before[key][0]
+        assert torch.equal(q.to_local(), before[key][1])
+
+
+class _Outside(nn.Module):
+    """The second layer's weight is read behind its back once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.outside = nn.Linear(4, 4), nn.Linear(4, 4), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(x))
+        return nn.functional.linear(h, self.second.weight) if self.outside else h
+
+
+@distributed(world_size=2)
+def test_the_weight_behind_a_layers_back_is_noticed_when_sharded(rank: int, world_size: int) -> None:
+    model = fully_shard(_Outside())
+    with (
+        pytest.raises(gramian.GramianError, match=r"^second\.weight: the taps explain"),
+        gramian.per_sample_norms(model),
+    ):
+        model(torch.randn(3, 4)).square().sum().backward()
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_an_eager_capture_after_a_compiled_one_is_audited(rank: int, world_size: int) -> None:
+    bare = _Outside()
+    bare.outside = False
+    model = fully_shard(bare)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    with gramian.per_sample_norms(compiled, "sum"):
+        compiled(torch.randn(3, 4)).square().sum().backward()
+    bare.outside = True
+    with (
+        pytest.raises(gramian.GramianError, match=r"^second\.weight: the taps explain"),
+        gramian.per_sample_norms(model),
+    ):
+        model(torch.randn(3, 4)).square().sum().backward()
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_gradients_that_were_there_before_stay(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("gpt", sum(sizes)), mine(rank, sizes)
+
+    def twice(model: nn.Module) -> None:
+        p.backward(model, p.rows(rows))
+        p.backward(model, p.rows(rows))
+
+    expected = plain_gradients(p, "fsdp2", twice)
+    model = wrap("fsdp2", p.model())
+    p.backward(model, p.rows(rows))
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, p.rows(rows))
+    assert_norms(norms.values, p.norms(rows), p.tolerance)
+    assert_same_bits(gradients(model), expected)
+    assert blocks(model)
+
+
+def _same_at_any_world_size(rank: int, world_size: int, name: str, sizes: tuple[int, ...], reduction: str) -> None:
+    bodies.same_at_any_world_size(rank, "fsdp2", name, sizes, reduction)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["tied_gpt"] if not FULL else ["mlp", "gpt", "tied_gpt", "reused", "padded_embedding"])
+@pytest.mark.parametrize("seed", range(20 if FULL else 3))
+def test_any_split_over_any_number_of_ranks_gives_the_statistics_of_all_samples(seed: int, name: str) -> None:
+    for world_size in (1, 2, 3):
+        sizes = random_sizes(seed + 100, world_size)
+        run_on_ranks(world_size, _same_at_any_world_size, name, sizes, ("mean", "sum")[seed % 2])

@@ -1,0 +1,518 @@
+"""Taps in a compiled graph: one whole graph, the same numbers, no recompilation from capture to capture."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import gramian
+from gramian.errors import GramianError
+from gramian.taps import Withheld, hub_of
+from tests.kit import networks
+from tests.kit.matrix import FULL, sample
+from tests.kit.models import CASES
+from tests.taps.checks import assert_norms, gradients, loop_norms, problem
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+GENERIC = ("vit", "mha")
+"""Cases with a layer that is run again sample by sample, which a graph cannot do."""
+OFTEN = ("mlp", "tied_gpt", "reused", "convnet", "lora", "padded_embedding", "hf_gpt2", "hf_llama")
+NAMES = tuple(name for name in CASES if name not in GENERIC) if FULL else OFTEN
+ORDERS = ("taps first", "compiled first")
+INDUCTOR = list(product((*OFTEN, "gpt"), ORDERS)) if FULL else [("mlp", "taps first"), ("tied_gpt", "compiled first")]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_graphs() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _squares(model: nn.Module, x: Tensor, reduction: str = "sum") -> Tensor:
+    return model(x).square().sum() / (len(x) if reduction == "mean" else 1)
+
+
+def _compile(model: nn.Module, backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True, **options)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, order, backend",
+    [
+        *((name, order, "aot_eager") for name, order in sample(list(product(NAMES, ORDERS)), len(NAMES))),
+        *((name, order, "inductor") for name, order in INDUCTOR),
+    ],
+)
+def test_norms_and_gradients_of_a_whole_compiled_graph_are_exact(name: str, order: str, backend: str) -> None:
+    case = CASES[name]
+    tolerance = 1e-6 if case.computes_in_float32 else 1e-9
+    model, batch, loss = problem(case)
+    untouched = deepcopy(model)
+    if order == "taps first":
+        with gramian.per_sample_norms(model) as norms:
+            compiled = _compile(model, backend)
+            loss(compiled, *batch, reduction="mean").backward()
+        assert _graphs() == 1
+    else:
+        compiled = _compile(model, backend)
+        loss(compiled, *batch, reduction="mean").backward()
+        model.zero_grad()
+        with gramian.per_sample_norms(compiled) as norms:
+            loss(compiled, *batch, reduction="mean").backward()
+        assert _graphs() == 2  # without and with taps
+    assert_norms(norms.values, loop_norms(untouched, loss, batch), tolerance)
+    loss(untouched, *batch, reduction="mean").backward()
+    for (parameter, found), expected in zip(gradients(model).items(), gradients(untouched).values(), strict=True):
+        assert (found is None) == (expected is None), parameter
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.norm()))
+    statuses = {n: cover.status for n, cover in norms.coverage.items()}
+    assert statuses == {
+        n: "frozen" if not p.requires_grad else "unused" if n.startswith("spare.") else "covered"
+        for n, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "gram"])
+def test_a_forced_algorithm_is_exact_under_compile(algorithm: str) -> None:
+    model, batch, loss = problem(CASES["padded_embedding"])
+    with gramian.per_sample_norms(_compile(model), algorithm=algorithm) as norms:
+        loss(_compile(model), *batch, reduction="mean").backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+    assert norms.coverage["1.weight"].algorithm == algorithm
+
+
+def test_coverage_counts_uses_under_compile() -> None:
+    model, batch, loss = problem(CASES["reused"])
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled) as norms:
+        loss(compiled, *batch, reduction="mean").backward()
+    assert {n: c.uses for n, c in norms.coverage.items()} == {
+        "inner.weight": 1, "inner.bias": 1, "shared.weight": 3, "shared.bias": 3, "head.weight": 1, "head.bias": 1,
+    }  # fmt: skip
+
+
+def test_autocast_inside_a_compiled_graph_is_within_half_precision() -> None:
+    model, batch, loss = problem(CASES["tied_gpt"], dtype=torch.float32)
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled) as norms:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(compiled, *batch, reduction="mean")
+        value.backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch), 1e-2)
+
+
+def test_hugging_face_models_called_by_keyword_compile_and_are_exact() -> None:
+    model, (ids, _), _ = problem(CASES["hf_gpt2"])
+
+    def loss(model: nn.Module, ids: Tensor, reduction: str) -> Tensor:
+        terms_B = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), ids, reduction="none").sum(1)
+        return terms_B.sum() if reduction == "sum" else terms_B.mean()
+
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled) as norms:
+        loss(compiled, ids, "mean").backward()
+    assert_norms(norms.values, loop_norms(model, loss, (ids,)))
+
+
+def test_an_empty_batch_compiles() -> None:
+    model, batch, loss = problem(CASES["mlp"], samples=0)
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        loss(compiled, *batch, reduction="sum").backward()
+    assert norms.values.shape == (0,)
+
+
+def test_a_loss_function_compiled_around_the_model_is_exact() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    step = torch.compile(lambda *b: loss(model, *b, reduction="mean"), backend="aot_eager", fullgraph=True)
+    with gramian.per_sample_norms(model) as norms:
+        step(*batch).backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
+def test_compiled_and_eager_passes_of_one_capture_are_concatenated() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model)
+    with gramian.per_sample_norms(model) as norms:
+        loss(compiled, *batch, reduction="mean").backward()
+        loss(model, *batch, reduction="mean").backward()
+    expected = loop_norms(model, loss, batch)
+    assert_norms(norms.values, torch.cat([expected, expected]))
+
+
+@pytest.mark.parametrize("order", ["one backward", "forward order", "reverse order"])
+def test_several_compiled_forwards_before_a_backward_are_told_apart(order: str) -> None:
+    model, batch, loss = problem(CASES["padded_embedding"], samples=5)
+    compiled = _compile(model, dynamic=True)
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        losses = [loss(compiled, *(t[p] for t in batch), reduction="sum") for p in (slice(0, 2), slice(2, 5))]
+        if order == "one backward":
+            (losses[0] + losses[1]).backward()
+        else:
+            for value in losses if order == "forward order" else reversed(losses):
+                value.backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
+def test_batch_size_and_units_hold_under_compile() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled, loss_reduction="sum", batch_size=3) as norms:
+        _squares(compiled, x.flatten(0, 1)).backward()
+    assert_norms(norms.values, loop_norms(model, _squares, (x,)))
+    model.zero_grad()
+    with gramian.per_sample_norms(compiled, loss_reduction="sum", sample_ids=torch.zeros(3, dtype=torch.long)) as norms:
+        _squares(compiled, x).backward()
+    total = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    assert_norms(norms.values, total[None])
+
+
+def test_withheld_gradients_are_not_formed_under_compile() -> None:
+    model, batch, loss = problem(CASES["padded_embedding"])
+    compiled = _compile(model)
+    with hub_of(model).governed_by(Withheld()), gramian.per_sample_norms(compiled) as norms:
+        loss(compiled, *batch, reduction="mean").backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
+# ---- how often a graph is built -------------------------------------------------------------------------------------
+
+
+def test_entering_captures_again_builds_no_graph() -> None:
+    model, batch, loss = problem(CASES["padded_embedding"])
+    compiled = _compile(model)
+    expected = loop_norms(model, loss, batch)
+    for options in ({}, {"algorithm": "gram"}, {"loss_reduction": 0.25}, {"loss_scale": 1.0}, {}):
+        with gramian.per_sample_norms(compiled, **options) as norms:
+            loss(compiled, *batch, reduction="mean").backward()
+        assert_norms(norms.values, expected)
+        assert _graphs() == 1
+    with gramian.per_sample_norms(compiled), gramian.observe(compiled, gramian.DiagonalFisher(), gramian.NoiseScale()):
+        loss(compiled, *batch, reduction="mean").backward()
+    assert _graphs() == 1
+
+
+def test_going_back_and_forth_between_captured_and_plain_steps_builds_two_graphs_in_all() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model)
+    for _ in range(3):
+        loss(compiled, *batch, reduction="mean").backward()
+        with gramian.per_sample_norms(compiled):
+            loss(compiled, *batch, reduction="mean").backward()
+    assert _graphs() == 2
+
+
+def test_batches_of_many_sizes_build_one_graph_more() -> None:
+    model, batch, loss = problem(CASES["padded_embedding"], samples=18)
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled) as norms:
+        start = 0
+        for size in (4, 3, 5, 6):
+            loss(compiled, *(t[start : start + size] for t in batch), reduction="mean").backward()
+            start += size
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+    assert _graphs() <= 2
+
+
+class Stack(networks.GPT):
+    """A tied GPT of more blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(tied=True)
+        self.blocks = nn.Sequential(*(networks.Block(12, 3, 15, causal=True) for _ in range(blocks)))
+
+
+def _next_token(model: nn.Module, ids: Tensor, reduction: str = "mean") -> Tensor:
+    terms_B = F.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none").sum(1)
+    return terms_B.sum() if reduction == "sum" else terms_B.mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if FULL else [])])
+def test_blocks_compiled_one_by_one_share_their_graphs(backend: str) -> None:
+    torch.manual_seed(0)
+    model, ids = Stack(6).double(), torch.randint(13, (4, 6))
+    expected = loop_norms(model, _next_token, (ids,))
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    for _ in range(2):
+        with gramian.per_sample_norms(model) as norms:
+            _next_token(model, ids).backward()
+        assert_norms(norms.values, expected)
+    assert _graphs() <= 2
+    _next_token(model, ids).backward()
+    assert _graphs() <= 3
+
+
+def test_a_compiled_head_tied_to_an_embedding_that_runs_eagerly_is_exact() -> None:
+    model, batch, loss = problem(CASES["tied_gpt"])
+    expected = loop_norms(model, loss, batch)
+    model.head.compile(backend="aot_eager", fullgraph=True)
+    with gramian.per_sample_norms(model) as norms:
+        loss(model, *batch, reduction="mean").backward()
+    assert_norms(norms.values, expected)
+    assert norms.coverage["tokens.weight"].uses == 2
+
+
+def test_a_layer_whose_number_of_uses_changes_from_graph_to_graph_is_exact() -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(5, 5), 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.times):
+                x = self.layer(x).tanh()
+            return x
+
+    model, x = Repeated().double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    compiled = _compile(model)
+    for times in (1, 3, 2, 1, 3):
+        model.times = times
+        with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+            _squares(compiled, x).backward()
+        assert norms.coverage["layer.weight"].uses == times
+        assert_norms(norms.values, loop_norms(model, _squares, (x,)))
+
+
+def test_a_use_that_gets_no_gradient_in_a_compiled_graph_is_left_out() -> None:
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer(x.tanh())
+
+    model, x = TwoOutputs().double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    compiled = _compile(model)
+
+    def loss(model: nn.Module, x: Tensor, reduction: str) -> Tensor:
+        return model(x)[1].square().sum()
+
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        loss(compiled, x, "sum").backward()
+    assert_norms(norms.values, loop_norms(model, loss, (x,)))
+
+
+# ---- graph breaks ---------------------------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """The graph breaks between two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.head(self.second(h))
+
+
+def test_a_graph_that_breaks_between_tied_layers_is_exact() -> None:
+    model, x = Broken().double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    compiled = torch.compile(model, backend="aot_eager")
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        _squares(compiled, x).backward()
+    assert_norms(norms.values, loop_norms(model, _squares, (x,)))
+
+
+def test_a_module_compiled_by_itself_and_called_several_times_is_exact_or_refused_by_name() -> None:
+    model, batch, loss = problem(CASES["reused"])
+    expected = loop_norms(model, loss, batch)
+    model.shared.compile(backend="aot_eager", fullgraph=True)
+    try:
+        with gramian.per_sample_norms(model) as norms:
+            loss(model, *batch, reduction="mean").backward()
+    except GramianError as error:
+        assert str(error).startswith("shared.") and "expected" in str(error)  # noqa: PT017
+    else:
+        assert_norms(norms.values, expected)
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_generic_sites_without_fullgraph_are_exact_or_refused_by_name(name: str) -> None:
+    model, batch, loss = problem(CASES[name])
+    expected = loop_norms(model, loss, batch)
+    compiled = torch.compile(model, backend="aot_eager")
+    try:
+        with gramian.per_sample_norms(compiled) as norms:
+            loss(compiled, *batch, reduction="mean").backward()
+    except GramianError as error:
+        assert "expected" in str(error) and "\n" not in str(error)  # noqa: PT017
+    else:
+        assert_norms(norms.values, expected)
+
+
+# ---- checkpointing --------------------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.inner, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_layers_inside_a_checkpoint_of_a_compiled_graph_are_counted_once_and_exact(backend: str) -> None:
+    model, x = Checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    compiled = _compile(model, backend)
+    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
+        _squares(compiled, x).backward()
+    assert_norms(norms.values, loop_norms(model, _squares, (x,)))
+    assert all(cover.status == "covered" and cover.uses == 1 for cover in norms.coverage.values())
+
+
+def test_a_compiled_block_inside_an_eager_checkpoint_is_counted_once_and_exact() -> None:
+    model, x = Checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    expected = loop_norms(model, _squares, (x,))
+    model.inner.compile(backend="aot_eager", fullgraph=True)
+    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
+        _squares(model, x).backward()
+    assert_norms(norms.values, expected)
+    assert all(cover.status == "covered" and cover.uses == 1 for cover in norms.coverage.values())
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, line", [("vit", "model (ViT) "), ("mha", "attention (MultiheadAttention) ")])
+def test_generic_sites_are_refused_by_name_in_a_whole_graph(name: str, line: str) -> None:
+    model, batch, loss = problem(CASES[name])
+    compiled = _compile(model)
+    with pytest.raises(Exception, match="GramianError") as caught, gramian.per_sample_norms(compiled):
+        loss(compiled, *batch, reduction="mean").backward()
+    assert line in str(caught.value)
+    assert "expected a registered site" in str(caught.value)
+    assert "forward" not in model.head.__dict__
+
+
+def test_batch_norm_in_training_mode_is_refused_by_name_while_tracing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    compiled = _compile(model)
+    with pytest.raises(Exception, match="GramianError") as caught, gramian.per_sample_norms(compiled):
+        _squares(compiled, torch.randn(3, 4)).backward()
+    assert "1 (BatchNorm1d) mixes the samples" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if FULL else [])])
+def test_a_second_backward_through_one_compiled_forward_is_refused(backend: str) -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model, backend)
+    with pytest.raises(RuntimeError, match="ran twice through one forward|second time"), gramian.per_sample_norms(compiled):
+        value = loss(compiled, *batch, reduction="mean")
+        value.backward(retain_graph=True)
+        value.backward()
+    with gramian.per_sample_norms(compiled) as norms:
+        loss(compiled, *batch, reduction="mean").backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
+def test_create_graph_through_a_compiled_model_is_refused() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model)
+    with pytest.raises(GramianError, match=r"^backward: create_graph=True .*expected"), gramian.per_sample_norms(compiled):
+        loss(compiled, *batch, reduction="mean").backward(create_graph=True)
+
+
+def test_rows_that_are_no_multiple_of_the_batch_are_refused_by_name_under_compile() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x) + self.mix(x[:4]).sum()
+
+    compiled = _compile(Rows())
+    with pytest.raises(GramianError, match=r"^mix \(Linear\) saw 4 rows.*expected"), gramian.per_sample_norms(compiled):
+        _squares(compiled, torch.randn(6, 5)).backward()
+
+
+def test_a_weight_used_outside_its_layer_is_noticed_and_named_under_compile() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return F.linear(self.mix(self.table(ids)), self.table.weight)
+
+    compiled = _compile(Outside())
+    with pytest.raises(GramianError, match=r"^table\.weight: .*expected"), gramian.per_sample_norms(compiled):
+        _squares(compiled, torch.randint(7, (4, 5))).backward()
+
+
+def test_position_ids_without_a_batch_axis_are_refused_by_name_under_compile() -> None:
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.positions = nn.Embedding(7, 4), nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids) + self.positions(torch.arange(ids.shape[1]))
+
+    compiled = _compile(Placed())
+    with pytest.raises(GramianError, match=r"^positions.*\[1, T\]"), gramian.per_sample_norms(compiled):
+        _squares(compiled, torch.randint(7, (4, 8))).backward()
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_runs_untapped_after_a_capture_and_after_an_error() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled):
+        loss(compiled, *batch, reduction="mean").backward()
+    with pytest.raises(ValueError, match="user"), gramian.per_sample_norms(compiled):
+        loss(compiled, *batch, reduction="mean")
+        raise ValueError("user")
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    model.zero_grad()
+    loss(compiled, *batch, reduction="mean").backward()
+    found = gradients(model)
+    untouched = CASES["mlp"].make(torch.float64)
+    loss(untouched, *batch, reduction="mean").backward()
+    for name, gradient in gradients(untouched).items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_compiled_backward_after_the_capture_is_left_is_an_ordinary_one() -> None:
+    model, batch, loss = problem(CASES["mlp"])
+    compiled = _compile(model)
+    with gramian.per_sample_norms(compiled) as norms:
+        loss(compiled, *batch, reduction="mean").backward()
+        late = loss(compiled, *batch, reduction="mean")
+    late.backward()
+    assert norms.values.shape == (4,)
+    untouched = CASES["mlp"].make(torch.float64)
+    loss(untouched, *batch, reduction="mean").backward()
+    for name, gradient in gradients(untouched).items():
+        torch.testing.assert_close(gradients(model)[name], 2 * gradient, rtol=1e-9, atol=1e-12)

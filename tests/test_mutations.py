@@ -1,0 +1,497 @@
+"""Deliberate bugs, each of which must turn a test red.
+
+A mutation edits the source of one function of the package, or puts another in its place, while a test of the suite runs.
+The same test runs without it and is green. `docs/mutations.md` is the list for people; it is checked against this one.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gramian
+from gramian.linalg.wide import wide
+from gramian.taps.gradients import PerSampleGradient, Summed
+from gramian.taps.gradients.joined import Joined
+from gramian.verify import single_sample
+from tests.dist import bodies
+from tests.dist.worlds import checkpointed
+from tests.kit.processes import run_on_ranks
+from tests.statistics import (
+    test_audit,
+    test_fisher,
+    test_health,
+    test_noise,
+    test_norms,
+    test_splits,
+)
+from tests.statistics.problems import assert_norms, problem
+
+RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
+DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
+
+
+# ---- what a mutation is ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace `old`, which must occur exactly once, by `new` in the source of "package.module:Class.function"."""
+
+    target: str
+    old: str
+    new: str
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        module_name, _, path = self.target.partition(":")
+        module = importlib.import_module(module_name)
+        *owners, name = path.split(".")
+        owner: Any = functools.reduce(getattr, owners, module)
+        found = inspect.getattr_static(owner, name)
+        function = found.fget if isinstance(found, property) else found
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.target} holds {source.count(self.old)} times: {self.old}"
+        changed = _compiled(source.replace(self.old, self.new), name, module, owner)
+        with _put(owner, name, found, property(changed) if isinstance(found, property) else changed):
+            yield
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Put `value` in the place of "package.module:Class.attribute"."""
+
+    target: str
+    value: Any
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        module_name, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = functools.reduce(getattr, owners, importlib.import_module(module_name))
+        with _put(owner, name, inspect.getattr_static(owner, name, None), self.value):
+            yield
+
+
+def _compiled(source: str, name: str, module: Any, owner: Any) -> Any:
+    """The function that this source defines, in its module; `super()` works because the class is in scope."""
+    lines = [line for line in source.splitlines() if line.strip() != "@property"]
+    text = "def make(__class__):\n" + textwrap.indent("\n".join(lines), "    ") + f"\n    return {name}\n"
+    scope: dict[str, Any] = {}
+    exec(compile(text, f"<mutant of {name}>", "exec"), module.__dict__, scope)
+    return scope["make"](owner)
+
+
+@contextmanager
+def _put(owner: Any, name: str, old: Any, new: Any) -> Iterator[None]:
+    """Set an attribute, and for a function of a module every name under which other modules of the package imported it."""
+    places = [owner]
+    if inspect.ismodule(owner):
+        modules = [module for key, module in sys.modules.items() if key.startswith("gramian")]
+        places = [module for module in modules if getattr(module, name, None) is old]
+    own = [name in vars(place) for place in places]
+    for place in places:
+        setattr(place, name, new)
+    try:
+        yield
+    finally:
+        for place, had in zip(places, own, strict=True):
+            setattr(place, name, old) if had else delattr(place, name)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One deliberate bug.
+
+    Attributes:
+        name: what the bug is called, here and in the document.
+        changes: edits that make it.
+        check: the test that turns red, with its arguments; a check of this file where the suite's test needs processes.
+        red: the test of the suite, as pytest names its function.
+        on_ranks: the check takes a rank and runs on two processes.
+    """
+
+    name: str
+    changes: tuple[Edit | Swap, ...]
+    check: Callable[..., Any]
+    red: str = ""
+    on_ranks: bool = False
+    applied: Callable[[], Any] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "applied", functools.partial(_applied, self.changes))
+
+    @property
+    def test(self) -> str:
+        """The test of the suite that turns red: file and function."""
+        if self.red:
+            return self.red
+        function = self.check.func if isinstance(self.check, functools.partial) else self.check
+        return f"{function.__module__.replace('.', '/')}.py::{function.__name__}"
+
+
+@contextmanager
+def _applied(changes: tuple[Edit | Swap, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change.applied())
+        yield
+
+
+# ---- bugs that are more than an edit ---------------------------------------------------------------------------------
+
+
+def _square_of_every_token(self: Any, choice: str = "auto") -> Tensor:
+    return wide(self.tokens_BTN).square().sum((1, 2))
+
+
+class _Apart(Joined):
+    """Uses of one parameter that do not know of each other."""
+
+    def squared_norms(self, choice: Any = "auto") -> Tensor:
+        return torch.stack([part.squared_norms(choice) for part in self.parts]).sum(0)
+
+
+def _never_joined(parts: Any) -> PerSampleGradient:
+    return parts[0] if len(parts) == 1 else _Apart(parts)
+
+
+def _square_of_the_sum(self: Any) -> Tensor:
+    return self.total().square()
+
+
+# ---- checks that the suite spreads over files with processes or compilers ---------------------------------------------
+
+
+def _checkpointed_norms() -> None:
+    p = problem("gpt", 4)
+    model = checkpointed(p.model())
+    with gramian.per_sample_norms(model, audit=False) as norms:
+        p.backward(model, p.batch)
+    assert_norms(norms.values, p.norms(), p.tolerance)
+
+
+def _own_norms_beside_sums(rank: int) -> None:
+    bodies.added_up(rank, "ddp", "mlp", (3, 3), "mean")
+
+
+def _norm_layers_with_a_large_epsilon() -> None:
+    torch.manual_seed(0)
+    for norm in (nn.RMSNorm(7, eps=0.1), nn.LayerNorm(7, eps=0.1)):
+        model, x = nn.Sequential(norm, nn.Linear(7, 3)).double(), torch.randn(4, 5, 7, dtype=torch.float64)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            return model(x).square().sum()
+
+        with gramian.per_sample_norms(model, "sum", audit=False) as norms:
+            loss(model, x).backward()
+        assert_norms(norms.values, single_sample.per_sample_norms(model, loss, (x,)), 1e-9)
+
+
+def _norms(name: str, algorithm: str = "auto") -> Callable[[], None]:
+    return functools.partial(test_norms.test_norms_are_those_of_the_loop, name, "mean", algorithm, torch.float64)
+
+
+def _fisher(name: str) -> Callable[[], None]:
+    test = test_fisher.test_the_diagonal_is_the_mean_of_squared_sample_gradients
+    return functools.partial(test, name, "mean", torch.float64)
+
+
+_GRADIENTS, _SITES = "gramian.taps.gradients", "gramian.taps.sites"
+
+MUTATIONS = (
+    Mutation(
+        "bias norm per token",
+        (Swap(f"{_GRADIENTS}.summed:Summed.squared_norms", _square_of_every_token),),
+        _norms("linear_3d"),
+    ),
+    Mutation(
+        "missing batch factor",
+        (Edit("gramian.taps.capture:Capture.pass_info", '"mean": float(batch)', '"mean": 1.0'),),
+        _norms("mlp"),
+    ),
+    Mutation(
+        "tied weights counted apart",
+        (
+            Edit(
+                f"{_GRADIENTS}.joined:Joined.squared_norms",
+                "apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))",
+                "apart_B.clone()",
+            ),
+        ),
+        _norms("tied_gpt"),
+    ),
+    Mutation(
+        "uses of a module counted apart",
+        (Swap(f"{_GRADIENTS}.joined:join", _never_joined),),
+        _norms("reused"),
+    ),
+    Mutation(
+        "padding counted",
+        (Edit(f"{_SITES}.embedding:Embedding.gradients", "if module.padding_idx is not None:", "if module.max_norm:"),),
+        _norms("padded_embedding"),
+    ),
+    Mutation(
+        "repeated tokens counted apart",
+        (
+            Edit(
+                f"{_GRADIENTS}.indexed:Indexed.squared_norms",
+                "(sorted_BT[:, 1:] != sorted_BT[:, :-1])",
+                "torch.ones_like(sorted_BT[:, 1:])",
+            ),
+        ),
+        _norms("gpt"),
+    ),
+    Mutation(
+        "wrong orientation of Conv1D",
+        (
+            Edit(
+                f"{_SITES}.linear:Linear.gradients",
+                "Outer(a_BTI, g_BTO) if self.transposed else Outer(g_BTO, a_BTI)",
+                "Outer(g_BTO, a_BTI)",
+            ),
+        ),
+        _fisher("hf_gpt2"),
+    ),
+    Mutation(
+        "wrong orientation of Linear",
+        (Edit(f"{_SITES}.linear:Linear.gradients", "else Outer(g_BTO, a_BTI)", "else Outer(a_BTI, g_BTO)"),),
+        _fisher("linear_3d"),
+    ),
+    Mutation(
+        "double count under checkpointing",
+        (
+            Edit("gramian.taps.hub:Hub.open_use", "if not inside:", "if True:"),
+            Edit(
+                "gramian.taps.passes:PassBook._deliver",
+                "parts = pass_.arrived.pop(name)",
+                "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
+            ),
+        ),
+        _checkpointed_norms,
+        red="tests/dist/test_ddp.py::test_checkpointed_blocks_count_once",
+    ),
+    Mutation(
+        "shared row not expanded",
+        (
+            Edit(
+                "gramian.taps.hub:Hub.run",
+                "if output.dim() and output.shape[0] == 1 and self.batch != 1:",
+                "if self.batch == -1:",
+            ),
+        ),
+        _norms("gpt"),
+    ),
+    Mutation(
+        "rows of a sample taken batch-minor",
+        (
+            Edit(
+                f"{_SITES}.site:by_sample",
+                "t.reshape(batch, rows // batch, *t.shape[1:])",
+                "t.reshape(rows // batch, batch, *t.shape[1:]).transpose(0, 1)",
+            ),
+        ),
+        _norms("windows"),
+    ),
+    Mutation(
+        "loss scale not undone",
+        (Edit("gramian.taps.record:PassInfo.scale", "self.factor / self.loss_scale", "self.factor"),),
+        functools.partial(test_norms.test_the_loss_scale_is_undone, "mean", "float"),
+    ),
+    Mutation(
+        "GradScaler's scale not undone",
+        (
+            Edit(
+                "gramian.taps.record:PassInfo.scale",
+                "self.factor / (scale if scale is not None else self.loss_scale.get_scale())",
+                "self.factor",
+            ),
+        ),
+        functools.partial(test_norms.test_the_loss_scale_is_undone, "sum", "GradScaler"),
+    ),
+    Mutation(
+        "groups of a convolution ignored",
+        (Edit(f"{_GRADIENTS}.convolved:Convolved.per_sample", "groups=count * self.geometry.groups", "groups=count"),),
+        _norms("conv1d"),
+    ),
+    Mutation(
+        "padding mode of a convolution ignored",
+        (Edit(f"{_SITES}.convolution:_padded", 'module.padding_mode == "zeros" and not', "not"),),
+        _norms("convnet"),
+    ),
+    Mutation(
+        "LayerNorm without centring",
+        (Edit(f"{_SITES}.normalization:TrailingNorm.gradients", "if self.centred:", "if self.in_float32:"),),
+        _norms("gpt"),
+    ),
+    Mutation(
+        "epsilon of a norm dropped",
+        (Swap(f"{_SITES}.normalization:_epsilon", lambda module, dtype: 0.0),),
+        _norm_layers_with_a_large_epsilon,
+        red="tests/statistics/test_norms.py::test_norms_are_those_of_the_loop",
+    ),
+    Mutation(
+        "Gram form trusted under cancellation",
+        (
+            Edit(
+                f"{_GRADIENTS}.outer:Outer._gram", "if bool(doubtful_B.any()):", "if bool(doubtful_B.any()) and False:"
+            ),
+        ),
+        functools.partial(test_norms.test_norms_survive_cancellation_in_float32, "gram", 1e4),
+    ),
+    Mutation(
+        "tied uses trusted under cancellation",
+        (Swap(f"{_GRADIENTS}.joined:CANCELLED", -float("inf")),),
+        test_norms.test_tied_uses_that_cancel_are_not_lost,
+    ),
+    Mutation(
+        "sample ids ignored",
+        (
+            Edit(
+                "gramian.taps.capture:Capture.pass_info",
+                "None if self._sample_ids is None else Units.of(self._sample_ids, batch)",
+                "None",
+            ),
+        ),
+        functools.partial(test_norms.test_sample_ids_of_rows_join_the_rows_of_a_unit, "gpt"),
+    ),
+    Mutation(
+        "norms summed over ranks",
+        (
+            Edit(
+                "gramian.taps.capture:Capture.__exit__",
+                "all_reduce(sums, self._group) if isinstance(statistic, AdditiveStatistic) else sums",
+                "all_reduce(sums, self._group)",
+            ),
+        ),
+        _own_norms_beside_sums,
+        red="tests/dist/test_ddp.py::test_sums_over_the_group_are_those_of_all_samples",
+        on_ranks=True,
+    ),
+    Mutation(
+        "sums kept on their rank",
+        (Edit("gramian.taps.capture:Capture.__exit__", "if self._group is not None:", "if self._group == 0:"),),
+        _own_norms_beside_sums,
+        red="tests/dist/test_ddp.py::test_sums_over_the_group_are_those_of_all_samples",
+        on_ranks=True,
+    ),
+    Mutation(
+        "square of the batch's gradient as Fisher",
+        (Swap(f"{_GRADIENTS}.base:PerSampleGradient.sum_of_squares", _square_of_the_sum),),
+        _fisher("mlp"),
+    ),
+    Mutation(
+        "variance divided by n",
+        (Edit("gramian.statistics.noise:NoiseScale.finish", "n / (n - 1)", "1.0"),),
+        test_noise.test_two_samples_by_hand,
+    ),
+    Mutation(
+        "merged norms lose a side",
+        (Edit("gramian.statistics.norms:PerSampleNorms.merge", "behind + number", "number"),),
+        functools.partial(test_splits.test_captures_of_copies_of_a_model_merge_left_then_right, "mlp"),
+    ),
+    Mutation(
+        "narrow accumulators",
+        (Swap("gramian.linalg.wide:wide_dtype", lambda *tensors: tensors[0].dtype),),
+        functools.partial(test_fisher.test_squares_of_narrow_models_are_summed_in_float32, torch.bfloat16),
+    ),
+    Mutation(
+        "health of the batch's loss",
+        (Edit("gramian.statistics.health:Health.update", "gradient * record.info.scale**2", "gradient"),),
+        functools.partial(test_health.test_norms_and_zeros_are_those_of_hooks, "mlp", "mean"),
+    ),
+    Mutation(
+        "audit asleep",
+        (Edit("gramian.taps.audit:Audit.verdict", "if not bool(error <= allowed):", "if bool(error < 0):"),),
+        functools.partial(test_audit.test_a_weight_used_outside_its_layer_is_named, torch.float64),
+    ),
+    Mutation(
+        "gradient read after it was accumulated",
+        (
+            Edit(
+                "gramian.taps.audit:Audit._gradient",
+                "gradient = gradient.detach()",
+                "gradient = 2 * gradient.detach()",
+            ),
+        ),
+        functools.partial(test_audit.test_gradients_that_were_there_before_do_not_matter, "mlp"),
+    ),
+)
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
+each = pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not m.on_ranks], ids=lambda m: m.name)
+each_on_ranks = pytest.mark.parametrize("name", [m.name for m in MUTATIONS if m.on_ranks])
+
+
+# ---- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@each
+def test_a_deliberate_bug_turns_its_test_red(mutation: Mutation) -> None:
+    mutation.check()
+    with mutation.applied(), pytest.raises(RED):
+        mutation.check()
+    mutation.check()
+
+
+def _is_red(rank: int, world_size: int, name: str, applied: bool) -> bool:
+    """True if the check fails on this rank. Both ranks fail in the same place, so that none is left waiting."""
+    mutation = BY_NAME[name]
+    try:
+        if applied:
+            with mutation.applied():
+                mutation.check(rank)
+        else:
+            mutation.check(rank)
+    except RED:
+        return True
+    return False
+
+
+@each_on_ranks
+@pytest.mark.dist
+@pytest.mark.xdist_group("processes")
+def test_a_deliberate_bug_turns_its_test_red_on_every_rank(name: str) -> None:
+    assert run_on_ranks(2, _is_red, name, False) == [False, False]
+    assert run_on_ranks(2, _is_red, name, True) == [True, True]
+    assert run_on_ranks(2, _is_red, name, False) == [False, False]
+
+
+def test_a_mutation_leaves_nothing_behind() -> None:
+    before = {name: vars(module).copy() for name, module in sys.modules.items() if name.startswith("gramian")}
+    for mutation in MUTATIONS:
+        with mutation.applied():
+            pass
+    for name, attributes in before.items():
+        assert {key: id(value) for key, value in vars(sys.modules[name]).items()} == {
+            key: id(value) for key, value in attributes.items()
+        }, name
+    assert "squared_norms" not in vars(Summed)
+
+
+def test_an_edit_of_text_that_is_gone_says_so() -> None:
+    edit = Edit("gramian.taps.capture:Capture.pass_info", "no such text", "")
+    with pytest.raises(AssertionError, match="holds 0 times: no such text"), edit.applied():
+        pass
+
+
+def test_the_document_lists_every_mutation_with_its_test() -> None:
+    rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
+    listed = {row[0].removeprefix("| "): row[2].removesuffix(" |").strip("`") for row in rows}
+    assert listed == {mutation.name: mutation.test for mutation in MUTATIONS}
+
+
+def test_every_test_that_is_named_exists() -> None:
+    for mutation in MUTATIONS:
+        file, _, function = mutation.test.partition("::")
+        assert f"def {function}(" in (Path(__file__).parents[1] / file).read_text(), mutation.name
+    assert len(BY_NAME) == len(MUTATIONS) >= 12
