@@ -82,7 +82,7 @@ class Audit:
         for name in self._names:
             arrived, total = self._arrived.get(name), self._totals.get(name)
             if arrived is None:
-                if total is None:
+                if total is None and name in self._watched_names:
                     compared.add(name)
                 continue
             if not bool(arrived.isfinite().all()):

@@ -18,6 +18,7 @@ from gramian.taps.passes import (
     PassBook,
     in_backward,
     refuse_bare_positions,
+    refuse_picked_row,
 )
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
@@ -161,7 +162,7 @@ class Hub:
         else:
             with tap.named_errors():
                 output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
-        if not any(module.get_parameter(local).requires_grad for local in tap.parameters):
+        if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
         if isinstance(output, Tensor):
             if output.dim() and output.shape[0] == 1 and self.batch != 1:
@@ -171,14 +172,14 @@ class Hub:
         if not torch.compiler.is_compiling():
             for local, name in tap.parameters.items():
                 for listener in self._listeners:
-                    listener.watch(name, module.get_parameter(local))
+                    listener.watch(name, names.parameter(module, local))
         return tap.observe(output, kept, extra)
 
     def _run_site(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert tap.site is not None
         reason = tap.site.check_per_sample(module) if self.per_sample else None
         if reason is not None:
-            raise GramianError(reason)
+            raise GramianError(f"{tap.name or 'model'} ({type(module).__name__}) {reason}")
         return tap.site.run(module, plain, args, kwargs)
 
     def open_use(self, tap: Tap, extra: Any) -> Use:
@@ -202,8 +203,7 @@ class Hub:
 
     def report(self, use: Use, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (eager mode)."""
-        if torch.is_grad_enabled():
-            raise GramianError("backward: create_graph=True is not supported in a capture; expected create_graph=False")
+        self._refuse_create_graph()
         if use.inside_backward:
             raise GramianError(
                 f"{use.tap.name}: ran and was differentiated inside a backward (reentrant checkpointing or a nested "
@@ -218,11 +218,16 @@ class Hub:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""
         if not self.live:
             return
+        self._refuse_create_graph()
         pass_ = self._passes.get(number)
         for name in tap.parameters.values():
             tied = sum(name in other.parameters.values() for other in self._installed) - 1
             pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
         self._receive(pass_, tap, kept, gradients, None, borrowed=True)
+
+    def _refuse_create_graph(self) -> None:
+        if torch.is_grad_enabled():
+            raise GramianError("backward: create_graph=True is not supported in a capture; expected create_graph=False")
 
     def _receive(
         self, pass_: Pass, tap: Tap, kept: list[Tensor], output_gradients: list[Tensor], extra: Any, borrowed: bool
@@ -232,6 +237,7 @@ class Hub:
             return
         assert tap.site is not None
         refuse_bare_positions(pass_, tap.name, kept)
+        refuse_picked_row(pass_, tap.name, kept, output_gradients)
         device = output_gradients[0].device.type
         self._passes.begin(pass_, device)
         with torch.autocast(device, enabled=False):  # the user's backward may run inside an autocast block

@@ -57,6 +57,14 @@ def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = Non
             yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
 
 
+def parameter(module: nn.Module, local: str) -> nn.Parameter:
+    """What stands under a parameter's local name right now: the parameter, or a tensor in its place."""
+    owner, _, leaf = local.rpartition(".")
+    found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
+    assert found is not None
+    return found
+
+
 def join(module_name: str, local: str) -> str:
     """Name of a parameter of a named module."""
     return f"{module_name}.{local}" if module_name else local

@@ -193,3 +193,13 @@ def refuse_bare_positions(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> No
             f"{layer}: saw {pass_.length} indices without a batch axis for inputs of {pass_.length} tokens; "
             "expected position ids of shape [1, T]"
         )
+
+
+def refuse_picked_row(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """One shared row was expanded to B; user code that takes row 0 out again would give sample 0 all of the gradient."""
+    shared = pass_.batch > 1 and kept and kept[0].shape[:1] == (1,) and gradients[0].shape[:1] == (pass_.batch,)
+    if shared and bool(gradients[0][0].any()) and not bool(gradients[0][1:].any()):
+        raise GramianError(
+            f"{layer}: sees one row for all samples, and only sample 0 sends a gradient back; "
+            "expected the row to be broadcast over the batch, not picked out of it"
+        )

@@ -160,8 +160,8 @@ class Tap:
         try:
             yield
         except GramianError as error:
-            module = self.owner()
-            raise GramianError(f"{self.name or 'model'} ({type(module).__name__}) {error}") from None
+            name = f"{self.name or 'model'} ({type(self.owner()).__name__}) "
+            raise GramianError(str(error) if str(error).startswith(name) else name + str(error)) from None
 
     def _taken(self, module: nn.Module) -> bool:
         """True if a tap of another hub stands on the module."""
@@ -174,6 +174,9 @@ class Tap:
         left_by_a_copy = hasattr(getattr(there, "__func__", None), "tapped")
         self._original = None if left_by_a_copy else there
         self._forward = self._usual_forward if self._original is None else _replacement(self, self._original)
+        if self.site is not None and not self.site.compiles:
+            reason = f"{self.name or 'model'} ({type(module).__name__}) has no compiled tap; expected a registered site"
+            self._forward = torch.compiler.disable(self._forward, reason=reason)
         module.forward = types.MethodType(self._forward, module)
 
     def uninstall(self) -> None:

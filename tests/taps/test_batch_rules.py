@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gramian
+from gramian.errors import GramianError
 from gramian.verify import single_sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
@@ -83,6 +84,23 @@ def test_rows_of_an_embedding_and_a_norm_may_be_several_per_sample() -> None:
             return self.groups(pieces.transpose(1, 2)).unflatten(0, (-1, 2))
 
     assert_exact(Pieces().double(), torch.randint(7, (3, 6)))
+
+
+@pytest.mark.parametrize("how", ["squeeze(0)", "[0]"])
+def test_the_one_row_of_a_layer_that_is_picked_out_again_is_exact_or_refused_by_name(how: str) -> None:
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.positions = nn.Embedding(7, 4), nn.Embedding(5, 4)
+
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            row_1TD = self.positions(torch.arange(5)[None])
+            return self.table(ids_BT) + (row_1TD[0] if how == "[0]" else row_1TD.squeeze(0))
+
+    try:
+        assert_exact(Picked().double(), torch.randint(7, (3, 5)))
+    except GramianError as error:
+        assert str(error).startswith("positions") and "expected" in str(error)  # noqa: PT017
 
 
 class Scattered(nn.Module):
@@ -297,7 +315,9 @@ def test_packed_sequences_with_block_diagonal_attention_equal_unpacked_ones(algo
 
     def loss(ids: Tensor, targets: Tensor, owners: Tensor, positions: Tensor) -> Tensor:
         logits = model(ids, owners, positions)
-        return (F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") * (owners >= 0).flatten()).sum()
+        return (
+            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none") * (owners >= 0).flatten()
+        ).sum()
 
     expected = []
     for ids, targets in sequences:

@@ -140,6 +140,21 @@ def test_an_empty_batch_compiles() -> None:
     assert norms.values.shape == (0,)
 
 
+@pytest.mark.parametrize("how", ["model.compile()", "model.forward = torch.compile(model.forward)"])
+def test_a_model_compiled_in_place_is_exact_in_every_capture(how: str) -> None:
+    model, batch, loss = problem(CASES["padded_embedding"])
+    expected = loop_norms(model, loss, batch)
+    if how == "model.compile()":
+        model.compile(backend="aot_eager", fullgraph=True)
+    else:
+        model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with gramian.per_sample_norms(model) as norms:
+            loss(model, *batch, reduction="mean").backward()
+        assert_norms(norms.values, expected)
+    assert _graphs() == 1
+
+
 def test_a_loss_function_compiled_around_the_model_is_exact() -> None:
     model, batch, loss = problem(CASES["mlp"])
     step = torch.compile(lambda *b: loss(model, *b, reduction="mean"), backend="aot_eager", fullgraph=True)
@@ -425,7 +440,10 @@ def test_batch_norm_in_training_mode_is_refused_by_name_while_tracing() -> None:
 def test_a_second_backward_through_one_compiled_forward_is_refused(backend: str) -> None:
     model, batch, loss = problem(CASES["mlp"])
     compiled = _compile(model, backend)
-    with pytest.raises(RuntimeError, match="ran twice through one forward|second time"), gramian.per_sample_norms(compiled):
+    with (
+        pytest.raises(RuntimeError, match="ran twice through one forward|second time"),
+        gramian.per_sample_norms(compiled),
+    ):
         value = loss(compiled, *batch, reduction="mean")
         value.backward(retain_graph=True)
         value.backward()
@@ -437,7 +455,10 @@ def test_a_second_backward_through_one_compiled_forward_is_refused(backend: str)
 def test_create_graph_through_a_compiled_model_is_refused() -> None:
     model, batch, loss = problem(CASES["mlp"])
     compiled = _compile(model)
-    with pytest.raises(GramianError, match=r"^backward: create_graph=True .*expected"), gramian.per_sample_norms(compiled):
+    with (
+        pytest.raises(GramianError, match=r"^backward: create_graph=True .*expected"),
+        gramian.per_sample_norms(compiled),
+    ):
         loss(compiled, *batch, reduction="mean").backward(create_graph=True)
 
 

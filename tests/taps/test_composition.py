@@ -167,6 +167,21 @@ def test_under_autocast_the_input_that_is_kept_is_the_half_one() -> None:
     assert recording.seen == {"0": (torch.bfloat16,) * 2, "3": (torch.bfloat16,) * 2}
 
 
+def test_tensors_that_autograd_moves_away_and_back_are_read_as_they_come_back() -> None:
+    model, batch, loss = problem(CASES["tied_gpt"])
+    with gramian.per_sample_norms(model) as norms, torch.autograd.graph.save_on_cpu():
+        loss(model, *batch, reduction="mean").backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
+@pytest.mark.parametrize("name", ["tied_gpt", "vit"])
+def test_anomaly_detection_may_be_on(name: str) -> None:
+    model, batch, loss = problem(CASES[name])
+    with gramian.per_sample_norms(model) as norms, torch.autograd.set_detect_anomaly(True):
+        loss(model, *batch, reduction="mean").backward()
+    assert_norms(norms.values, loop_norms(model, loss, batch))
+
+
 # ---- in-place operations --------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.errors import GramianError
-from gramian.taps import hub_of
+from gramian.taps import Withheld, hub_of
 from tests.kit.models import CASES
 from tests.taps.checks import problem
 
@@ -138,12 +138,9 @@ def test_a_statistic_that_is_not_part_of_the_capture_is_refused() -> None:
 
 
 def test_a_second_rule_is_refused() -> None:
-    from gramian.taps import Withheld
-
     hub = hub_of(_mlp()[0])
-    with hub.governed_by(Withheld()):
-        with refused("rule", "Withheld"), hub.governed_by(Withheld()):
-            pass
+    with hub.governed_by(Withheld()), refused("rule", "Withheld"), hub.governed_by(Withheld()):
+        pass
     with hub.governed_by(Withheld()):
         pass
 
@@ -155,6 +152,11 @@ def test_a_part_of_a_captured_model_as_a_second_root_is_refused_by_name() -> Non
             pass
         model(x).sum().backward()
     assert "forward" not in model[0].__dict__
+    with gramian.per_sample_norms(model[0]):
+        with refused("0", "another root"), gramian.per_sample_norms(model):
+            pass
+        model[0](x).sum().backward()
+    assert all("forward" not in m.__dict__ for m in model.modules())
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -521,6 +523,68 @@ def test_sample_ids_per_token_that_do_not_fit_a_layer_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     with refused("sample_ids", "4 tokens"), gramian.per_sample_norms(model, sample_ids=ids):
         model(torch.randn(2, 4, 5)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [(nn.Linear(5, 3), (5,)), (nn.Linear(5, 5), (5,)), (nn.Conv1d(4, 3, 2), (4, 5)), (nn.Conv2d(4, 3, 2), (4, 5, 5))],
+)
+def test_unbatched_inputs_are_refused_by_name(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(layer)
+    with refused(f"0 ({type(layer).__name__})"), gramian.per_sample_norms(model):
+        model(torch.randn(shape)).sum().backward()
+
+
+def test_a_batch_inside_a_dict_needs_batch_size() -> None:
+    class FromDict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.head(batch["x"])
+
+    model, batch = FromDict(), {"x": torch.randn(4, 5)}
+    with refused("forward", "batch_size="), gramian.per_sample_norms(model):
+        model(batch).sum().backward()
+    with gramian.per_sample_norms(model, batch_size=4) as norms:
+        model(batch).sum().backward()
+    assert norms.values.shape == (4,)
+
+
+def test_a_packed_sequence_is_refused_by_name() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(5, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(nn.utils.rnn.pack_padded_sequence(x, [4, 3, 2], batch_first=True))[0].data
+
+    model = Packed()
+    with refused("layer (LSTM)"), gramian.per_sample_norms(model):
+        model(torch.randn(3, 4, 5)).sum().backward()
+
+
+def test_an_embedding_bag_with_offsets_is_refused_by_name() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(7, 4)
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.bag(ids, offsets)
+
+    model = Bags()
+    with refused("bag (EmbeddingBag)", "register_site"), gramian.per_sample_norms(model, batch_size=3):
+        model(torch.randint(7, (8,)), torch.tensor([0, 3, 5])).sum().backward()
+
+
+def test_a_functional_call_with_other_parameters_is_refused_by_name() -> None:
+    model, x = _mlp()
+    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with refused("0", "parameter"), gramian.per_sample_norms(model):
+        torch.func.functional_call(model, others, (x,)).sum().backward()
 
 
 # ---- wrappers -------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Convolved(PerSampleGradient):
 
     def regroup(self, units: Units) -> Dense:
         """Rows summed by unit, written out."""
-        return Dense(units.sum_rows(self.per_sample()))
+        return Dense(units.sum_rows(self.per_sample()), self.dtype)
 
     def copy(self) -> "Convolved":
         """Own images and gradients."""
@@ -89,17 +89,9 @@ class Convolved(PerSampleGradient):
 
 def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> Tensor:
     weight = images.new_empty(1).expand(geometry.weight_shape)  # only its shape is read
-    gradient: Tensor = torch.ops.aten.convolution_backward(
-        gradients,
-        images,
-        weight,
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0] * len(geometry.stride),
-        geometry.groups,
-        [False, True, False],
-    )[1]
+    slide = (geometry.stride, geometry.padding, geometry.dilation, False, [0] * len(geometry.stride), geometry.groups)
+    with torch.backends.cudnn.flags(allow_tf32=False):  # sums stay in float32
+        gradient: Tensor = torch.ops.aten.convolution_backward(
+            gradients, images, weight, None, *slide, [False, True, False]
+        )[1]
     return gradient

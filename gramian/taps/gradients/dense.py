@@ -1,5 +1,6 @@
 """A gradient that had to be written down: one tensor per sample."""
 
+import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_norms
@@ -10,12 +11,17 @@ from gramian.taps.units import Units
 class Dense(PerSampleGradient):
     """g_i, given. A "token" of such a gradient is the whole sample."""
 
-    def __init__(self, gradients_B: Tensor) -> None:
-        """Keep [B, *shape]."""
+    def __init__(self, gradients_B: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Keep [B, *shape].
+
+        Args:
+            gradients_B: a gradient per sample.
+            dtype: narrowest dtype that they were formed from, if not their own.
+        """
         self.gradients_B = gradients_B
         self.batch = gradients_B.shape[0]
         self.shape = tuple(gradients_B.shape[1:])
-        self.dtype = gradients_B.dtype
+        self.dtype = dtype or gradients_B.dtype
 
     def per_sample(self) -> Tensor:
         """As given, wide."""
@@ -35,12 +41,12 @@ class Dense(PerSampleGradient):
 
     def select(self, start: int, stop: int) -> "Dense":
         """Samples start … stop-1."""
-        return Dense(self.gradients_B[start:stop])
+        return Dense(self.gradients_B[start:stop], self.dtype)
 
     def regroup(self, units: Units) -> "Dense":
         """Rows summed by unit."""
-        return Dense(units.sum_rows(self.per_sample()))
+        return Dense(units.sum_rows(self.per_sample()), self.dtype)
 
     def copy(self) -> "Dense":
         """Own the gradients."""
-        return Dense(self.gradients_B.clone())
+        return Dense(self.gradients_B.clone(), self.dtype)

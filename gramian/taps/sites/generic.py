@@ -59,6 +59,7 @@ class Generic(Site):
     """A layer that gramian has no formula for."""
 
     kind = "generic"
+    compiles = False
 
     def __init__(self, whole: bool) -> None:
         """Set what is owned.
@@ -147,7 +148,10 @@ class Generic(Site):
         gradients, again = _map(one, split_inputs, [None if s == "shared" else 0 for s in in_layouts], split_gradients)
         for digest, y, layout in zip(digests, again, out_layouts, strict=True):
             _refuse_other_output(digest, _digest(y.movedim(0, 1) if layout == "second" else y), y.dtype)
-        return {name: Dense(gradients[name].detach()) for name in trained}
+        _, dtype, enabled = call.autocast
+        dtypes = [t.dtype for t in (*inputs, *output_gradients, *trained.values()) if t.is_floating_point()]
+        narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
+        return {name: Dense(gradients[name].detach(), narrowest) for name in trained}
 
 
 def _map(
@@ -163,14 +167,14 @@ def _map(
         try:
             chunk = samples_per_chunk(sum(g[0].numel() for g in cotangents))
             return torch.func.vmap(one, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             pass
         try:
             samples = [
                 one([x if d is None else x[i] for x, d in zip(inputs, dims, strict=True)], [g[i] for g in cotangents])
                 for i in range(batch)
             ]
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             line = str(error).partition("\n")[0]
             raise GramianError(
                 f"cannot be run sample by sample ({line}); expected a registered site (register_site)"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.errors import GramianError
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Site, first_tensor, tokens, trains
@@ -29,6 +30,10 @@ class Linear(Site):
     ) -> tuple[Any, list[Tensor], Any]:
         """Keep the input, as autocast would cast it, so that it is the very tensor autograd keeps anyway."""
         x = autocast(first_tensor(args, kwargs))
+        if x.dim() < 2:
+            raise GramianError(
+                f"saw an input of shape {list(x.shape)}; expected the batch as first axis, features last"
+            )
         return forward(x), [x] if trains(module, "weight") else [], None
 
     def gradients(

@@ -14,6 +14,8 @@ class Site:
     """A kind of layer. Subclasses answer `gradients`; the defaults fit a layer with one input and one output."""
 
     kind: str = "site"
+    compiles: bool = True
+    """False if the layer must run in eager mode: `torch.compile` then breaks the graph around it, or refuses."""
     whole: bool = False
     """True if the parameters of all children are explained here, so that the children are not tapped."""
 
@@ -80,7 +82,7 @@ def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value
-    raise GramianError("forward: expected at least one tensor argument")
+    raise GramianError("forward: got no tensor argument; expected one with the batch as first axis, or batch_size=")
 
 
 def by_sample(t: Tensor, batch: int) -> Tensor:
