@@ -17,15 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gramian
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import PerSampleGradient, Summed
 from gramian.taps.gradients.joined import Joined
-from gramian.verify import single_sample
 from tests.dist import bodies
-from tests.dist.worlds import checkpointed
 from tests.kit.processes import run_on_ranks
 from tests.statistics import (
     test_audit,
@@ -35,7 +33,6 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
-from tests.statistics.problems import assert_norms, problem
 
 RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
@@ -116,7 +113,7 @@ class Mutation:
     Attributes:
         name: what the bug is called, here and in the document.
         changes: edits that make it.
-        check: the test that turns red, with its arguments; a check of this file where the suite's test needs processes.
+        check: the test that turns red, with its arguments; a check of this file where that test starts processes itself.
         red: the test of the suite, as pytest names its function.
         on_ranks: the check takes a rank and runs on two processes.
     """
@@ -170,32 +167,11 @@ def _square_of_the_sum(self: Any) -> Tensor:
     return self.total().square()
 
 
-# ---- checks that the suite spreads over files with processes or compilers ---------------------------------------------
-
-
-def _checkpointed_norms() -> None:
-    p = problem("gpt", 4)
-    model = checkpointed(p.model())
-    with gramian.per_sample_norms(model, audit=False) as norms:
-        p.backward(model, p.batch)
-    assert_norms(norms.values, p.norms(), p.tolerance)
+# ---- checks --------------------------------------------------------------------------------------------------------------
 
 
 def _own_norms_beside_sums(rank: int) -> None:
     bodies.added_up(rank, "ddp", "mlp", (3, 3), "mean")
-
-
-def _norm_layers_with_a_large_epsilon() -> None:
-    torch.manual_seed(0)
-    for norm in (nn.RMSNorm(7, eps=0.1), nn.LayerNorm(7, eps=0.1)):
-        model, x = nn.Sequential(norm, nn.Linear(7, 3)).double(), torch.randn(4, 5, 7, dtype=torch.float64)
-
-        def loss(model: nn.Module, x: Tensor) -> Tensor:
-            return model(x).square().sum()
-
-        with gramian.per_sample_norms(model, "sum", audit=False) as norms:
-            loss(model, x).backward()
-        assert_norms(norms.values, single_sample.per_sample_norms(model, loss, (x,)), 1e-9)
 
 
 def _norms(name: str, algorithm: str = "auto") -> Callable[[], None]:
@@ -278,8 +254,7 @@ MUTATIONS = (
                 "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
         ),
-        _checkpointed_norms,
-        red="tests/dist/test_ddp.py::test_checkpointed_blocks_count_once",
+        functools.partial(test_norms.test_checkpointed_blocks_count_once, "gpt"),
     ),
     Mutation(
         "shared row not expanded",
@@ -337,8 +312,7 @@ MUTATIONS = (
     Mutation(
         "epsilon of a norm dropped",
         (Swap(f"{_SITES}.normalization:_epsilon", lambda module, dtype: 0.0),),
-        _norm_layers_with_a_large_epsilon,
-        red="tests/statistics/test_norms.py::test_norms_are_those_of_the_loop",
+        functools.partial(test_norms.test_the_epsilon_of_a_norm_layer_counts, "RMSNorm"),
     ),
     Mutation(
         "Gram form trusted under cancellation",

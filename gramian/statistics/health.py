@@ -25,7 +25,10 @@ class LayerHealth:
 
 
 class Health(AdditiveStatistic):
-    """{layer: LayerHealth} from sums of squares and counts. Cost: one read of input and output gradient."""
+    """{layer: LayerHealth} from sums of squares and counts. Cost: one read of input and output gradient.
+
+    Tokens whose `token_weights` is zero are left out of layers that see [B, T, …].
+    """
 
     needs: Needs = "layer"
     per_sample = False
@@ -39,11 +42,13 @@ class Health(AdditiveStatistic):
 
     def update(self, sums: Sums, record: LayerRecord) -> None:
         """Add one use of a layer."""
-        inputs = [x for x in record.inputs[:1] if x.is_floating_point()]
+        weights = record.info.token_weights
+        inputs = [_counted(x, weights) for x in record.inputs[:1] if x.is_floating_point()]
+        gradients = [_counted(g, weights) for g in record.output_gradients]
         batch = record.info.batch
         shared = bool(inputs) and inputs[0].shape[:1] == (1,) and batch != 1  # one row that stands for every sample
         activation, zeros, values, bad_inputs = (part * (batch if shared else 1) for part in _measure(inputs))
-        gradient, _, elements, bad_gradients = _measure(record.output_gradients)
+        gradient, _, elements, bad_gradients = _measure(gradients)
         parts = (activation, zeros, values, gradient * record.info.scale**2, elements, bad_inputs + bad_gradients)
         entry = sums[record.layer]
         entry += torch.stack([torch.as_tensor(part, dtype=torch.float64, device=entry.device) for part in parts])
@@ -62,6 +67,13 @@ class Health(AdditiveStatistic):
                 nonfinite=int(bad),
             )
         return health
+
+
+def _counted(t: Tensor, weights_BT: Tensor | None) -> Tensor:
+    """Only the tokens that count, where the tensor has tokens."""
+    if weights_BT is None or t.shape[:2] != weights_BT.shape:
+        return t
+    return t[weights_BT.to(t.device) != 0]
 
 
 def _measure(tensors: list[Tensor]) -> tuple[Tensor | float, Tensor | float, Tensor | float, Tensor | float]:

@@ -14,6 +14,7 @@ def observe(
     loss_reduction: str | float = "mean",
     batch_size: int | None = None,
     sample_ids: Tensor | None = None,
+    token_weights: Tensor | None = None,
     loss_scale: "float | torch.amp.GradScaler" = 1.0,
     process_group: Any = None,
     audit: bool = True,
@@ -33,6 +34,7 @@ def observe(
         loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+        token_weights: [B, T], zero for tokens that do not count (padding, prompts); None: all do.
         loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
         process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
         audit: compare with autograd's gradients on the model's first batch.
@@ -46,6 +48,7 @@ def observe(
         loss_reduction=loss_reduction,
         batch_size=batch_size,
         sample_ids=sample_ids,
+        token_weights=token_weights,
         loss_scale=loss_scale,
         process_group=process_group,
         audit=audit,

@@ -34,6 +34,7 @@ class Capture:
         loss_reduction: str | float = "mean",
         batch_size: int | None = None,
         sample_ids: Tensor | None = None,
+        token_weights: Tensor | None = None,
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
         process_group: Any = None,
         audit: bool = True,
@@ -46,6 +47,7 @@ class Capture:
             loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
             batch_size: B, if it is not the first axis of the model's first tensor argument.
             sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+            token_weights: [B, T], zero for tokens that do not count (padding, prompts); None: all do.
             loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
             audit: compare with autograd's gradients on the model's first batch.
@@ -55,7 +57,7 @@ class Capture:
         """
         if not isinstance(model, nn.Module):
             raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
-        _check_arguments(loss_reduction, batch_size, sample_ids, loss_scale)
+        _check_arguments(loss_reduction, batch_size, sample_ids, token_weights, loss_scale)
         if not statistics:
             raise GramianError("statistics: expected at least one")
         if len({id(statistic) for statistic in statistics}) < len(statistics):
@@ -65,13 +67,14 @@ class Capture:
         self._model: nn.Module | None = model  # the hub holds it weakly
         self.statistics = list(statistics)
         self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
-        self._batch_size, self._sample_ids = batch_size, sample_ids
+        self._batch_size, self._sample_ids, self._token_weights = batch_size, sample_ids, token_weights
         self._group, self._audit_wanted = process_group, audit
         self._audit: Audit | None = None
         self._sums: list[Any] = []
         self._state = "new"
         self._passes = 0
         self._covers: dict[str, Cover] = {}
+        self._algorithms = [s.algorithm for s in statistics if isinstance(s, HasAlgorithm)]
 
     # ---- the block ----------------------------------------------------------------------------------------------------
 
@@ -116,9 +119,9 @@ class Capture:
         elif not self._passes:
             raise GramianError("capture: no backward ran inside the block; expected loss.backward() before it is left")
 
-    def next(self, *, sample_ids: Tensor | None = None) -> None:
-        """Say what differs in the next forward and backward of this block."""
-        self._sample_ids = sample_ids
+    def next(self, *, sample_ids: Tensor | None = None, token_weights: Tensor | None = None) -> None:
+        """Say whose rows and tokens the next forward of this block has."""
+        self._sample_ids, self._token_weights = sample_ids, token_weights
 
     # ---- results ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,10 @@ class Capture:
         units = None if self._sample_ids is None else Units.of(self._sample_ids, batch)
         reduction = self._loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
-        return PassInfo(number, batch, units, self._sample_ids, None, factor, self._loss_scale)
+        weights = self._token_weights
+        if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
+            raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
+        return PassInfo(number, batch, units, self._sample_ids, weights, factor, self._loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
         """Hand a layer's use to the statistics that want it."""
@@ -185,8 +191,7 @@ class Capture:
 
     def parameter(self, record: ParameterRecord) -> None:
         """Hand a parameter to the statistics that want it."""
-        algorithms = [s.algorithm for s in self.statistics if isinstance(s, HasAlgorithm)]
-        algorithm = ", ".join(record.gradient.algorithm(choice) for choice in algorithms)
+        algorithm = ", ".join(record.gradient.algorithm(choice) for choice in self._algorithms)
         self._covers[record.parameter] = Cover("covered", record.kind, algorithm, record.uses)
         if self._audit is not None:
             self._audit.record(record)
@@ -211,7 +216,9 @@ class Capture:
             self._audit = self._new_audit()
 
 
-def _check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, loss_scale: Any) -> None:
+def _check_arguments(
+    loss_reduction: Any, batch_size: Any, sample_ids: Any, token_weights: Any, loss_scale: Any
+) -> None:
     """Raise GramianError for the first argument that is not what it should be."""
     if loss_reduction not in ("mean", "sum") and not (_is_number(loss_reduction) and loss_reduction):
         raise GramianError(
@@ -221,6 +228,8 @@ def _check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, loss
         raise GramianError(f"batch_size: expected a number of rows or None, got {batch_size!r}")
     if sample_ids is not None and not isinstance(sample_ids, Tensor):
         raise GramianError(f"sample_ids: expected a tensor of shape [B] or [B, T], got {type(sample_ids).__name__}")
+    if token_weights is not None and not isinstance(token_weights, Tensor):
+        raise GramianError(f"token_weights: expected a tensor of shape [B, T], got {type(token_weights).__name__}")
     if not isinstance(loss_scale, torch.amp.GradScaler) and not (_is_number(loss_scale) and loss_scale > 0):
         raise GramianError(f"loss_scale: expected a positive number or a GradScaler, got {loss_scale!r}")
 

@@ -113,7 +113,7 @@ def test_training_with_captures_ends_where_training_without_them_does(rank: int,
     bodies.several_steps(rank, "ddp", "tied_gpt")
 
 
-@pytest.mark.parametrize("order", ["compiled inside", "compiled outside"])
+@pytest.mark.parametrize("order", ["compiled inside", "compiled outside", "compiled outside in buckets"])
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp", "tied_gpt"])
 @distributed(world_size=2, timeout=300)
 def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> None:
@@ -122,8 +122,9 @@ def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> N
     torch.compiler.reset()
     if order == "compiled inside":
         model: nn.Module = wrap("ddp", torch.compile(p.model(), backend="aot_eager"))
-    else:
-        model = torch.compile(wrap("ddp", p.model()), backend="aot_eager")
+    else:  # small buckets make dynamo cut the graph, so that communication overlaps with the backward
+        options = {"bucket_cap_mb": 0.001} if order.endswith("buckets") else {}
+        model = torch.compile(wrap("ddp", p.model(), **options), backend="aot_eager")
     for _ in range(2):
         with gramian.per_sample_norms(model) as norms:
             p.backward(model, p.rows(rows))

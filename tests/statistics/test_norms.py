@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.taps.gradients import Outer
@@ -244,6 +245,33 @@ def test_tied_uses_that_cancel_are_not_lost() -> None:
     # x + nudge is rounded to float32 before anything is captured: 2⁻²⁴ ‖x‖ of a result of ‖nudge‖.
     assert_norms(norms.values, exact, 1e-3)
     assert float(exact.max()) < 1e-3
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "vit"])
+def test_checkpointed_blocks_count_once(name: str, audit: bool = False) -> None:
+    p = problem(name, 4)
+    model = p.model()
+    for block in [*model.blocks] if name != "vit" else [model.block]:
+        inner = type(block).forward.__get__(block)
+        block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+    with gramian.per_sample_norms(model, audit=audit) as norms:
+        p.backward(model, p.batch)
+    assert_norms(norms.values, p.norms(), p.tolerance)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm", "GroupNorm"])
+def test_the_epsilon_of_a_norm_layer_counts(kind: str) -> None:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(1, 5, eps=0.1) if kind == "GroupNorm" else getattr(nn, kind)(7, eps=0.1)
+    model, x_BTD = nn.Sequential(norm, nn.Linear(7, 3)).double(), torch.randn(4, 5, 7, dtype=torch.float64)
+
+    def loss(model: nn.Module, x_BTD: Tensor) -> Tensor:
+        return model(x_BTD).square().sum()
+
+    with gramian.per_sample_norms(model, "sum", audit=False) as norms:
+        loss(model, x_BTD).backward()
+    assert_norms(norms.values, single_sample.per_sample_norms(model, loss, (x_BTD,)), 1e-9)
 
 
 def test_only_trained_parameters_count() -> None:

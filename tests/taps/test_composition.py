@@ -600,6 +600,19 @@ def test_autograd_grad_of_the_inputs_alone_is_no_false_alarm_of_the_audit() -> N
     assert_norms(norms.values, loop_norms(model, loss, (x.detach(), y)))
 
 
+def test_a_functional_call_with_other_parameters_has_the_norms_of_those() -> None:
+    model, (x, y), loss = problem(CASES["mlp"])
+    others = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    with gramian.per_sample_norms(model) as norms:
+        F.cross_entropy(torch.func.functional_call(model, others, (x,)), y).backward()
+    assert all(p.grad is None for p in model.parameters())
+    doubled = CASES["mlp"].make(torch.float64)
+    with torch.no_grad():
+        for p in doubled.parameters():
+            p.mul_(2)
+    assert_norms(norms.values, loop_norms(doubled, loss, (x, y)))
+
+
 def test_a_hook_of_the_user_that_changes_a_gradient_is_no_false_alarm_of_the_audit() -> None:
     model, batch, loss = problem(CASES["mlp"])
     model[0].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))

@@ -580,13 +580,6 @@ def test_an_embedding_bag_with_offsets_is_refused_by_name() -> None:
         model(torch.randint(7, (8,)), torch.tensor([0, 3, 5])).sum().backward()
 
 
-def test_a_functional_call_with_other_parameters_is_refused_by_name() -> None:
-    model, x = _mlp()
-    others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    with refused("0", "parameter"), gramian.per_sample_norms(model):
-        torch.func.functional_call(model, others, (x,)).sum().backward()
-
-
 # ---- wrappers -------------------------------------------------------------------------------------------------------
 
 

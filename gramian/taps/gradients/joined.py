@@ -31,6 +31,8 @@ def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
     Returns:
         One recipe; a single form where all uses have the same one.
     """
+    if len(parts) == 1:
+        return parts[0]
     outers = [part for part in parts if isinstance(part, Outer)]
     rows = [part for part in parts if isinstance(part, Indexed)]
     sums = [part for part in parts if isinstance(part, Summed)]

@@ -54,6 +54,10 @@ class Summed(PerSampleGradient):
         """Own the tokens."""
         return Summed(self.tokens_BTN.clone(), self.shape, self.dtype)
 
+    def squared_norms(self, choice: str = "auto") -> Tensor:
+        """Norm of the sum over tokens, squared: [B]."""
+        return wide_norms(wide(self.tokens_BTN).sum(1)).square()
+
     def algorithm(self, choice: str) -> str:
         """There is one way."""
         return "sum"

@@ -97,10 +97,6 @@ class Generic(Site):
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, list[Tensor], Any]:
         """Keep every input, a digest of every output (which the user may change in place), and the call itself."""
-        if torch.compiler.is_compiling():
-            raise GramianError(
-                f"{type(module).__name__} has no compiled tap; expected a registered site, or eager mode"
-            )
         output = forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         names = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
