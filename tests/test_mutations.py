@@ -254,7 +254,7 @@ MUTATIONS = (
                 "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
         ),
-        functools.partial(test_norms.test_checkpointed_blocks_count_once, "gpt"),
+        functools.partial(test_norms.test_checkpointed_blocks_count_once, "gpt", False),
     ),
     Mutation(
         "shared row not expanded",

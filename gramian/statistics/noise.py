@@ -43,7 +43,7 @@ class NoiseScale(AdditiveStatistic):
     def update(self, sums: Sums, record: ParameterRecord) -> None:
         """Add one parameter."""
         sums[record.parameter] += record.total()
-        sums[_SQUARES] += record.squared_norms().sum()
+        sums[_SQUARES] += record.squared_norms().sum().to(sums[_SQUARES].device)
 
     def finish(self, sums: Sums) -> NoiseScaleResult:
         """Solve the two equations."""

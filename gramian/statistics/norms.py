@@ -53,7 +53,10 @@ class PerSampleNorms:
     def update(self, sums: SquaresByPass, record: ParameterRecord) -> None:
         """Add one parameter's squared norms to its pass."""
         squares_B, number = record.squared_norms(self.algorithm), record.info.number
-        sums[number] = sums[number] + squares_B if number in sums else squares_B
+        if number in sums:  # layers may sit on several devices
+            sums[number] = sums[number] + squares_B.to(sums[number].device)
+        else:
+            sums[number] = squares_B
 
     def count(self, sums: SquaresByPass, samples: int) -> None:
         """Samples count themselves."""

@@ -213,7 +213,6 @@ class Tap:
             leaves[place] = y
         return pytree.tree_unflatten(leaves, spec)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def count_traced_use(self) -> int:
         """How often this layer was traced before in the graph being built (runs while tracing, not in the graph)."""
         context = TracingContext.try_get()
@@ -221,6 +220,9 @@ class Tap:
             self._tracing, self.traced_uses = weakref.ref(context), 0
         self.traced_uses += 1
         return self.traced_uses - 1
+
+    # What torch.compiler.assume_constant_result does; calling it would import the compiler with gramian.
+    count_traced_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -15,6 +15,17 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_tf32():
+    """Models compute in float32 proper, so that they can be held to it."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 
 
@@ -73,6 +84,21 @@ def test_compiled_norms_on_the_gpu_are_those_of_the_float64_loop(name):
         with gramian.per_sample_norms(model) as norms:
             case.loss(compiled, *data, reduction="mean").backward()
         assert relative(norms.values, oracle(case)) < 1e-4
+
+
+def test_reduce_overhead_mode_reports_every_step():
+    """CUDA graphs must not replay a backward without telling the statistics."""
+    torch._dynamo.reset()
+    case = CASES["gpt"]
+    model, _ = on_gpu(case, torch.float32)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        data = case.make_batch(5, torch.float64, generator)
+        with gramian.per_sample_norms(model) as norms:
+            case.loss(compiled, *(t.cuda() for t in data), reduction="mean").backward()
+        loop = single_sample.per_sample_norms(case.make(torch.float64), partial(case.loss, reduction="sum"), data)
+        assert relative(norms.values, loop) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
