@@ -6,9 +6,7 @@ comparison. Cost: one more weight gradient, once per model; the comparison needs
 """
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,9 +45,9 @@ class Audit:
             self._watched.add(tensor)
             self._watched_names.add(name)
             handle = tensor.register_hook(lambda gradient: self._gradient(name, gradient))
-            hooks = tensor._backward_hooks
-            if hooks is not None:  # before any hook of the user that changes the gradient
-                cast(OrderedDict[int, Any], hooks).move_to_end(handle.id, last=False)
+            hooks = tensor._backward_hooks or {}
+            for key in [key for key in hooks if key != handle.id]:  # ours first: the user's may change the gradient
+                hooks[key] = hooks.pop(key)
             self._handles.append(handle)
 
     def record(self, record: ParameterRecord) -> None:

@@ -41,6 +41,7 @@ class Hub:
         self.batch_size: int | None = None
         self.ticket = torch.zeros(1, dtype=torch.int64)
         self.probe = torch.zeros((), requires_grad=True)
+        self.probe.register_hook(_refuse_create_graph)  # of a compiled backward, inside which grad mode is always off
         self.rule: GradientRule = Ordinary()
         self.parameters: dict[str, ParameterInfo] = {}
         self.audited: frozenset[str] = frozenset()
@@ -203,7 +204,7 @@ class Hub:
 
     def report(self, use: Use, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (eager mode)."""
-        self._refuse_create_graph()
+        _refuse_create_graph()
         if use.inside_backward:
             raise GramianError(
                 f"{use.tap.name}: ran and was differentiated inside a backward (reentrant checkpointing or a nested "
@@ -218,16 +219,11 @@ class Hub:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""
         if not self.live:
             return
-        self._refuse_create_graph()
         pass_ = self._passes.get(number)
         for name in tap.parameters.values():
             tied = sum(name in other.parameters.values() for other in self._installed) - 1
             pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
         self._receive(pass_, tap, kept, gradients, None, borrowed=True)
-
-    def _refuse_create_graph(self) -> None:
-        if torch.is_grad_enabled():
-            raise GramianError("backward: create_graph=True is not supported in a capture; expected create_graph=False")
 
     def _receive(
         self, pass_: Pass, tap: Tap, kept: list[Tensor], output_gradients: list[Tensor], extra: Any, borrowed: bool
@@ -277,6 +273,11 @@ class Detached:
         finally:
             for (owner, local), p in zip(self.places, old, strict=True):
                 owner._parameters[local] = p
+
+
+def _refuse_create_graph(_: Tensor | None = None) -> None:
+    if torch.is_grad_enabled():
+        raise GramianError("backward: create_graph=True is not supported in a capture; expected create_graph=False")
 
 
 def hub_of(model: nn.Module) -> Hub:

@@ -137,6 +137,7 @@ class Tap:
         self.parameters: dict[str, str] = {}
         """{local name: the user's name} of the parameters this tap explains; tied ones under their first name."""
         self.is_root = False
+        self.run: Callable[..., Any] = hub.run
         self._original: Callable[..., Any] | None = None
         self.traced_uses = 0
         self._tracing: Any = lambda: None
@@ -149,6 +150,11 @@ class Tap:
             GramianError: if a tap of another hub stands on it.
         """
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
+        self.run = self.hub.run
+        if self.site is not None and not self.site.compiles:
+            layer = f"{self.name or 'model'} ({type(found.module).__name__})"
+            reason = f"{layer} has no compiled tap; expected a registered site, or fullgraph=False"
+            self.run = torch.compiler.disable(self.hub.run, reason=reason)
         if self._taken(found.module):
             raise GramianError(
                 f"{self.name or 'model'}: is tapped through another root; expected the same model in both captures"
@@ -174,9 +180,6 @@ class Tap:
         left_by_a_copy = hasattr(getattr(there, "__func__", None), "tapped")
         self._original = None if left_by_a_copy else there
         self._forward = self._usual_forward if self._original is None else _replacement(self, self._original)
-        if self.site is not None and not self.site.compiles:
-            reason = f"{self.name or 'model'} ({type(module).__name__}) has no compiled tap; expected a registered site"
-            self._forward = torch.compiler.disable(self._forward, reason=reason)
         module.forward = types.MethodType(self._forward, module)
 
     def uninstall(self) -> None:
@@ -244,7 +247,7 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
             hub.enter_root(args, kwargs)
         if tap.site is None:
             return plain(*args, **kwargs)
-        return hub.run(tap, self, plain, args, kwargs)
+        return tap.run(tap, self, plain, args, kwargs)
 
     forward.tapped = owner  # type: ignore[attr-defined]
     return forward

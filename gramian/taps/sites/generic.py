@@ -128,20 +128,16 @@ class Generic(Site):
         in_layouts = [self.input_layout(call.names[i], x, batch) for i, x in zip(call.places, inputs, strict=True)]
         out_layouts = [self.output_layout(i, y, batch) for i, y in enumerate(output_gradients)]
 
-        def one(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-            """Gradients and outputs of one sample."""
-
-            def run(parameters: dict[str, Tensor]) -> list[Tensor]:
-                with Borrowed(module, parameters):
-                    ys = call.again([_whole(x, layout) for x, layout in zip(inputs, in_layouts, strict=True)])
-                return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
-
-            ys, pullback = torch.func.vjp(run, trained)[:2]
-            return pullback(list(cotangents))[0], ys
+        def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+            """Outputs of one sample."""
+            with Borrowed(module, parameters):
+                ys = call.again([_whole(x, layout) for x, layout in zip(inputs, in_layouts, strict=True)])
+            return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
         split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, in_layouts, strict=True)]
         split_gradients = [_split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
-        gradients, again = _map(one, split_inputs, [None if s == "shared" else 0 for s in in_layouts], split_gradients)
+        dims = [None if layout == "shared" else 0 for layout in in_layouts]
+        gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
         for digest, y, layout in zip(digests, again, out_layouts, strict=True):
             _refuse_other_output(digest, _digest(y.movedim(0, 1) if layout == "second" else y), y.dtype)
         _, dtype, enabled = call.autocast
@@ -151,32 +147,54 @@ class Generic(Site):
 
 
 def _map(
-    one: Callable[..., tuple[dict[str, Tensor], list[Tensor]]],
+    run: Callable[[dict[str, Tensor], Sequence[Tensor]], list[Tensor]],
+    parameters: dict[str, Tensor],
     inputs: list[Tensor],
     dims: list[int | None],
     cotangents: list[Tensor],
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """`one` for every sample: vectorised, or one by one where the layer does something that `vmap` cannot."""
-    batch = cotangents[0].shape[0]
+    """Gradients and outputs of every sample: vectorised, or one by one where the layer does what `vmap` cannot."""
+
+    def vectorised(inputs: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        ys, pullback = torch.func.vjp(lambda p: run(p, inputs), parameters)[:2]
+        return pullback(list(cotangents))[0], ys
+
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop")  # vmap's own fallbacks are exact
         try:
-            chunk = samples_per_chunk(sum(g[0].numel() for g in cotangents))
-            return torch.func.vmap(one, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
+            chunk = samples_per_chunk(sum(p.numel() for p in parameters.values()))
+            return torch.func.vmap(vectorised, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
         except (RuntimeError, ValueError):
             pass
         try:
-            samples = [
-                one([x if d is None else x[i] for x, d in zip(inputs, dims, strict=True)], [g[i] for g in cotangents])
-                for i in range(batch)
-            ]
+            return _one_by_one(run, parameters, inputs, dims, cotangents)
         except (RuntimeError, ValueError) as error:
             line = str(error).partition("\n")[0]
             raise GramianError(
                 f"cannot be run sample by sample ({line}); expected a registered site (register_site)"
             ) from None
-    gradients = {name: torch.stack([sample[0][name] for sample in samples]) for name in samples[0][0]}
-    return gradients, [torch.stack(ys) for ys in zip(*(sample[1] for sample in samples), strict=True)]
+
+
+def _one_by_one(
+    run: Callable[[dict[str, Tensor], Sequence[Tensor]], list[Tensor]],
+    parameters: dict[str, Tensor],
+    inputs: list[Tensor],
+    dims: list[int | None],
+    cotangents: list[Tensor],
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A loop of single-sample backwards, in plain autograd."""
+    rows, outputs = [], []
+    for i in range(cotangents[0].shape[0]):
+        leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        ys = run(leaves, [x.detach() if d is None else x[i].detach() for x, d in zip(inputs, dims, strict=True)])
+        reached = [(y, g[i]) for y, g in zip(ys, cotangents, strict=True) if y.requires_grad]
+        found = torch.autograd.grad(
+            [y for y, _ in reached], list(leaves.values()), [g for _, g in reached], allow_unused=True
+        )
+        rows.append([torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), found, strict=True)])
+        outputs.append([y.detach() for y in ys])
+    gradients = {name: torch.stack(column) for name, column in zip(parameters, zip(*rows, strict=True), strict=True)}
+    return gradients, [torch.stack(column) for column in zip(*outputs, strict=True)]
 
 
 def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
