@@ -4,8 +4,10 @@ The public names are listed in `__all__`; everything else may change.
 """
 
 from gramian.errors import GramianError
-from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, observe, per_sample_norms
-from gramian.taps import Site, register_site
+from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
+from gramian.taps import Capture, Site, register_site
+
+observe = Capture
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,6 @@ from gramian.statistics.fisher import DiagonalFisher
 from gramian.statistics.health import Health, LayerHealth
 from gramian.statistics.noise import NoiseScale, NoiseScaleResult
 from gramian.statistics.norms import Norms, PerSampleNorms, per_sample_norms
-from gramian.statistics.observe import observe
 
 __all__ = [
     "DiagonalFisher",
@@ -14,6 +13,5 @@ __all__ = [
     "NoiseScaleResult",
     "Norms",
     "PerSampleNorms",
-    "observe",
     "per_sample_norms",
 ]

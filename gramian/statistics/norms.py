@@ -78,7 +78,7 @@ class NormCapture(Capture):
     def __init__(self, model: nn.Module, algorithm: Algorithm, **options: object) -> None:
         """One statistic."""
         self._norms = PerSampleNorms(algorithm)
-        super().__init__(model, [self._norms], **options)  # type: ignore[arg-type]
+        super().__init__(model, self._norms, **options)  # type: ignore[arg-type]
 
     @property
     def values(self) -> Tensor:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,16 +20,22 @@ from gramian.taps.units import Units
 
 
 class Capture:
-    """Statistics that observe every backward of a model inside a `with` block; all of them share it.
+    """Statistics that observe every backward of a model inside a `with` block. Users know it as `gramian.observe`.
 
-    `p.grad` is the ordinary gradient. Results are read with `capture[statistic]` once a backward has run.
+    ```python
+    fisher, noise = gramian.DiagonalFisher(), gramian.NoiseScale()
+    with gramian.observe(model, fisher, noise, loss_reduction="mean") as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[fisher]["fc.weight"], seen[noise].unbiased, seen.coverage
+    ```
+
+    `p.grad` is the ordinary gradient.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        statistics: Sequence[Statistic],
-        *,
+        *statistics: Statistic,
         loss_reduction: str | float = "mean",
         batch_size: int | None = None,
         sample_ids: Tensor | None = None,
@@ -43,7 +48,7 @@ class Capture:
 
         Args:
             model: the user's model, or any wrapper of it.
-            statistics: what to compute.
+            *statistics: what to compute; all share one backward.
             loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
             batch_size: B, if it is not the first axis of the model's first tensor argument.
             sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.

@@ -18,8 +18,8 @@ from gramian.statistics import (
     NoiseScale,
     NoiseScaleResult,
     PerSampleNorms,
-    observe,
 )
+from gramian.taps import Capture
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def observe_backward(model: GPT, backward: Callable[[], Tensor]) -> tuple[Tensor
     This is the only place that touches the statistics.
     """
     norms, fisher, noise, health = PerSampleNorms(), DiagonalFisher(), NoiseScale(), Health()
-    with observe(model, norms, fisher, noise, health, loss_reduction="mean") as seen:
+    with Capture(model, norms, fisher, noise, health, loss_reduction="mean") as seen:
         loss = backward()
     moments: NoiseScaleResult = seen[noise]
     observation = Observation(
@@ -135,7 +135,7 @@ def measure_noise(model: GPT, backwards: Iterable[Callable[[], Tensor]]) -> Grad
     One training batch of b samples cannot show a noise scale above b; all passes together make one large sample.
     """
     norms, noise = PerSampleNorms(), NoiseScale()
-    with observe(model, norms, noise, loss_reduction="mean") as seen:
+    with Capture(model, norms, noise, loss_reduction="mean") as seen:
         for backward in backwards:
             model.zero_grad()
             backward()
