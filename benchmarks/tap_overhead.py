@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import gramian
-from benchmarks.timing import take_turns, write
+from benchmarks._timing import take_turns, write
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.taps import hub_of
 

@@ -122,23 +122,39 @@ def test_training_with_captures_ends_where_training_without_them_does(rank: int,
     bodies.several_steps(rank, way, "tied_gpt")
 
 
+def _compiled(model: nn.Module, what: str) -> nn.Module:
+    torch.compiler.reset()
+    if what == "blocks":
+        return wrap("fsdp2", each_block(model, lambda block: torch.compile(block, backend="aot_eager")))
+    return torch.compile(wrap("fsdp2", model), backend="aot_eager")
+
+
 @pytest.mark.parametrize("what", ["blocks", "root"])
-@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "reused"] if FULL else ["tied_gpt", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["tied_gpt", "mlp"])
 @distributed(world_size=2, timeout=300)
 def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
     sizes = (3, 2)
     p, rows = problem(name, sum(sizes)), mine(rank, sizes)
-    torch.compiler.reset()
-    model = p.model()
-    if what == "blocks":
-        model = wrap("fsdp2", each_block(model, lambda block: torch.compile(block, backend="aot_eager")))
-    else:
-        model = torch.compile(wrap("fsdp2", model), backend="aot_eager")
+    model = _compiled(p.model(), what)
     for _ in range(2):
         with gramian.per_sample_norms(model) as norms:
             p.backward(model, p.rows(rows))
         assert_norms(norms.values, p.norms(rows), p.tolerance)
     assert list(norms.coverage) == [key for key, _ in p.model().named_parameters()]
+
+
+@distributed(world_size=2, timeout=300)
+def test_a_reused_module_compiled_by_itself_is_refused_by_name_or_right(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("reused", sum(sizes)), mine(rank, sizes)
+    model = _compiled(p.model(), "blocks")
+    try:
+        with gramian.per_sample_norms(model) as norms:
+            p.backward(model, p.rows(rows))
+    except gramian.GramianError as error:
+        assert str(error).startswith("shared.")
+    else:
+        assert_norms(norms.values, p.norms(rows), p.tolerance)
 
 
 @distributed(world_size=2)

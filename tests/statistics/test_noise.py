@@ -74,7 +74,7 @@ def test_both_moments_are_unbiased_over_draws_from_a_gaussian(samples: int, sign
     # Gradients ~ N(μ, σ² per coordinate): the data of a linear model whose loss is its output. The mean of D independent
     # estimates is within 4 standard errors of the truth with probability 1 - 6.3e-5 (normal; 6 checks: 4e-4 in all), and
     # the draws are seeded, so the test cannot turn red by chance on a machine where it was green.
-    draws = 20000 if FULL else 2000
+    draws = 20000 if FULL else 1000
     generator = torch.Generator().manual_seed(samples)
     deviation = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
     mean = torch.full((6,), signal, dtype=torch.float64)

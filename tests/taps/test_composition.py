@@ -108,6 +108,30 @@ def test_activations_inside_a_checkpoint_are_not_kept_by_the_capture() -> None:
         loss.backward()
 
 
+class WhenHandedOn(gramian.DiagonalFisher):
+    """Notes, for each parameter it is shown, which gradients autograd has finished by then."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.finished = model, {}
+
+    def update(self, sums: Any, record: Any) -> None:
+        self.finished[record.parameter] = {n for n, p in self.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_parameter_that_is_used_once_is_handed_on_during_the_backward_not_after_it(inside: bool) -> None:
+    parts = nn.Sequential(nn.Linear(6, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = Checkpointed(*parts) if inside else nn.Sequential(*parts)
+    statistic = WhenHandedOn(model)
+    with gramian.observe(model, statistic):
+        _squares(model, torch.randn(3, 6)).backward()
+    assert len(statistic.finished) == 6
+    first, last = (f"{'parts.' if inside else ''}{name}.weight" for name in ("0.0", "1.2"))
+    assert first not in statistic.finished[first]
+    assert statistic.finished[last] <= {last, last.replace("weight", "bias")}
+
+
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
