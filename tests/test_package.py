@@ -10,7 +10,19 @@ import pytest
 import gramian
 
 PACKAGE = Path(gramian.__file__).parent
-ROOMS = ["plan", "linalg", "kernels", "parallel", "taps", "statistics", "curvature", "privacy", "distill", "models", "train"]
+ROOMS = [
+    "plan",
+    "linalg",
+    "kernels",
+    "parallel",
+    "taps",
+    "statistics",
+    "curvature",
+    "privacy",
+    "distill",
+    "models",
+    "train",
+]
 """From the bottom up: a room may import only rooms below it."""
 
 

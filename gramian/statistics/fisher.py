@@ -20,6 +20,7 @@ class DiagonalFisher(AdditiveStatistic):
 
     needs: Needs = "parameter"
     per_sample = True
+    per_parameter = True
 
     def __init__(self, per: Literal["sample", "token"] = "sample") -> None:
         """Set what is squared.

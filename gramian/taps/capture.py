@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
+from gramian.parallel.placement import place_like
 from gramian.parallel.sums import all_reduce
 from gramian.taps.audit import Audit
 from gramian.taps.coverage import Cover, Coverage
@@ -138,10 +139,20 @@ class Capture:
         """
         for mine, sums in zip(self.statistics, self._sums, strict=False):
             if mine is statistic:
-                return mine.finish(sums)
+                result = mine.finish(sums)
+                whole = self._state == "closed" and self._group is not None  # the same on every process
+                return self._placed(result) if whole and getattr(mine, "per_parameter", False) else result
         raise GramianError(
             f"statistic: {type(statistic).__name__} has no result here; expected one of the statistics of an entered capture"
         )
+
+    def _placed(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
+        root = self._hub.root()
+        assert root is not None
+        places = {
+            join(n, local): p for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None
+        }
+        return {name: place_like(value, places[name]) for name, value in result.items()}
 
     def sums(self, statistic: Statistic) -> Any:
         """The sums behind a result, to be merged with those of other captures."""

@@ -145,7 +145,7 @@ class PassBook:
             if name in pass_.delivered:
                 raise GramianError(
                     f"{name}: was used more often in a compiled forward than could be foreseen; "
-                    "expected torch.compile on the whole model rather than on a module that is called several times"
+                    "expected torch.compile on the whole model, not on a module that is called several times, or eager mode"
                 )
             parts = pass_.arrived.setdefault(name, [])
             last = len(parts) + 1 == pass_.uses.get(name, 1)

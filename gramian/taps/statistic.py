@@ -69,6 +69,9 @@ class HasAlgorithm(Protocol):
 class AdditiveStatistic:
     """The common case: sums are named tensors and merge by addition, the count of samples among them."""
 
+    per_parameter = False
+    """True if `finish` gives {parameter: tensor of its shape}; under FSDP2 these are then placed like the parameter."""
+
     def count(self, sums: Sums, samples: int) -> None:
         """Add to the count."""
         sums[SAMPLES] += samples

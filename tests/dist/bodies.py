@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import gramian
 from tests.dist.worlds import (
@@ -203,3 +204,16 @@ def same_at_any_world_size(rank: int, way: str, name: str, sizes: tuple[int, ...
     assert_norms(norms.values, p.norms(rows), p.tolerance)
     assert_tensors(whole(seen[fisher]), p.fisher(), p.tolerance)
     assert_noise(seen[noise], p.noise(), sum(sizes), p.tolerance)
+
+
+def placed_like_parameters(rank: int, way: str, name: str, sizes: tuple[int, ...]) -> None:
+    """Results per parameter live where the parameter's gradient lives, once they are the same on every rank."""
+    p, rows, fisher = problem(name, sum(sizes)), mine(rank, sizes), gramian.DiagonalFisher()
+    model = wrap(way, p.model())
+    with gramian.observe(model, fisher, process_group=dist.group.WORLD) as seen:
+        p.backward(model, p.rows(rows))
+    gradients = {key.removeprefix("module."): q.grad for key, q in model.named_parameters()}
+    for key, value in seen[fisher].items():
+        assert isinstance(value, DTensor) == isinstance(gradients[key], DTensor)
+        if isinstance(value, DTensor):
+            assert value.placements == gradients[key].placements and value.device_mesh == gradients[key].device_mesh

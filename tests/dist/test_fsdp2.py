@@ -73,6 +73,12 @@ def test_sums_over_three_ranks(rank: int, world_size: int) -> None:
     bodies.added_up(rank, "fsdp2", "gpt", (2, 3, 1), "mean")
 
 
+@pytest.mark.parametrize("way", ["fsdp2", "ddp"])
+@distributed(world_size=2)
+def test_results_per_parameter_are_placed_like_gradients(rank: int, world_size: int, way: str) -> None:
+    bodies.placed_like_parameters(rank, way, "tied_gpt", (3, 2))
+
+
 @distributed(world_size=2)
 def test_without_a_group_statistics_stay_on_their_rank(rank: int, world_size: int) -> None:
     bodies.without_a_group(rank, "fsdp2", "tied_gpt", (3, 2))
