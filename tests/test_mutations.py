@@ -247,7 +247,7 @@ MUTATIONS = (
     Mutation(
         "double count under checkpointing",
         (
-            Edit("gramian.taps.hub:Hub.open_use", "if not inside:", "if True:"),
+            Edit("gramian.taps.hub:Hub.open_use", "if in_backward():", "if False:"),
             Edit(
                 "gramian.taps.passes:PassBook._deliver",
                 "parts = pass_.arrived.pop(name)",
@@ -261,7 +261,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.hub:Hub.run",
-                "if output.dim() and output.shape[0] == 1 and self.batch != 1:",
+                "if output.dim() and output.shape[0] == 1:",
                 "if self.batch == -1:",
             ),
         ),

@@ -1,7 +1,24 @@
 """Products and sums with wide accumulators: float64 for float64 operands, float32 for everything narrower."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Products of float32 matrices in float32 proper, whatever precision the user allows their own."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:

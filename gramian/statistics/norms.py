@@ -61,6 +61,10 @@ class PerSampleNorms:
     def count(self, sums: SquaresByPass, samples: int) -> None:
         """Samples count themselves."""
 
+    def forget(self, sums: SquaresByPass, number: int) -> None:
+        """Take a pass out whose backward failed half-way."""
+        sums.pop(number, None)
+
     def merge(self, left: SquaresByPass, right: SquaresByPass) -> SquaresByPass:
         """Samples of the left, then samples of the right."""
         behind = max(left, default=0) + 1

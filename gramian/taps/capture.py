@@ -16,7 +16,7 @@ from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.names import join, named_modules
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
-from gramian.taps.statistic import AdditiveStatistic, HasAlgorithm, Statistic
+from gramian.taps.statistic import AdditiveStatistic, Forgets, HasAlgorithm, Statistic
 from gramian.taps.units import Units
 
 
@@ -53,7 +53,8 @@ class Capture:
             loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
             batch_size: B, if it is not the first axis of the model's first tensor argument.
             sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
-            token_weights: [B, T], zero for tokens that do not count (padding, prompts); None: all do.
+            token_weights: [B, T], zero for tokens (padding, prompts) that statistics of activations leave out; gradients are
+                what the loss makes them. None: all tokens count.
             loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
             audit: compare with autograd's gradients on the model's first batch.
@@ -66,6 +67,9 @@ class Capture:
         _check_arguments(loss_reduction, batch_size, sample_ids, token_weights, loss_scale)
         if not statistics:
             raise GramianError("statistics: expected at least one")
+        for statistic in statistics:
+            if isinstance(statistic, type) or not hasattr(statistic, "update"):
+                raise GramianError(f"statistics: expected objects such as DiagonalFisher(), got {statistic!r}")
         if len({id(statistic) for statistic in statistics}) < len(statistics):
             raise GramianError("statistics: one object was given twice; expected each once")
         self.per_sample = any(statistic.per_sample for statistic in statistics)
@@ -73,11 +77,12 @@ class Capture:
         self._model: nn.Module | None = model  # the hub holds it weakly
         self.statistics = list(statistics)
         self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
-        self._batch_size, self._sample_ids, self._token_weights = batch_size, sample_ids, token_weights
+        self.batch_size, self._sample_ids, self._token_weights = batch_size, sample_ids, token_weights
         self._group, self._audit_wanted = process_group, audit
         self._audit: Audit | None = None
         self._sums: list[Any] = []
         self._state = "new"
+        self._failed: list[Statistic] = []
         self._passes = 0
         self._covers: dict[str, Cover] = {}
         self._algorithms = [s.algorithm for s in statistics if isinstance(s, HasAlgorithm)]
@@ -88,7 +93,7 @@ class Capture:
         """Install the taps and start the sums."""
         if self._state != "new":
             raise GramianError("capture: was entered before; expected a new capture for every with block")
-        self._hub.attach(self, self._batch_size)
+        self._hub.attach(self)
         self._state = "open"
         self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
         self._audit = self._new_audit()
@@ -123,7 +128,9 @@ class Capture:
                 for statistic, sums in zip(self.statistics, self._sums, strict=True)
             ]
         elif not self._passes:
-            raise GramianError("capture: no backward ran inside the block; expected loss.backward() before it is left")
+            raise GramianError(
+                "capture: no backward ran inside the block through a layer; expected loss.backward() before it is left"
+            )
 
     def next(self, *, sample_ids: Tensor | None = None, token_weights: Tensor | None = None) -> None:
         """Say whose rows and tokens the next forward of this block has."""
@@ -137,14 +144,9 @@ class Capture:
         Raises:
             GramianError: if the statistic is not part of this capture or no backward has run.
         """
-        for mine, sums in zip(self.statistics, self._sums, strict=False):
-            if mine is statistic:
-                result = mine.finish(sums)
-                whole = self._state == "closed" and self._group is not None  # the same on every process
-                return self._placed(result) if whole and getattr(mine, "per_parameter", False) else result
-        raise GramianError(
-            f"statistic: {type(statistic).__name__} has no result here; expected one of the statistics of an entered capture"
-        )
+        result = statistic.finish(self._sums_of(statistic))
+        whole = self._state == "closed" and self._group is not None  # the same on every process
+        return self._placed(result) if whole and getattr(statistic, "per_parameter", False) else result
 
     def _placed(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
         root = self._hub.root()
@@ -155,8 +157,24 @@ class Capture:
         return {name: place_like(value, places[name]) for name, value in result.items()}
 
     def sums(self, statistic: Statistic) -> Any:
-        """The sums behind a result, to be merged with those of other captures."""
-        return copy.copy(self._sums[[mine is statistic for mine in self.statistics].index(True)])
+        """A copy of the sums behind a result, to be merged with those of other captures.
+
+        Raises:
+            GramianError: if the statistic is not part of this capture.
+        """
+        return copy.deepcopy(self._sums_of(statistic))
+
+    def _sums_of(self, statistic: Statistic) -> Any:
+        if any(statistic is spoilt for spoilt in self._failed):
+            raise GramianError(
+                "capture: a backward inside the block failed half-way; expected a new capture after that"
+            )
+        for mine, sums in zip(self.statistics, self._sums, strict=False):
+            if mine is statistic:
+                return sums
+        raise GramianError(
+            f"statistic: {type(statistic).__name__} has no result here; expected one of the statistics of an entered capture"
+        )
 
     @property
     def coverage(self) -> Coverage:
@@ -219,6 +237,14 @@ class Capture:
         """Let the audit see the tensor that a forward really reads."""
         if self._audit is not None:
             self._audit.watch(parameter, tensor)
+
+    def failed_pass(self, info: PassInfo) -> None:
+        """Part of a backward is in the sums; only statistics that keep passes apart can take it out again."""
+        for statistic, sums in zip(self.statistics, self._sums, strict=True):
+            if isinstance(statistic, Forgets):
+                statistic.forget(sums, info.number)
+            else:
+                self._failed.append(statistic)
 
     def end_of_pass(self, info: PassInfo) -> None:
         """One backward is over."""

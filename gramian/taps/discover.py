@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -40,6 +41,10 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
     layers: list[Found] = []
     parameters: dict[str, ParameterInfo] = {}
     for name, module in names.named_modules(root):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise GramianError(
+                f"{name or 'model'} (TorchScript) cannot be tapped; expected the module it was made from"
+            )
         site = None if id(module) in explained_by_parent else site_for(module)
         if site is None and module is not root:
             continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
+from gramian.linalg.wide import exact_float32
 from gramian.taps import names
 from gramian.taps.discover import discover
 from gramian.taps.passes import (
@@ -17,8 +18,8 @@ from gramian.taps.passes import (
     Pass,
     PassBook,
     in_backward,
-    refuse_bare_positions,
     refuse_picked_row,
+    refuse_unbatched_indices,
 )
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
@@ -84,11 +85,11 @@ class Hub:
 
     # ---- listening -------------------------------------------------------------------------------------------------
 
-    def attach(self, listener: Listener, batch_size: int | None) -> None:
+    def attach(self, listener: Listener) -> None:
         """Start reporting to a listener.
 
         Raises:
-            GramianError: if one of its statistics is at work on this model already.
+            GramianError: if one of its statistics is at work on this model already, or captures disagree about the batch.
         """
         busy = [
             s for other in self._listeners for s in other.statistics if any(s is mine for mine in listener.statistics)
@@ -97,13 +98,19 @@ class Hub:
             raise GramianError(
                 f"statistic: {type(busy[0]).__name__} is part of an open capture; expected another object"
             )
+        sizes = {other.batch_size for other in (*self._listeners, listener)} - {None}
+        if len(sizes) > 1:
+            raise GramianError(
+                f"batch_size: open captures of one model say {sorted(map(str, sizes))}; expected one number"
+            )
         self.install()
         self._listeners.append(listener)
-        self.batch_size = batch_size if batch_size is not None else self.batch_size
         self._set_flags()
 
     def detach(self, listener: Listener) -> None:
         """Stop reporting to a listener."""
+        if not in_backward():
+            self._passes.settle()
         self._listeners.remove(listener)
         self._set_flags()
         self.uninstall()
@@ -113,8 +120,8 @@ class Hub:
         self.live = bool(self._listeners)
         LISTENERS.anywhere = any(hub.live for hub in _hub_of.values())
         self.per_sample = any(listener.per_sample for listener in self._listeners)
-        if not self.live:
-            self.batch_size = None
+        given = [listener.batch_size for listener in self._listeners if listener.batch_size is not None]
+        self.batch_size = given[0] if given else None
 
     @contextmanager
     def governed_by(self, rule: GradientRule) -> Iterator[None]:
@@ -152,7 +159,8 @@ class Hub:
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass for a batch whose first tensor is this one, and return its number."""
-        return self._passes.open(first.shape[0], first.shape[1] if first.dim() > 1 else None)
+        new = not self.audited.issuperset(self.parameters)
+        return self._passes.open(first.shape[0], first.shape[1] if first.dim() > 1 else None, new)
 
     def run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a tapped layer: its own operation, then the observer."""
@@ -166,15 +174,47 @@ class Hub:
         if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
         if isinstance(output, Tensor):
-            if output.dim() and output.shape[0] == 1 and self.batch != 1:
-                output = output.expand(self.batch, *output.shape[1:])
+            if output.dim() and output.shape[0] == 1:
+                output = self._expanded(tap, output)
             if not (output.requires_grad or self.rule.withholds):
                 return output
         if not torch.compiler.is_compiling():
+            self._show(tap)
+        return tap.observe(output, kept, extra)
+
+    def _expanded(self, tap: Tap, output: Tensor) -> Tensor:
+        """One row that stands for all samples, as B rows, so that each sample sends its own gradient back."""
+        batch = self.batch
+        if not torch.compiler.is_compiling():
+            if in_backward():
+                batch = self._passes.batch_of_second_run(tap.name)
+            elif self._passes.current is not None and batch != 1:
+                self._passes.current.expanded.append(tap.name)
+        return output if batch == 1 else output.expand(batch, *output.shape[1:])
+
+    def leave_root(self) -> None:
+        """A forward of the root is over: let audits watch what layers that were passed by would have shown them."""
+        if self._passes.current is None or not self._passes.current.first:
+            return
+        for tap in self._installed:
+            self._show(tap)
+
+    def _show(self, tap: Tap) -> None:
+        """Show the listeners the tensors that stand for a layer's parameters right now."""
+        module = tap.owner()
+        if module is not None:
             for local, name in tap.parameters.items():
                 for listener in self._listeners:
                     listener.watch(name, names.parameter(module, local))
-        return tap.observe(output, kept, extra)
+
+    def explain(self, error: Exception) -> None:
+        """Tell the reader of an error in the user's forward which outputs have more rows than without a capture."""
+        names_ = self._passes.current.expanded if self._passes.current is not None else []
+        if names_ and not isinstance(error, GramianError):
+            error.add_note(
+                f"gramian: the one-row outputs of {', '.join(dict.fromkeys(names_))} were expanded to {self.batch} rows for "
+                "this capture, so that samples can be told apart; code behind them must broadcast (docs/concepts)"
+            )
 
     def _run_site(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert tap.site is not None
@@ -185,6 +225,8 @@ class Hub:
 
     def open_use(self, tap: Tap, extra: Any) -> Use:
         """A tapped layer runs in eager mode: count the use."""
+        if in_backward():  # a checkpoint's second run, which gets no backward of its own
+            return Use(tap, None, None, inside_backward=True)
         if self._passes.current is None:
             if self.batch_size is None:
                 raise GramianError(
@@ -193,12 +235,11 @@ class Hub:
                 )
             self.batch = self.batch_size
             self.open_pass(torch.empty(self.batch, 0))
-        pass_, inside = self._passes.current, in_backward()
+        pass_ = self._passes.current
         assert pass_ is not None
-        if not inside:  # else it is a checkpoint's second run, which gets no backward of its own
-            for name in tap.parameters.values():
-                pass_.uses[name] = pass_.uses.get(name, 0) + 1
-        return Use(tap, pass_, extra, inside)
+        for name in tap.parameters.values():
+            pass_.uses[name] = pass_.uses.get(name, 0) + 1
+        return Use(tap, pass_, extra, inside_backward=False)
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -210,7 +251,7 @@ class Hub:
                 f"{use.tap.name}: ran and was differentiated inside a backward (reentrant checkpointing or a nested "
                 "backward); expected checkpoint(..., use_reentrant=False)"
             )
-        if use.pass_ is None:
+        if use.pass_ is None or use.pass_.closed:
             raise GramianError(SECOND_BACKWARD)
         pass_, extra, use.pass_, use.extra = use.pass_, use.extra, None, None  # the graph outlives the backward
         self._receive(pass_, use.tap, kept, gradients, extra, borrowed=False)
@@ -232,11 +273,11 @@ class Hub:
         if module is None or not audience:
             return
         assert tap.site is not None
-        refuse_bare_positions(pass_, tap.name, kept)
+        refuse_unbatched_indices(pass_, tap.name, kept)
         refuse_picked_row(pass_, tap.name, kept, output_gradients)
         device = output_gradients[0].device.type
         self._passes.begin(pass_, device)
-        with torch.autocast(device, enabled=False):  # the user's backward may run inside an autocast block
+        with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
             self.live = False  # the generic site runs the layer again: untapped
             try:
                 with tap.named_errors():
@@ -245,6 +286,10 @@ class Hub:
                 self.live = True
             gradients = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
             for name, gradient in gradients.items():
+                if name not in self.parameters:
+                    raise GramianError(
+                        f"{name}: began to train inside a capture; expected requires_grad to be set before it is entered"
+                    )
                 if gradient.shape != self.parameters[name].shape:
                     raise GramianError(
                         f"{name}: its site explains a gradient of shape {list(gradient.shape)}; "

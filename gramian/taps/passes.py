@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.linalg.wide import exact_float32
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import Statistic
@@ -29,6 +30,9 @@ class Listener(Protocol):
 
     per_sample: bool
     """True if samples must be told apart."""
+
+    batch_size: int | None
+    """B, where the user gave it."""
 
     @property
     def statistics(self) -> Sequence[Statistic]:
@@ -49,6 +53,9 @@ class Listener(Protocol):
     def end_of_pass(self, info: PassInfo) -> None:
         """The backward of a pass is over."""
 
+    def failed_pass(self, info: PassInfo) -> None:
+        """The backward of a pass broke off."""
+
 
 @dataclass
 class Pass:
@@ -58,6 +65,8 @@ class Pass:
     batch: int
     length: int | None
     """Second axis of the root's first tensor: the tokens of a row, where there are any."""
+    first: bool
+    """True until the model was audited: what need be looked at only once is looked at now."""
     infos: list[tuple[Listener, PassInfo]]
     """Who listened when the pass began, and how they read it."""
     uses: dict[str, int] = field(default_factory=dict)
@@ -66,6 +75,8 @@ class Pass:
     """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
+    expanded: list[str] = field(default_factory=list)
+    """Layers whose one-row output was expanded to B rows."""
 
 
 class PassBook:
@@ -79,6 +90,8 @@ class PassBook:
             on_parameter: told of every complete parameter, after the listeners.
         """
         self.current: Pass | None = None
+        self.reached: Pass | None = None
+        """The pass that a running backward reached last: a checkpoint's second run belongs to it."""
         self._listeners, self._on_parameter = listeners, on_parameter
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
@@ -87,22 +100,43 @@ class PassBook:
 
     def clear(self) -> None:
         """Forget everything under way."""
-        self.current, self._task = None, -1
+        self.current, self.reached, self._task = None, None, -1
         self._passes.clear()
         self._touched = {}
 
-    def open(self, batch: int, length: int | None) -> int:
+    def open(self, batch: int, length: int | None, first: bool) -> int:
         """Open a pass and return its number."""
         if not in_backward():
-            self._touched, self._task = {}, -1  # whatever a failed backward left behind
+            self.settle()
         for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
             del self._passes[number]
         while len(self._passes) >= FORWARDS_WITHOUT_BACKWARD:
             del self._passes[next(iter(self._passes))]
         number = next(self._numbers)
         infos = [(listener, listener.pass_info(number, batch)) for listener in self._listeners]
-        self.current = self._passes[number] = Pass(number, batch, length, infos)
+        self.current = self._passes[number] = Pass(number, batch, length, first, infos)
         return number
+
+    def settle(self) -> None:
+        """No backward is running: one that began and did not end has failed, and half of it is in the sums."""
+        touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
+        for pass_ in touched.values():
+            for listener, info in self.audience(pass_):
+                listener.failed_pass(info)
+
+    def batch_of_second_run(self, layer: str) -> int:
+        """Rows of the pass that a checkpoint's second run belongs to.
+
+        Raises:
+            GramianError: if forwards of different batches are open and the backward has not said which one it is in.
+        """
+        batches = {self.reached.batch} if self.reached else {p.batch for p in self._passes.values() if not p.closed}
+        if len(batches) != 1:
+            raise GramianError(
+                f"{layer}: sees one row for all samples in a checkpoint, and forwards of different batches are open; "
+                "expected each backward before the next forward"
+            )
+        return batches.pop()
 
     def get(self, number: int) -> Pass:
         """The pass of this number, as long as its backward has not run.
@@ -127,7 +161,7 @@ class PassBook:
                 "backward: another backward started before this one was over; "
                 "expected checkpoint(..., use_reentrant=False) and no nested backward inside a capture"
             )
-        self._touched[pass_.number] = pass_
+        self._touched[pass_.number] = self.reached = pass_
         if self._task == -1:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, device))
@@ -167,8 +201,8 @@ class PassBook:
 
     def _end_of_backward(self, device: str) -> None:
         """Hand on what is still incomplete (uses that got no gradient) and close the passes."""
-        touched, self._touched, self._task = self._touched, {}, -1
-        with torch.autocast(device, enabled=False):
+        touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
+        with torch.autocast(device, enabled=False), exact_float32():
             for pass_ in touched.values():
                 for name in list(pass_.arrived):
                     self._deliver(pass_, name)
@@ -185,14 +219,34 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def refuse_bare_positions(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> None:
-    """Position ids of shape [T] have no batch axis, and T may well be a multiple of B: say so instead of guessing."""
-    bare = pass_.batch > 1 and kept and kept[0].dim() == 1 and not kept[0].is_floating_point()
-    if bare and kept[0].shape[0] == pass_.length:
+def refuse_unbatched_indices(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> None:
+    """Indices without a batch axis (positions [T], relative positions [T, T]) must not be read as rows of samples.
+
+    A vector as long as the batch's rows are is refused by its shape. Where the number of rows would fit, shapes cannot tell:
+    on a model's first batch, vectors that count up or down and tables that depend on the distance from the diagonal alone
+    are taken for positions (one look at the values, so one wait for the device).
+    """
+    index, batch, length = kept[0] if kept else None, pass_.batch, pass_.length
+    if index is None or index.is_floating_point() or batch < 2 or not index.dim() or index.shape[0] == 1:
+        return
+    rows = index.shape[0]
+    bare = index.dim() == 1 and rows == length != batch
+    short = index.dim() == 1 and rows == batch and rows < 4 and rows != length  # as likely two or three labels
+    doubtful = pass_.first and length is not None and rows % batch == 0 and not short
+    if bare or (doubtful and _looks_like_positions(index)):
         raise GramianError(
-            f"{layer}: saw {pass_.length} indices without a batch axis for inputs of {pass_.length} tokens; "
-            "expected position ids of shape [1, T]"
+            f"{layer or 'model'}: saw indices of shape {list(index.shape)} for a batch of {batch}, which look like positions without a "
+            "batch axis; expected the batch first, or one row for all samples, such as [1, T]"
         )
+
+
+def _looks_like_positions(index: Tensor) -> bool:
+    if index.dim() == 1 and index.shape[0] > 1:
+        steps = index.diff()
+        return bool((steps == 1).all()) or bool((steps == -1).all())
+    if index.dim() == 2 and min(index.shape) > 1:
+        return bool((index[1:, 1:] == index[:-1, :-1]).all()) and not bool((index == index[0, 0]).all())
+    return False
 
 
 def refuse_picked_row(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

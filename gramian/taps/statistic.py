@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gramian.errors import GramianError
 from gramian.plan.norms import Algorithm
 
 Needs = Literal["layer", "parameter"]
@@ -66,6 +67,14 @@ class HasAlgorithm(Protocol):
     algorithm: Algorithm
 
 
+@runtime_checkable
+class Forgets(Protocol):
+    """A statistic that keeps passes apart, and can take one out again whose backward failed half-way."""
+
+    def forget(self, sums: Any, number: int) -> None:
+        """Take a pass out of the sums."""
+
+
 class AdditiveStatistic:
     """The common case: sums are named tensors and merge by addition, the count of samples among them."""
 
@@ -77,7 +86,16 @@ class AdditiveStatistic:
         sums[SAMPLES] += samples
 
     def merge(self, left: Sums, right: Sums) -> Sums:
-        """Add key by key."""
+        """Add key by key.
+
+        Raises:
+            GramianError: if the two are sums over different parameters.
+        """
+        if left.keys() != right.keys():
+            odd = sorted(left.keys() ^ right.keys())[0]
+            raise GramianError(
+                f"merge: {odd} is in one of the sums only; expected captures of the same trainable parameters"
+            )
         return {key: left[key] + right[key] for key in left}
 
 

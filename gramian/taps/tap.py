@@ -243,11 +243,18 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
         plain = _plain(self, original, owner)
         if not hub.live or owner() is not self or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        if tap.is_root:
-            hub.enter_root(args, kwargs)
-        if tap.site is None:
-            return plain(*args, **kwargs)
-        return tap.run(tap, self, plain, args, kwargs)
+        if not tap.is_root:
+            return tap.run(tap, self, plain, args, kwargs)
+        hub.enter_root(args, kwargs)
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
+        try:
+            output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
+        except Exception as error:
+            hub.explain(error)
+            raise
+        hub.leave_root()
+        return output
 
     forward.tapped = owner  # type: ignore[attr-defined]
     return forward

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gramian
@@ -217,3 +219,22 @@ def placed_like_parameters(rank: int, way: str, name: str, sizes: tuple[int, ...
         assert isinstance(value, DTensor) == isinstance(gradients[key], DTensor)
         if isinstance(value, DTensor):
             assert value.placements == gradients[key].placements and value.device_mesh == gradients[key].device_mesh
+
+
+class Bypassed(nn.Module):
+    """A weight that is never used through its own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x), self.kept.weight)
+
+
+def a_bypassed_weight_is_named(rank: int) -> None:
+    """The audit sees it under FSDP2 as it does elsewhere."""
+    model = Bypassed()
+    fully_shard(model)
+    with pytest.raises(gramian.GramianError, match="kept.weight"), gramian.per_sample_norms(model):
+        model(torch.randn(3, 4)).square().sum().backward()

@@ -295,3 +295,8 @@ def test_any_split_over_any_number_of_ranks_gives_the_statistics_of_all_samples(
     for world_size in (1, 2, 3):
         sizes = random_sizes(seed + 100, world_size)
         run_on_ranks(world_size, _same_at_any_world_size, name, sizes, ("mean", "sum")[seed % 2])
+
+
+@distributed(world_size=2)
+def test_a_weight_that_is_never_used_through_its_layer_is_named(rank: int, world_size: int) -> None:
+    bodies.a_bypassed_weight_is_named(rank)

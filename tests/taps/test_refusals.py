@@ -337,21 +337,6 @@ def test_a_weight_penalty_in_the_loss_is_noticed_and_named() -> None:
         (model(x).square().sum() + 0.1 * model[0].weight.square().sum()).backward()
 
 
-def test_parameters_of_a_parameter_list_are_noticed_and_named() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList([torch.randn(5, 3)])
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x @ self.weights[0])
-
-    model = Model()
-    with refused("weights.0"), gramian.per_sample_norms(model):
-        model(torch.randn(4, 5)).square().sum().backward()
-
-
 def test_old_style_weight_norm_is_noticed_and_named() -> None:
     with pytest.warns(FutureWarning):
         model = nn.Sequential(nn.utils.weight_norm(nn.Linear(5, 4)), nn.Linear(4, 3))

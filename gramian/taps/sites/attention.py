@@ -21,11 +21,13 @@ class Attention(Generic):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
-    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
+    def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
         """An attention mask of two axes belongs to no sample, whatever its size; of three, it has a row per head."""
-        if name in ("attn_mask", "5"):
-            return "shared" if value.dim() == 2 else "grouped"
-        return super().input_layout(name, value, batch)
+        layouts = super().input_layouts(names, inputs, rows, batch)[0]
+        for i, (name, x) in enumerate(zip(names, inputs, strict=True)):
+            if name in ("attn_mask", "5"):
+                layouts[i] = "shared" if x.dim() == 2 else "grouped"
+        return [layouts]
 
 
 register_site(nn.MultiheadAttention, Attention())

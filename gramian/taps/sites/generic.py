@@ -41,6 +41,8 @@ class Call:
     spec: Any
     observed: list[int]
     """Which of the flattened outputs have an observed gradient."""
+    output_rows: list[int]
+    """Rows of these outputs; one row is shared by all samples."""
     autocast: tuple[str, torch.dtype, bool]
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -71,7 +73,7 @@ class Generic(Site):
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
         """Direct parameters, or all."""
-        return tuple(name for name, _ in module.named_parameters(recurse=self.whole))
+        return tuple(own_parameters(module, self.whole))
 
     def check(self, module: nn.Module) -> str | None:
         """Sharded children cannot be run again."""
@@ -81,40 +83,64 @@ class Generic(Site):
             )
         return None
 
-    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
-        """Where an input has its samples: masks and tables that do not have B rows belong to all."""
-        return "first" if value.dim() and value.shape[0] == batch else "shared"
+    def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
+        """Where the inputs may have their samples, most likely first; what does not give the same outputs is dropped.
+
+        Args:
+            names: of the inputs: keywords, or positions as text.
+            inputs: the tensors.
+            rows: rows of the outputs.
+            batch: B.
+
+        Returns:
+            One or more lists of layouts, one layout for each input.
+        """
+        likely: list[Layout] = []
+        for x in inputs:
+            count = x.shape[0] if x.dim() else 0
+            grouped = count != batch and count in rows and count % batch == 0
+            likely.append("first" if count == batch else "grouped" if grouped else "shared")
+        square = [x.dim() == 2 and x.shape[0] == x.shape[1] for x in inputs]  # a mask, where T happens to be B
+        masked: list[Layout] = ["shared" if s else layout for s, layout in zip(square, likely, strict=True)]
+        return [likely, masked] if any(square) and masked != likely else [likely]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
         """Where an output has its samples."""
-        if not value.dim() or value.shape[0] != batch:
-            raise GramianError(
-                f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis"
-            )
-        return "first"
+        rows = value.shape[0] if value.dim() else 0
+        if rows == batch:
+            return "first"
+        if rows and rows % batch == 0:
+            return "grouped"
+        raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, list[Tensor], Any]:
-        """Keep every input, a digest of every output (which the user may change in place), and the call itself."""
+        """Keep a copy of every input, a digest of every output, and the call itself."""
         output = forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        names = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
-        names += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+        arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
+        arguments += [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         outputs = pytree.tree_leaves(output)
         seen = observed(outputs, withheld=hasattr(forward, "plain"))
+        if not any(isinstance(y, Tensor) for y in outputs):
+            raise GramianError(
+                f"returns {type(output).__name__}; expected tensors, alone or in tuples, lists and dicts"
+            )
         device = inputs[0].device.type if inputs else "cpu"
         call = Call(
             forward=getattr(forward, "plain", forward),
             leaves=[None if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             places=[i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)],
-            names=names,
+            names=arguments,
             spec=spec,
             observed=seen,
+            output_rows=[outputs[i].shape[0] if outputs[i].dim() else 0 for i in seen],
             autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
-        return output, [*inputs, *(_digest(outputs[i]) for i in seen)], call
+        kept = [x.detach().clone() for x in inputs]  # the user may change them in place
+        return output, [*kept, *(_digest(outputs[i]) for i in seen)], call
 
     def gradients(
         self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
@@ -122,28 +148,53 @@ class Generic(Site):
         """One vector-Jacobian product per sample."""
         call: Call = extra
         inputs, digests = kept[: len(call.places)], kept[len(call.places) :]
-        trained = {n: p.detach() for n, p in module.named_parameters(recurse=self.whole) if p.requires_grad}
+        trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
             return {name: Dense(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
-        in_layouts = [self.input_layout(call.names[i], x, batch) for i, x in zip(call.places, inputs, strict=True)]
-        out_layouts = [self.output_layout(i, y, batch) for i, y in enumerate(output_gradients)]
+        arguments = [call.names[i] for i in call.places]
+        failure: GramianError | None = None
+        for layouts in self.input_layouts(arguments, inputs, call.output_rows, batch):
+            try:
+                gradients = self._by_sample(module, call, inputs, layouts, output_gradients, digests, trained, batch)
+            except GramianError as error:
+                failure = failure or error
+                continue
+            dtypes = [t.dtype for t in (*inputs, *output_gradients, *trained.values()) if t.is_floating_point()]
+            _, dtype, enabled = call.autocast
+            narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
+            return {name: Dense(gradients[name].detach(), narrowest) for name in trained}
+        assert failure is not None
+        raise failure
+
+    def _by_sample(
+        self,
+        module: nn.Module,
+        call: Call,
+        inputs: list[Tensor],
+        layouts: list[Layout],
+        output_gradients: list[Tensor],
+        digests: list[Tensor],
+        trained: dict[str, Tensor],
+        batch: int,
+    ) -> dict[str, Tensor]:
+        """{parameter: [B, *shape]}, if running by samples gives the outputs of the first run."""
+        out_layouts = [self.output_layout(i, g, batch) for i, g in enumerate(output_gradients)]
 
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
             """Outputs of one sample."""
-            with Borrowed(module, parameters):
-                ys = call.again([_whole(x, layout) for x, layout in zip(inputs, in_layouts, strict=True)])
+            with Borrowed(module, parameters, self.whole):
+                ys = call.again([_whole(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
             return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
-        split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, in_layouts, strict=True)]
+        split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
         split_gradients = [_split(g, layout, batch) for g, layout in zip(output_gradients, out_layouts, strict=True)]
-        dims = [None if layout == "shared" else 0 for layout in in_layouts]
+        dims = [None if layout == "shared" else 0 for layout in layouts]
         gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
-        for digest, y, layout in zip(digests, again, out_layouts, strict=True):
-            _refuse_other_output(digest, _digest(y.movedim(0, 1) if layout == "second" else y), y.dtype)
-        _, dtype, enabled = call.autocast
-        dtypes = [t.dtype for t in (*inputs, *output_gradients, *trained.values()) if t.is_floating_point()]
-        narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
-        return {name: Dense(gradients[name].detach(), narrowest) for name in trained}
+        for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
+            _refuse_other_output(
+                digest, _digest(_merged(y, layout)[:rows] if rows == 1 else _merged(y, layout)), y.dtype
+            )
+        return gradients
 
 
 def _map(
@@ -204,6 +255,13 @@ def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
     return t.movedim(1, 0) if layout == "second" else t
 
 
+def _merged(t: Tensor, layout: Layout) -> Tensor:
+    """Samples from axis 0 back to where the layer has them."""
+    if layout == "grouped":
+        return t.flatten(0, 1)
+    return t.movedim(0, 1) if layout == "second" else t
+
+
 def _whole(t: Tensor, layout: Layout) -> Tensor:
     """One sample as a batch of one."""
     return t if layout in ("shared", "grouped") else t.unsqueeze(1 if layout == "second" else 0)
@@ -227,30 +285,53 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
     if bool(off) and bool(digest.isfinite().all()):
         raise GramianError(
             "gives other outputs when its samples are run one by one (dropout, mixing of samples, another batch axis?); "
-            "expected a deterministic layer, or a registered site (register_site)"
+            "expected a deterministic layer, its parameters in a module of their own, or a registered site (register_site)"
         )
 
 
-class Borrowed:
-    """Let a module run on other tensors in place of some of its parameters, tied ones included."""
+def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
+    """{local name: parameter}: the module's direct ones and those in its ParameterLists and -Dicts, or all below it."""
+    if whole:
+        return dict(module.named_parameters())
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, child in module._modules.items():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            found |= {f"{name}.{local}": p for local, p in child.named_parameters()}
+    return found
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
-        """Find the places; nothing is swapped before the context is entered."""
-        swap = {id(module.get_parameter(name)): tensor for name, tensor in tensors.items()}
-        self.places: list[tuple[nn.Module, str, Tensor]] = [
-            (owner, local, swap[id(p)])
-            for owner in module.modules()
+
+class Borrowed:
+    """Let a module run on other tensors in place of some of its parameters, and on copies of its buffers."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], whole: bool) -> None:
+        """Find the places; nothing is swapped before the context is entered.
+
+        Args:
+            module: the module.
+            tensors: {local parameter name: what to put there}.
+            whole: True to swap every use inside the module, False for the module's own (a child explains its own).
+        """
+        own = own_parameters(module, whole)
+        swap = {id(own[name]): tensor for name, tensor in tensors.items()}
+        containers = [m for m in module._modules.values() if isinstance(m, nn.ParameterList | nn.ParameterDict)]
+        places: list[tuple[dict[str, Any], str, Tensor]] = [
+            (owner._parameters, local, swap[id(p)])
+            for owner in (module.modules() if whole else [module, *containers])
             for local, p in owner._parameters.items()
             if p is not None and id(p) in swap
         ]
+        places += [
+            (m._buffers, local, b.clone()) for m in module.modules() for local, b in m._buffers.items() if b is not None
+        ]
+        self.places = places
 
     def __enter__(self) -> None:
         """Swap."""
-        self.old = [owner._parameters[local] for owner, local, _ in self.places]
-        for owner, local, tensor in self.places:
-            owner._parameters[local] = tensor  # type: ignore[assignment]
+        self.old = [store[local] for store, local, _ in self.places]
+        for store, local, tensor in self.places:
+            store[local] = tensor
 
     def __exit__(self, *error: object) -> None:
         """Swap back."""
-        for (owner, local, _), old in zip(self.places, self.old, strict=True):
-            owner._parameters[local] = old
+        for (store, local, _), old in zip(self.places, self.old, strict=True):
+            store[local] = old

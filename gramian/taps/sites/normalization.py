@@ -57,7 +57,8 @@ class ChannelNorm(Site):
         """Scale and shift."""
         x, g = wide(kept[0]), wide(output_gradients[0])
         if isinstance(module, nn.GroupNorm):
-            hat = _standardise(x.reshape(x.shape[0], module.num_groups, -1), module.eps).reshape(x.shape)
+            together = torch.Size(x.shape[1:]).numel() // module.num_groups
+            hat = _standardise(x.reshape(x.shape[0], module.num_groups, together), module.eps).reshape(x.shape)
         elif module.training or not module.track_running_stats:
             hat = _standardise(x.flatten(2), float(module.eps)).reshape(x.shape)  # type: ignore[arg-type]
         else:

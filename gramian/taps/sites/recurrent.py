@@ -21,9 +21,9 @@ class Recurrent(Generic):
             return "has the batch on axis 1; expected batch_first=True"
         return super().check(module)
 
-    def input_layout(self, name: str, value: Tensor, batch: int) -> Layout:
+    def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
         """The sequence comes first; initial states are [layers, B, H]."""
-        return "first" if name in ("input", "0") else "second"
+        return [["first" if name in ("input", "0") else "second" for name in names]]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
         """The sequence comes first; final states are [layers, B, H]."""

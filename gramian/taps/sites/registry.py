@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from gramian.taps.sites.generic import Generic
+from gramian.taps.sites.generic import Generic, own_parameters
 from gramian.taps.sites.site import Site
 
 _BY_CLASS: dict[type, Site] = {}
@@ -27,12 +27,18 @@ def site_for(module: nn.Module) -> Site | None:
     """The site of a module, a generic one for unknown layers, None for modules without parameters of their own.
 
     A class is known if it, or a base class whose `forward` it inherits, is registered, and its parameters are ordinary
-    ones (not computed by a parametrization).
+    ones (not computed by a parametrization). An instance whose `forward` somebody replaced is unknown.
     """
     if hasattr(module, "parametrizations"):
         return Generic(whole=True)
+    function = getattr(module.__dict__.get("forward"), "__func__", None)
+    ours = function is type(module).forward or hasattr(function, "tapped")  # a copy or a pickle of a tapped module
+    if "forward" in module.__dict__ and not ours:
+        return Generic(whole=False) if own_parameters(module, whole=False) else None
     for base in type(module).__mro__:
         site = _BY_CLASS.get(base) or _BY_NAME.get(f"{base.__module__}.{base.__qualname__}")
         if site is not None and getattr(type(module), "forward", None) is getattr(base, "forward", None):
             return site
-    return Generic(whole=False) if any(p is not None for p in module._parameters.values()) else None
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return None  # their parameters are their parent's
+    return Generic(whole=False) if own_parameters(module, whole=False) else None

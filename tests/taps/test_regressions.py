@@ -1,0 +1,419 @@
+"""Wrong numbers and crashes that were once found by hand, each kept away by a test."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import gramian
+from gramian.verify import single_sample
+
+
+def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
+    """A sum of per-sample losses."""
+    return model(*inputs).square().sum()
+
+
+def assert_exact(model: nn.Module, *inputs: Tensor) -> None:
+    expected = single_sample.per_sample_norms(model, squares, inputs)
+    with gramian.per_sample_norms(model, "sum") as norms:
+        squares(model, *inputs).backward()
+    torch.testing.assert_close(norms.values, expected, rtol=1e-9, atol=0)
+
+
+class RelativeBias(nn.Module):
+    """T5's way: an embedding of distances, [T, T], shared by all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.mix = nn.Embedding(32, 1), nn.Linear(3, 3)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        places = torch.arange(x_BTD.shape[1])
+        weights_TT = self.bias(places[None, :] - places[:, None] + 16)[..., 0].softmax(1)
+        return weights_TT @ self.mix(x_BTD)
+
+
+@pytest.mark.parametrize("tokens", [4, 8, 7])
+def test_relative_positions_without_a_batch_axis_are_refused_whatever_their_length(tokens: int) -> None:
+    model = RelativeBias().double()
+    with pytest.raises(gramian.GramianError, match="bias.*expected"), gramian.per_sample_norms(model):
+        squares(model, torch.randn(4, tokens, 3, dtype=torch.float64)).backward()
+
+
+@pytest.mark.parametrize(
+    "places", [torch.arange(8), torch.arange(8) + 2, torch.arange(8).flip(0), torch.arange(4)], ids=str
+)
+def test_positions_without_a_batch_axis_are_refused_in_image_models_too(places: Tensor) -> None:
+    class Patches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.mix = nn.Embedding(12, 3), nn.Linear(3, 3)
+
+        def forward(self, image_BCHW: Tensor) -> Tensor:
+            return self.mix(image_BCHW.flatten(2).mT[:, : len(places)] + self.place(places))
+
+    model = Patches()
+    with pytest.raises(gramian.GramianError, match="place.*expected"), gramian.per_sample_norms(model):
+        squares(model, torch.randn(4, 3, 4, 4)).backward()
+
+
+class Conditioned(nn.Module):
+    """An image and a class label; the batch is as long as the image has channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label, self.conv = nn.Embedding(10, 4), nn.Conv2d(4, 4, 3)
+
+    def forward(self, image: Tensor, label: Tensor) -> Tensor:
+        return self.conv(image) + self.label(label)[:, :, None, None]
+
+
+def test_class_labels_are_rows_also_where_the_batch_equals_the_channels() -> None:
+    images, labels = torch.randn(4, 4, 5, 5, dtype=torch.float64), torch.tensor([3, 1, 3, 7])
+    assert_exact(Conditioned().double(), images, labels)
+
+
+def test_two_backwards_through_parts_of_one_forward_are_refused() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = heads
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return heads[0](x), heads[1](x)
+
+    model = Two()
+    with pytest.raises(gramian.GramianError, match="twice"), gramian.per_sample_norms(model):
+        first, second = model(x)
+        first.sum().backward()
+        second.sum().backward()
+
+
+def test_the_batch_size_of_an_inner_capture_ends_with_it() -> None:
+    model = nn.Linear(3, 2)
+    with gramian.per_sample_norms(model, "sum") as outer:
+        with gramian.per_sample_norms(model, "sum", batch_size=2):
+            squares(model, torch.randn(4, 3)).backward()
+        squares(model, torch.randn(4, 3)).backward()
+    assert outer.values.shape == (2 + 4,)
+
+
+def test_captures_that_disagree_about_the_batch_are_refused() -> None:
+    model = nn.Linear(3, 2)
+    with (
+        pytest.raises(gramian.GramianError, match="batch_size.*expected"),
+        gramian.per_sample_norms(model, batch_size=2),
+        gramian.per_sample_norms(model, batch_size=4),
+    ):
+        pass
+
+
+class Branches(nn.Module):
+    """A branch that is taken later, and then past its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.late = nn.Linear(3, 3), nn.Linear(3, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return nn.functional.linear(h, self.b.weight) if self.late else h
+
+
+def test_a_weight_that_the_first_batch_did_not_use_is_audited_when_it_is_used() -> None:
+    model, x = Branches(), torch.randn(4, 3)
+    with gramian.per_sample_norms(model):
+        squares(model, x).backward()
+    model.late = True
+    with pytest.raises(gramian.GramianError, match="b.weight"), gramian.per_sample_norms(model):
+        squares(model, x).backward()
+
+
+def test_sums_are_a_snapshot() -> None:
+    model, fisher = nn.Linear(3, 2), gramian.DiagonalFisher()
+    with gramian.observe(model, fisher) as seen:
+        squares(model, torch.randn(4, 3)).backward()
+        sums = seen.sums(fisher)
+        before = {key: value.clone() for key, value in sums.items()}
+        squares(model, torch.randn(4, 3)).backward()
+        with pytest.raises(gramian.GramianError, match="expected"):
+            seen.sums(gramian.DiagonalFisher())
+    assert all(torch.equal(sums[key], before[key]) for key in sums)
+
+
+def test_sums_over_other_parameters_do_not_merge() -> None:
+    fisher = gramian.DiagonalFisher()
+    with pytest.raises(gramian.GramianError, match="merge: b.*expected"):
+        fisher.merge({"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)})
+
+
+class TiedBias(nn.Module):
+    """BERT's head: a bias on the parent that is also the bias of its child."""
+
+    def __init__(self, own_use: bool) -> None:
+        super().__init__()
+        self.bias, self.decoder, self.own_use = nn.Parameter(torch.randn(5)), nn.Linear(3, 5), own_use
+        self.decoder.bias = self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.decoder(x)
+        return y * self.bias if self.own_use else y
+
+
+@pytest.mark.parametrize("own_use", [False, True])
+def test_a_parameter_of_a_parent_and_its_child_counts_once_for_each_use(own_use: bool) -> None:
+    assert_exact(nn.Sequential(nn.Linear(4, 3), TiedBias(own_use)).double(), torch.randn(4, 6, 4, dtype=torch.float64))
+
+
+class OneRow(nn.Module):
+    """Learned positions as a layer of their own: [1, T, D]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 9, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[:, : x.shape[1]]
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.mix = OneRow(), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x + self.positions(x)).tanh()
+
+
+def test_an_unknown_layer_may_give_one_row_for_all_samples() -> None:
+    assert_exact(Positions().double(), torch.randn(4, 5, 3, dtype=torch.float64))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x * self.scale if mask is None else mask @ (x * self.scale)
+
+
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def test_an_unknown_layer_may_see_several_rows_per_sample() -> None:
+    assert_exact(Flattened().double(), torch.randn(4, 5, 3, dtype=torch.float64))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril())
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 8])
+def test_a_mask_of_an_unknown_layer_belongs_to_all_samples(tokens: int) -> None:
+    assert_exact(Masked().double(), torch.randn(4, tokens, 3, dtype=torch.float64))
+
+
+def test_training_that_begins_inside_a_capture_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    with pytest.raises(gramian.GramianError, match="0.weight.*expected"), gramian.per_sample_norms(model):
+        model[0].requires_grad_(True)
+        squares(model, torch.randn(4, 3)).backward()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.layer, self.head = nn.Embedding(9, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.place(torch.arange(x.shape[1])[None])).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("order", ["ab", "ba", "sum"])
+def test_checkpointed_forwards_of_different_batches_may_run_backward_in_any_order(order: str) -> None:
+    model = Checkpointed().double()
+    a, b = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
+    expected = torch.cat([single_sample.per_sample_norms(model, squares, (x,)) for x in (a, b)])
+    with gramian.per_sample_norms(model, "sum") as norms:
+        losses = {"a": squares(model, a), "b": squares(model, b)}
+        if order == "sum":
+            (losses["a"] + losses["b"]).backward()
+        else:
+            for name in order:
+                losses[name].backward()
+    torch.testing.assert_close(norms.values, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.BatchNorm2d(4).eval()])
+def test_norm_layers_take_an_empty_batch(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), norm)
+    with gramian.per_sample_norms(model, "sum") as norms:
+        squares(model, torch.randn(0, 4, 8, 8)).backward()
+    assert norms.values.shape == (0,)
+
+
+class AddBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class ChangedInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.add = nn.Linear(3, 3), AddBias()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.add(h)
+        h.mul_(2)
+        return y + h
+
+
+def test_the_input_of_an_unknown_layer_may_be_changed_in_place() -> None:
+    assert_exact(ChangedInput().double(), torch.randn(4, 3, dtype=torch.float64))
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList([torch.randn(3), torch.randn(3)])
+        self.named = nn.ParameterDict({"a": torch.randn(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.many[0] + self.many[1].exp() * self.named["a"] * x.square()
+
+
+def test_parameters_in_lists_and_dicts_belong_to_their_parent() -> None:
+    assert_exact(nn.Sequential(nn.Linear(3, 3), Lists()).double(), torch.randn(4, 5, 3, dtype=torch.float64))
+
+
+def test_running_a_layer_again_leaves_its_buffers_alone() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * self.weight
+
+    model = nn.Sequential(nn.Linear(3, 3), Counter())
+    with gramian.per_sample_norms(model, "sum"):
+        squares(model, torch.randn(4, 3)).backward()
+    assert model[1].calls == 1
+
+
+def test_an_error_behind_an_expanded_row_says_who_expanded_it() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = nn.Embedding(9, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.place(torch.arange(x.shape[1])[None]).repeat(len(x), 1, 1)
+
+    model = Repeats()
+    with pytest.raises(RuntimeError) as caught, gramian.per_sample_norms(model):
+        squares(model, torch.randn(4, 5, 3)).backward()
+    assert any("place" in note and "4 rows" in note for note in caught.value.__notes__)
+
+
+class Fails(torch.autograd.Function):
+    """A layer whose backward breaks off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise OSError("out of something")
+
+
+def test_a_backward_that_failed_half_way_spoils_the_sums_loudly() -> None:
+    class Breaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.broken = nn.Linear(3, 3), nn.Linear(3, 2), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(Fails.apply(h) if self.broken else h)
+
+    model, fisher = Breaks(), gramian.DiagonalFisher()
+    with gramian.observe(model, fisher, loss_reduction="sum") as seen:
+        with pytest.raises(OSError, match="out of something"):
+            squares(model, torch.randn(4, 3)).backward()
+        model.broken = False
+        squares(model, torch.randn(4, 3)).backward()
+        with pytest.raises(gramian.GramianError, match="failed half-way.*expected"):
+            seen[fisher]
+    with pytest.raises(gramian.GramianError, match="failed half-way"):
+        seen[fisher]
+
+
+def test_the_precision_of_the_users_own_products_does_not_reach_the_statistics() -> None:
+    left, right = torch.randn(4, 200, 48), torch.randn(4, 200, 64)
+    seen: list[str] = []
+
+    class Peek(gramian.PerSampleNorms):
+        def update(self, sums: Any, record: Any) -> None:
+            seen.append(torch.get_float32_matmul_precision())
+            super().update(sums, record)
+
+    model = nn.Linear(64, 48)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with gramian.observe(model, Peek(), audit=False):
+            (model(right) * left).sum().backward()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {"highest"}
+
+
+def test_an_instance_whose_forward_was_replaced_is_an_unknown_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    own = type(model[0]).forward
+    model[0].forward = lambda x: 2 * own(model[0], x)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    plain.load_state_dict(model.state_dict())
+    expected = single_sample.per_sample_norms(plain, lambda m, x: m[1](2 * m[0](x)).square().sum(), (x,))
+    with gramian.per_sample_norms(model, "sum") as norms:
+        squares(model, x).backward()
+    torch.testing.assert_close(norms.values, expected, rtol=1e-9, atol=0)
+    assert norms.coverage["0.weight"].kind == "generic"
+
+
+@pytest.mark.parametrize("nonsense", [gramian.DiagonalFisher, "fisher", None])
+def test_statistics_that_are_none_are_refused(nonsense: Any) -> None:
+    with pytest.raises(gramian.GramianError, match="statistics.*expected"):
+        gramian.observe(nn.Linear(3, 2), nonsense)
