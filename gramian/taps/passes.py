@@ -236,7 +236,7 @@ def refuse_unbatched_indices(pass_: Pass, layer: str, kept: Sequence[Tensor]) ->
     if bare or (doubtful and _looks_like_positions(index)):
         raise GramianError(
             f"{layer or 'model'}: saw indices of shape {list(index.shape)} for a batch of {batch}, "
-            "which look like positions without a batch axis; expected the batch first, or one row for all samples, such as [1, T]"
+            "which look like positions without a batch axis; expected the batch first, or one row for all, such as [1, T]"
         )
 
 

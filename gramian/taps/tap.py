@@ -237,9 +237,7 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
     """
     owner, hub = tap.owner, tap.hub
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not LISTENERS.anywhere:  # the first thing asked, of one object, so that idle taps cost a graph one guard
-            return _plain(self, original, owner)(*args, **kwargs)
+    def listened(self: nn.Module, args: Any, kwargs: Any) -> Any:
         plain = _plain(self, original, owner)
         if not hub.live or owner() is not self or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
@@ -256,8 +254,20 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
         hub.leave_root()
         return output
 
-    forward.tapped = owner  # type: ignore[attr-defined]
-    return forward
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if LISTENERS.anywhere:  # one object for all taps: idle ones cost a compiled graph one guard
+            return listened(self, args, kwargs)
+        return type(self).forward(self, *args, **kwargs)
+
+    def forward_of_another(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if LISTENERS.anywhere:
+            return listened(self, args, kwargs)
+        return _plain(self, original, owner)(*args, **kwargs)
+
+    chosen = forward if original is None else forward_of_another
+    chosen.tapped = owner  # type: ignore[attr-defined]
+    chosen.__name__ = "forward"  # under which a pickle finds the class's own
+    return chosen
 
 
 def _plain(module: nn.Module, original: Any, owner: Any) -> Callable[..., Any]:
