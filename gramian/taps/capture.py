@@ -14,7 +14,7 @@ from gramian.parallel.sums import all_reduce
 from gramian.taps.audit import Audit
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
-from gramian.taps.names import join, named_modules
+from gramian.taps.names import named_parameters
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import AdditiveStatistic, Forgets, HasAlgorithm, Statistic
 from gramian.taps.units import Units
@@ -151,9 +151,7 @@ class Capture:
     def _placed(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
         root = self._hub.root()
         assert root is not None
-        places = {
-            join(n, local): p for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None
-        }
+        places = dict(named_parameters(root))
         return {name: place_like(value, places[name]) for name, value in result.items()}
 
     def sums(self, statistic: Statistic) -> Any:
@@ -186,12 +184,9 @@ class Capture:
         assert root is not None
         covers: dict[str, Cover] = {}
         seen: set[int] = set()
-        for module_name, module in named_modules(root):
-            for local, p in module._parameters.items():
-                if p is None or id(p) in seen:
-                    continue
+        for name, p in named_parameters(root):
+            if id(p) not in seen:  # a tied one goes by its first name
                 seen.add(id(p))
-                name = join(module_name, local)
                 kind = self._hub.parameters[name].kind if name in self._hub.parameters else ""
                 covers[name] = self._covers.get(name) or Cover("unused" if p.requires_grad else "frozen", kind)
         return Coverage(covers)
@@ -200,10 +195,8 @@ class Capture:
         """Trainable parameters that are themselves what the forward reads (FSDP2 shows another tensor there)."""
         root = self._hub.root()
         assert root is not None
-        pairs = [
-            (join(n, local), p) for n, m in named_modules(root) for local, p in m._parameters.items() if p is not None
-        ]
-        return [(name, p) for name, p in pairs if name in self._hub.parameters and not hasattr(p, "placements")]
+        known = self._hub.parameters
+        return [(n, p) for n, p in named_parameters(root) if n in known and not hasattr(p, "placements")]
 
     # ---- listening ----------------------------------------------------------------------------------------------------
 

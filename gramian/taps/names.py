@@ -57,6 +57,14 @@ def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = Non
             yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
 
 
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place of a parameter under the user's name for it; a tied one has several."""
+    for name, module in named_modules(root):
+        for local, p in module._parameters.items():
+            if p is not None:
+                yield join(name, local), p
+
+
 def parameter(module: nn.Module, local: str) -> nn.Parameter:
     """What stands under a parameter's local name right now: the parameter, or a tensor in its place."""
     owner, _, leaf = local.rpartition(".")
