@@ -40,8 +40,8 @@ def seconds(step: Callable[[], Any], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, steps: int, warm_up: int) -> dict[str, float]:
-    """Median seconds of each variant; every round runs all of them, in alternating order, so drift hits all alike."""
+def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, steps: int, warm_up: int) -> dict[str, list[float]]:
+    """Seconds per step of each variant in each round; every round runs all of them, in alternating order."""
     for step in variants.values():
         seconds(step, warm_up)
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -49,7 +49,12 @@ def take_turns(variants: dict[str, Callable[[], Any]], rounds: int, steps: int, 
         order = list(variants) if turn % 2 == 0 else list(variants)[::-1]
         for name in order:
             times[name].append(seconds(variants[name], steps))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> float:
+    """Median over rounds of the ratio within a round, so that drift between rounds drops out."""
+    return statistics.median(time / against for time, against in zip(times, base, strict=True))
 
 
 def write(name: str, results: Any) -> Path:

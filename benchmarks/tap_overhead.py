@@ -5,6 +5,7 @@ the script can be tried anywhere; only the GPU numbers are committed.
 """
 
 import argparse
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import gramian
-from benchmarks._timing import take_turns, write
+from benchmarks._timing import ratio, take_turns, write
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.taps import hub_of
 
@@ -52,7 +53,7 @@ def measure(config: GPTConfig, batch: int, compiled: bool, rounds: int, steps: i
                     plain()
 
         variants[name] = step
-    medians = take_turns(variants, rounds, steps, warm_up=5)
+    times = take_turns(variants, rounds, steps, warm_up=5)
     memory = {}
     if device == "cuda":
         for name, step in variants.items():
@@ -60,13 +61,13 @@ def measure(config: GPTConfig, batch: int, compiled: bool, rounds: int, steps: i
             before = torch.cuda.memory_allocated()
             step()
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    base = medians["untouched"]
+    base = times["untouched"]
     return {
         "batch": batch,
         "length": config.context,
         "mode": "compiled" if compiled else "eager",
-        "milliseconds": {name: value * 1e3 for name, value in medians.items()},
-        "ratio": {name: value / base for name, value in medians.items()},
+        "milliseconds": {name: statistics.median(values) * 1e3 for name, values in times.items()},
+        "ratio": {name: ratio(values, base) for name, values in times.items()},
         "peak_gib_above_start": memory,
     }
 
