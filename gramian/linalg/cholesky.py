@@ -1,0 +1,104 @@
+"""Solving a small symmetric system that ought to be positive definite, and saying what it took."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.linalg.eigen import eigendecompose
+
+LARGEST_JITTER = 1e-1
+"""Relative to the mean diagonal; a matrix that needs more is decomposed instead."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a factorisation."""
+
+    jitter: float
+    """What was added to the diagonal, absolute."""
+    result: str
+    """"ok", "not positive definite", or the name of the fallback."""
+
+
+class Cholesky:
+    """M = L Lᵀ for a symmetric M [n, n], with a way out whenever M is not quite positive definite.
+
+    The factorisation is launched at once; whether it worked is looked at on first use, so that a GPU can be handed many of
+    them before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
+    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter. Every try is in
+    `attempts`. Cost: n³/3 FLOPs for each.
+    """
+
+    def __init__(self, matrix: Tensor, first_jitter: float) -> None:
+        """Launch the plain factorisation.
+
+        Args:
+            matrix: M, symmetric, float32 or float64. It is kept until the first use.
+            first_jitter: relative to the mean diagonal.
+        """
+        self._matrix: Tensor | None = matrix
+        self._first_jitter = first_jitter
+        self._attempts: list[Attempt] = []
+        self._eigen: tuple[Tensor, Tensor] | None = None
+        self._lower, self._info = torch.linalg.cholesky_ex(matrix)
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """What was tried, the last one with success."""
+        self._settle()
+        return tuple(self._attempts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = (self._lower,) if self._eigen is None else self._eigen
+        return sum(t.nbytes for t in held)
+
+    def solve(self, y_NK: Tensor) -> Tensor:
+        """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs."""
+        self._settle()
+        if self._eigen is None:
+            return torch.cholesky_solve(y_NK.to(self._lower.dtype), self._lower)
+        values, vectors = self._eigen
+        return vectors @ ((vectors.mT @ y_NK.to(vectors.dtype)) / values[:, None])
+
+    def logdet(self) -> Tensor:
+        """log det M."""
+        self._settle()
+        if self._eigen is None:
+            return 2 * self._lower.diagonal().log().sum()
+        return self._eigen[0].log().sum()
+
+    def _settle(self) -> None:
+        """Look at the result, and go on until there is one.
+
+        Raises:
+            GramianError: if M holds NaN or infinity.
+        """
+        matrix, self._matrix = self._matrix, None
+        if matrix is None:
+            return
+        if self._succeeded(0.0):
+            return
+        if not bool(matrix.isfinite().all()):
+            raise GramianError("cholesky: the matrix holds NaN or infinity; expected finite numbers")
+        scale = float(matrix.diagonal().double().abs().mean()) or 1.0
+        jitter = self._first_jitter
+        while jitter <= LARGEST_JITTER:
+            shifted = matrix.clone()
+            shifted.diagonal().add_(jitter * scale)
+            self._lower, self._info = torch.linalg.cholesky_ex(shifted)
+            if self._succeeded(jitter * scale):
+                return
+            jitter *= 10
+        values, vectors, where = eigendecompose(matrix)
+        floor = max(self._first_jitter * scale, torch.finfo(values.dtype).tiny)
+        self._eigen = (values.clamp(min=floor), vectors)
+        self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
+
+    def _succeeded(self, jitter: float) -> bool:
+        good = int(self._info) == 0 and bool(self._lower.diagonal().isfinite().all())
+        self._attempts.append(Attempt(jitter, "ok" if good else "not positive definite"))
+        return good

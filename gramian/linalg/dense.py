@@ -1,0 +1,179 @@
+"""A matrix held whole; its eigenvectors are found when they are first asked for."""
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.linalg.cholesky import Cholesky
+from gramian.linalg.eigen import eigendecompose
+from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
+from gramian.linalg.stored import Stored, store_symmetric
+
+
+class Dense(Spectral):
+    """M [n, n]. Bytes: n² at rest, n² more once decomposed. Decomposition: 9n³ FLOPs; Cholesky: n³/3."""
+
+    kind = "dense"
+
+    def __init__(self, stored: Stored) -> None:
+        """Keep the stored matrix; nothing is computed."""
+        self.stored = stored
+        self.dim = stored.body.shape[0]
+        self.work = Work()
+        self._eigen: tuple[Tensor, Tensor] | None = None
+        self._cholesky: dict[float, Cholesky] = {}
+        self._largest: Tensor | None = None
+
+    @classmethod
+    def of(cls, matrix_NN: Tensor, storage: torch.dtype | None = None) -> "Dense":
+        """Store a symmetric matrix.
+
+        Args:
+            matrix_NN: M.
+            storage: dtype at rest; None: its own.
+
+        Raises:
+            GramianError: if it is not square or too wide.
+        """
+        if matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1] or matrix_NN.shape[0] > WIDEST_DENSE:
+            raise GramianError(
+                f"factor: expected a square matrix of side {WIDEST_DENSE} at most, got {list(matrix_NN.shape)}"
+            )
+        return cls(store_symmetric(matrix_NN, storage or matrix_NN.dtype))
+
+    @property
+    def rank(self) -> int:
+        """All directions."""
+        return self.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 if stored so, else float32."""
+        return self.stored.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of the body."""
+        return self.stored.body.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the body."""
+        return self.stored.body.device
+
+    @property
+    def nbytes(self) -> int:
+        """Matrix and decompositions."""
+        held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
+        return self.stored.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """As measured when it was stored."""
+        return self.stored.relative_error
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """2·n²·k FLOPs."""
+        return self.stored.load(device=y_NK.device) @ y_NK.to(self.dtype)
+
+    def trace(self) -> Tensor:
+        """Sum of the diagonal."""
+        return self.diagonal().double().sum()
+
+    def diagonal(self) -> Tensor:
+        """The stored diagonal."""
+        body = self.stored.body.diagonal().to(self.dtype)
+        scales = [t.to(body) for t in (self.stored.left, self.stored.right) if t is not None]
+        for scale in scales:
+            body = body * scale
+        return body
+
+    def frobenius(self) -> Tensor:
+        """Over all entries."""
+        norm: Tensor = torch.linalg.vector_norm(self.stored.load(), dtype=torch.float64)
+        return norm
+
+    def largest_bound(self) -> Tensor:
+        """σ_max where it is known, else ‖M‖_F."""
+        if self._eigen is not None:
+            return self._eigen[0].max().double()
+        if self._largest is None:
+            self._largest = self.frobenius()
+        return self._largest
+
+    @property
+    def spectrum(self) -> Tensor:
+        """σ; rounding and quantisation may make them slightly negative, so they are taken as 0 at least."""
+        return self._decomposed()[0]
+
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Qᵀ Y."""
+        return self._decomposed()[1].to(y_NK).mT @ y_NK
+
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """Q C."""
+        return self._decomposed()[1].to(c_RK) @ c_RK
+
+    def _decomposed(self) -> tuple[Tensor, Tensor]:
+        if self._eigen is None:
+            try:
+                values, vectors, self.work.decomposed = eigendecompose(self.stored.load())
+            except GramianError as error:
+                if "NaN" in str(error):
+                    raise
+                self.work.fallback = f"diagonal in place of eigenvectors: {error}"
+                values, vectors = self.diagonal(), torch.eye(self.dim, dtype=self.dtype, device=self.device)
+            self._eigen = (values.clamp(min=0), vectors)
+        return self._eigen
+
+    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+        """Launch the Cholesky factorisation of M + λI; one damping is kept."""
+        if damping in self._cholesky:
+            return
+        matrix = self.stored.load(dtype=self.working_dtype(damping))
+        matrix = matrix.clone() if matrix.data_ptr() == self.stored.body.data_ptr() else matrix
+        matrix.diagonal().add_(damping)
+        self._cholesky = {damping: Cholesky(matrix, first_jitter)}
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """n³/3 FLOPs once, then 2·n²·k."""
+        self.prepare_solve(damping, first_jitter)
+        solution = self._cholesky[damping].solve(y_NK.to(self.device)).to(device=y_NK.device, dtype=self.dtype)
+        self.work.attempts = [vars(attempt) for attempt in self._cholesky[damping].attempts]
+        return solution
+
+    def logdet(self, damping: float) -> Tensor:
+        """From eigenvalues where they are known, else by Cholesky."""
+        if self._eigen is not None:
+            return (self._eigen[0].double() + damping).log().sum()
+        matrix = self.stored.load(dtype=torch.float64).clone()
+        matrix.diagonal().add_(damping)
+        return Cholesky(matrix, 1e-12).logdet()
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Sum of the matrices."""
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        total = mine * self.stored.load() + theirs * other.dense().to(device=self.device, dtype=self.dtype)
+        return Dense.of(total, self.storage_dtype)
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """The leading eigenpairs as a low-rank factor."""
+        from gramian.linalg.low_rank import LowRank
+
+        values, vectors = self._decomposed()
+        descending = values.flip(0)
+        kept = kept_rank(descending, rank, energy)
+        columns = vectors.flip(1)[:, :kept] * descending[:kept].sqrt()
+        lost = float(descending[kept:].double().sum())
+        return Compressed(LowRank.of(columns, self.storage_dtype), lost)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Dense":
+        """Moved, or stored again."""
+        if dtype is not None and dtype != self.storage_dtype:
+            return Dense(store_symmetric(self.stored.load(device=device), dtype))
+        return Dense(self.stored.to(device))
+
+    def dense(self) -> Tensor:
+        """As stored."""
+        return self.stored.load()

@@ -1,0 +1,435 @@
+"""M = diag(d) ± U Uᵀ: the exact Fisher of a softmax head (minus), a tied embedding and head (plus), token counts (no U).
+
+Woodbury with a diagonal that varies: S = I ± Uᵀ D_λ⁻¹ U with D_λ = d + λ, and
+(M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For the softmax head S is nearly singular (M·1 = 0), so it is formed in float64.
+Exact: p = ±1 (and all integers), trace, Frobenius norm, log det; every power if U is empty. Other powers are sums of shifted
+inverses, and shifts that differ by column are solved by conjugate gradients; `work.error_bound` says how well.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.linalg.cholesky import Cholesky
+from gramian.linalg.columns import Columns
+from gramian.linalg.dense import Dense
+from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Spectral, Work, raised
+from gramian.linalg.low_rank import LowRank
+from gramian.linalg.rational import rational_power
+from gramian.linalg.stored import Stored, store_columns
+
+CG_STEPS = 1000
+CG_TOLERANCE = 1e-12
+
+
+class Diagonal(Spectral):
+    """M = diag(d), d ≥ 0. Bytes: n. Everything is exact."""
+
+    kind = "diagonal"
+
+    def __init__(self, values_N: Tensor) -> None:
+        """Keep d."""
+        self.values_N = values_N
+        self.dim = len(values_N)
+        self.work = Work()
+
+    @property
+    def rank(self) -> int:
+        """All directions."""
+        return self.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of d."""
+        return self.values_N.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of d."""
+        return self.values_N.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of d."""
+        return self.values_N.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of d."""
+        return self.values_N.nbytes
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """None: a diagonal is kept in full."""
+        return torch.zeros((), device=self.device)
+
+    @property
+    def spectrum(self) -> Tensor:
+        """d itself: the basis is the standard one."""
+        return self.values_N
+
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Y."""
+        return y_NK
+
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """C."""
+        return c_RK
+
+    def working_dtype(self, damping: float) -> torch.dtype:
+        """Nothing cancels."""
+        return self.dtype
+
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """(d + λ)^p ⊙ Y."""
+        shifted = raised(self.values_N + damping, self._floor(damping, max_condition))
+        return shifted.pow(p).to(y_NK.device)[:, None] * y_NK.to(self.dtype)
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """d ⊙ Y."""
+        return self.values_N.to(y_NK.device)[:, None] * y_NK.to(self.dtype)
+
+    def trace(self) -> Tensor:
+        """Σ d."""
+        return self.values_N.double().sum()
+
+    def frobenius(self) -> Tensor:
+        """‖d‖."""
+        norm: Tensor = torch.linalg.vector_norm(self.values_N, dtype=torch.float64)
+        return norm
+
+    def largest_bound(self) -> Tensor:
+        """max d."""
+        return self.values_N.max().double()
+
+    def diagonal(self) -> Tensor:
+        """The diagonal d."""
+        return self.values_N
+
+    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+        """Nothing to prepare."""
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """Y / (d + λ)."""
+        return self.power(y_NK, -1.0, damping)
+
+    def logdet(self, damping: float) -> Tensor:
+        """Σ log(d + λ)."""
+        return (self.values_N.double() + damping).log().sum()
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Diagonals add; anything else takes this one in."""
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        if isinstance(other, Diagonal):
+            return Diagonal(mine * self.values_N + theirs * other.values_N.to(self.values_N))
+        if isinstance(other, DiagonalLowRank):
+            return other.merge(self, theirs, mine)
+        if isinstance(other, LowRank) and (other.rank < self.dim or self.dim > WIDEST_DENSE):
+            kept = store_columns(other.columns.stored.load() * theirs**0.5, other.storage_dtype)
+            return DiagonalLowRank(mine * self.values_N.to(other.device), kept, +1)
+        return Dense.of(
+            mine * torch.diag(self.values_N).to(other.device, other.dtype) + theirs * other.dense(), other.storage_dtype
+        )
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """A diagonal is as small as it gets."""
+        return Compressed(self, 0.0)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
+        """Moved; kept in float32 at least."""
+        wide = None if dtype is None else torch.float64 if dtype == torch.float64 else torch.float32
+        return Diagonal(self.values_N.to(device=device, dtype=wide))
+
+    def dense(self) -> Tensor:
+        """diag(d)."""
+        return torch.diag(self.values_N)
+
+
+class DiagonalLowRank(Factor):
+    """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
+
+    def __init__(self, values_N: Tensor, stored: Stored, sign: int) -> None:
+        """Keep d and U.
+
+        Args:
+            values_N: d.
+            stored: U [n, r].
+            sign: +1 or -1.
+        """
+        self.values_N, self.columns, self.sign = values_N, Columns(stored), sign
+        self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
+        self.dim = len(values_N)
+        self.work = Work()
+        self._small: dict[float, Cholesky] = {}
+        self._whole: Dense | None = None
+
+    @classmethod
+    def of(
+        cls, values_N: Tensor, columns_NR: Tensor, sign: int, storage: torch.dtype | None = None
+    ) -> "DiagonalLowRank":
+        """Store U; d stays as it is."""
+        return cls(values_N, store_columns(columns_NR, storage or columns_NR.dtype), sign)
+
+    @classmethod
+    def softmax(cls, weighted_p_NR: Tensor, storage: torch.dtype) -> "DiagonalLowRank":
+        """Σ_t (p̃_t-scaled diagonal) − U Uᵀ for columns u_t = √w_t p_t, positive semi-definite also after rounding.
+
+        diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
+        d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t.
+        """
+        stored = store_columns(weighted_p_NR, storage)
+        kept = Columns(stored)
+        sums_R = torch.zeros(kept.count, dtype=torch.float64, device=weighted_p_NR.device)
+        for rows in kept.blocks():
+            sums_R += stored.load(rows).sum(0, dtype=torch.float64)
+        d_N = torch.cat([stored.load(rows, torch.float64) @ sums_R for rows in kept.blocks()])
+        return cls(d_N.to(stored.dtype), stored, -1)
+
+    @property
+    def rank(self) -> int:
+        """Columns of U."""
+        return self.columns.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 if stored so, else float32."""
+        return self.columns.stored.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of U."""
+        return self.columns.stored.body.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of U."""
+        return self.columns.stored.body.device
+
+    @property
+    def nbytes(self) -> int:
+        """d, U and the small system."""
+        whole = 0 if self._whole is None else self._whole.nbytes
+        return self.values_N.nbytes + self.columns.stored.nbytes + sum(c.nbytes for c in self._small.values()) + whole
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """Twice that of U, relative to U Uᵀ."""
+        return 2 * self.columns.stored.relative_error
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """d ⊙ Y ± U(UᵀY). 4·n·r·k FLOPs."""
+        y_NK = y_NK.to(self.dtype)
+        return self._shifted_matvec(y_NK, self.values_N.to(y_NK)[:, None])
+
+    def _shifted_matvec(self, y_NK: Tensor, d_N1: Tensor) -> Tensor:
+        return d_N1 * y_NK + self.sign * self.columns.times(self.columns.transposed_times(y_NK))
+
+    def trace(self) -> Tensor:
+        """Σ d ± ‖U‖²."""
+        return self.values_N.double().sum() + self.sign * self.columns.squares_N().sum()
+
+    def diagonal(self) -> Tensor:
+        """d ± squared row norms of U."""
+        return (self.values_N.double() + self.sign * self.columns.squares_N()).to(self.dtype)
+
+    def frobenius(self) -> Tensor:
+        """√(‖d‖² ± 2 Σ d_i‖u_i‖² + ‖UᵀU‖²)."""
+        d_N = self.values_N.double()
+        cross = (d_N * self.columns.squares_N()).sum()
+        return (d_N.square().sum() + 2 * self.sign * cross + self.columns.gram().square().sum()).clamp(min=0).sqrt()
+
+    def largest_bound(self) -> Tensor:
+        """max d, plus ‖UᵀU‖_F where U adds."""
+        top = self.values_N.max().double()
+        if self.sign < 0:
+            return top
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        return top + norm
+
+    def eigenvalues(self) -> Tensor:
+        """From the matrix written out.
+
+        Raises:
+            GramianError: if the side is wider than `WIDEST_DENSE`.
+        """
+        return torch.linalg.eigvalsh(self.to_dense().double()).clamp(min=0).to(self.dtype)
+
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
+        if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
+            return self._written_out().power(y_NK, p, damping, max_condition)
+        damping = self._clipped_damping(damping, max_condition)
+        whole = -int(-p // 1)  # ceiling
+        fraction, out = p - whole, y_NK.to(torch.float64)
+        if fraction:
+            fit = rational_power(fraction, damping, float(self.largest_bound()) + damping)
+            total = fit.constant * out
+            for weight, shift in zip(fit.weights, fit.shifts, strict=True):
+                total = total + weight * self._solve(out, damping + shift, keep=False)
+            out, self.work.error_bound = total, fit.error
+        for _ in range(whole):
+            out = self._shifted_matvec(out, (self.values_N.double() + damping).to(out.device)[:, None])
+        for _ in range(-whole):
+            out = self._solve(out, damping, keep=True)
+        return out.to(self.dtype)
+
+    def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
+        """(s_j M + λI)^p y_j for every column j, for the joint damping of a Kronecker product.
+
+        p = -1 by conjugate gradients with the diagonal as preconditioner, in float64, until no column's residual exceeds
+        `CG_TOLERANCE`; the error bound residual/(λ‖x‖) of the worst column is in `work.error_bound`.
+        """
+        whole = -int(-p // 1)
+        fraction, out, scales = p - whole, y_NK.to(torch.float64), scales_K.to(y_NK.device, torch.float64)
+        bound = 0.0
+        if fraction:
+            top = float(self.largest_bound()) * float(scales.max()) + damping
+            fit = rational_power(fraction, damping, top)
+            total, bound = fit.constant * out, fit.error
+            for weight, shift in zip(fit.weights, fit.shifts, strict=True):
+                part, error = self._conjugate_gradients(out, scales, damping + shift)
+                total, bound = total + weight * part, max(bound, error)
+            out = total
+        for _ in range(whole):
+            out = scales * self._shifted_matvec(out, self.values_N.to(out)[:, None]) + damping * out
+        for _ in range(-whole):
+            out, error = self._conjugate_gradients(out, scales, damping)
+            bound = max(bound, error)
+        self.work.error_bound = bound
+        return out.to(self.dtype)
+
+    def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, float]:
+        d_N1 = self.values_N.to(b_NK)[:, None]
+        conditioner = 1.0 / (self.diagonal().clamp(min=0).to(b_NK)[:, None] * scales_K + damping)
+        x = torch.zeros_like(b_NK)
+
+        def system(v: Tensor) -> Tensor:
+            return scales_K * self._shifted_matvec(v, d_N1) + damping * v
+
+        r = b_NK - system(x)
+        z = conditioner * r
+        direction, rz = z, (r * z).sum(0)
+        target = CG_TOLERANCE * b_NK.norm(dim=0)
+        for _ in range(CG_STEPS):
+            if bool((r.norm(dim=0) <= target).all()):
+                break
+            image = system(direction)
+            step = rz / (direction * image).sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+            x, r = x + step * direction, r - step * image
+            z = conditioner * r
+            rz_next = (r * z).sum(0)
+            direction = z + (rz_next / rz.clamp(min=torch.finfo(torch.float64).tiny)) * direction
+            rz = rz_next
+        residual = (b_NK - system(x)).norm(dim=0)
+        size = x.norm(dim=0)
+        bounds = torch.where(size > 0, residual / (damping * size.clamp(min=1e-300)), 0.0)
+        return x, float(bounds.max()) if len(bounds) else 0.0
+
+    def _written_out(self) -> Dense:
+        """M as a dense factor, kept."""
+        if self._whole is None:
+            self._whole = Dense.of(self.to_dense())
+        return self._whole
+
+    def _clipped_damping(self, damping: float, max_condition: float | None) -> float:
+        """λ, or the clip's floor where single eigenvalues would have to be raised.
+
+        Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it.
+        """
+        if self.clips_nothing(damping, max_condition):
+            return damping
+        assert max_condition is not None
+        raised_to = (float(self.largest_bound()) + damping) / max_condition
+        self.work.clip_note = f"damping raised to the clip's floor {raised_to:.3g}; eigenvalues within a factor of 2"
+        self.work.error_bound = 1.0
+        return raised_to
+
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """Nothing, where the bound shows it; else from the matrix written out, or all, by raising the damping."""
+        if self.clips_nothing(damping, max_condition):
+            return Clip(0, self.dim, 0.0, (float(self.largest_bound()) + damping) / max_condition)
+        if self.dim <= WIDEST_DENSE:
+            return self._written_out().clip(damping, max_condition)
+        floor = self._clipped_damping(damping, max_condition)
+        return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
+
+    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+        """Launch the factorisation of S; one damping is kept."""
+        if damping not in self._small:
+            self._small = {damping: self._system(damping, first_jitter)}
+
+    def _system(self, damping: float, first_jitter: float) -> Cholesky:
+        small = self.columns.gram(1.0 / (self.values_N.double() + damping)) * self.sign
+        small.diagonal().add_(1.0)
+        return Cholesky(small, first_jitter)
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
+        """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
+        self.prepare_solve(damping, first_jitter)
+        return self._solve(y_NK.to(torch.float64), damping, keep=True).to(self.dtype)
+
+    def _solve(self, y_NK: Tensor, damping: float, keep: bool) -> Tensor:
+        if keep:
+            self.prepare_solve(damping, 1e-12)
+        system = self._small[damping] if keep else self._system(damping, 1e-12)
+        d_N1 = (self.values_N.double() + damping).to(y_NK.device)[:, None]
+        scaled = y_NK / d_N1
+        inner = system.solve(self.columns.transposed_times(scaled).to(self.device)).to(scaled)
+        if keep:
+            self.work.attempts = [vars(attempt) for attempt in system.attempts]
+        return scaled - self.sign * self.columns.times(inner) / d_N1
+
+    def logdet(self, damping: float) -> Tensor:
+        """Σ log(d + λ) + log det S."""
+        return (self.values_N.double() + damping).log().sum() + self._system(damping, 1e-14).logdet()
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Diagonals add, columns stand side by side.
+
+        Raises:
+            GramianError: if the signs differ or the other has a form that does not fit.
+        """
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        if isinstance(other, Diagonal):
+            total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
+            return DiagonalLowRank.of(total, mine**0.5 * self.columns.stored.load(), self.sign, self.storage_dtype)
+        if isinstance(other, Dense):
+            return Dense.of(
+                mine * self.to_dense() + theirs * other.dense().to(self.device, self.dtype), self.storage_dtype
+            )
+        zero = torch.zeros_like(self.values_N)
+        if isinstance(other, DiagonalLowRank) and other.sign == self.sign:
+            d_N, columns = other.values_N, other.columns
+        elif isinstance(other, LowRank) and self.sign > 0:
+            d_N, columns = zero, other.columns
+        else:
+            raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
+        parts = [
+            mine**0.5 * self.columns.stored.load(),
+            theirs**0.5 * columns.stored.load().to(self.device, self.dtype),
+        ]
+        total = mine * self.values_N + theirs * d_N.to(self.values_N)
+        if self.rank + columns.count >= self.dim <= WIDEST_DENSE:
+            joined = torch.cat(parts, dim=1)
+            return Dense.of(torch.diag(total) + self.sign * (joined @ joined.mT), self.storage_dtype)
+        return DiagonalLowRank.of(total, torch.cat(parts, dim=1), self.sign, self.storage_dtype)
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""
+        low = LowRank(self.columns.stored).compress(rank, energy)
+        assert isinstance(low.factor, LowRank)
+        return Compressed(DiagonalLowRank(self.values_N, low.factor.columns.stored, self.sign), low.discarded_trace)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
+        """Moved, or stored again."""
+        if dtype is None or dtype == self.storage_dtype:
+            return DiagonalLowRank(self.values_N.to(device=device), self.columns.stored.to(device), self.sign)
+        stored = store_columns(self.columns.stored.load(device=device), dtype)
+        return DiagonalLowRank(self.values_N.to(device=device, dtype=stored.dtype), stored, self.sign)
+
+    def dense(self) -> Tensor:
+        """diag(d) ± U Uᵀ."""
+        whole = self.columns.stored.load()
+        return torch.diag(self.values_N) + self.sign * (whole @ whole.mT)

@@ -1,0 +1,263 @@
+"""The contract of every factor: a symmetric positive semi-definite matrix M [n, n], never formed where it need not be.
+
+Legend: n side of M, r stored directions, k columns of a right-hand side Y [n, k], λ damping, κ the largest condition number
+that is let through.
+
+The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to it, those of the unstored complement too.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+
+WIDEST_DENSE = 16_384
+"""Sides wider than this are never held, or formed, as n×n."""
+TRUSTED = 1e-2
+"""Largest relative error ε·κ that float32 products may cost; above it the algebra runs in float64."""
+
+
+@dataclass
+class Work:
+    """What was done with a factor since it was made; goes into the record."""
+
+    attempts: list[dict[str, float | str]] = field(default_factory=list)
+    """Cholesky attempts: jitter and result."""
+    decomposed: str = ""
+    """Precision and device of the eigendecomposition, if there was one."""
+    fallback: str = ""
+    """What was used instead, and why, where something failed."""
+    error_bound: float = 0.0
+    """Relative error bound of the last approximate function of the matrix; 0: exact up to rounding."""
+    clip_note: str = ""
+    """Where the clip could not be applied to single eigenvalues: what was done instead."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How many eigenvalues of M + λI were raised to the floor, of how many, and by how much in all."""
+
+    count: int
+    total: int
+    mass: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A factor of lower rank, and the trace it lost."""
+
+    factor: "Factor"
+    discarded_trace: float
+
+
+class Factor(ABC):
+    """A symmetric positive semi-definite matrix M."""
+
+    kind: str
+    """Name of the representation."""
+    dim: int
+    """n."""
+    work: Work
+
+    # ---- what each representation answers --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Stored directions: an upper bound of the rank of what is not diagonal."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of results: float64 where stored so, else float32."""
+
+    @property
+    @abstractmethod
+    def storage_dtype(self) -> torch.dtype:
+        """Dtype at rest."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it is stored."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held, decompositions included."""
+
+    @property
+    @abstractmethod
+    def quantisation_error(self) -> Tensor:
+        """Relative error of M in the Frobenius norm from being stored (a bound for factored forms), 0-dim."""
+
+    @abstractmethod
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """M Y."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """tr M, 0-dim float64."""
+
+    @abstractmethod
+    def frobenius(self) -> Tensor:
+        """‖M‖_F, 0-dim float64."""
+
+    @abstractmethod
+    def largest_bound(self) -> Tensor:
+        """A number that σ_max certainly does not exceed, 0-dim float64; exact once M is decomposed."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of M, [n]."""
+
+    @abstractmethod
+    def eigenvalues(self) -> Tensor:
+        """All n eigenvalues, ascending, zeros counted."""
+
+    @abstractmethod
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """(M + λI)^p Y for any real p, with the clip if `max_condition` is given."""
+
+    @abstractmethod
+    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+        """Launch what `solve` at this damping needs and wait for nothing."""
+
+    @abstractmethod
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """(M + λI)⁻¹ Y by Cholesky, without an eigendecomposition and without the clip."""
+
+    @abstractmethod
+    def logdet(self, damping: float) -> Tensor:
+        """log det(M + λI), 0-dim float64."""
+
+    @abstractmethod
+    def merge(self, other: "Factor", mine: float, theirs: float) -> "Factor":
+        """mine·M + theirs·M'."""
+
+    @abstractmethod
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Keep `rank` directions, or as few as hold the share `energy` of the trace."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
+        """The same matrix stored elsewhere or otherwise."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """M written out, [n, n]; use `to_dense`."""
+
+    @abstractmethod
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """What the clip does at this damping."""
+
+    # ---- what follows ----------------------------------------------------------------------------------------------
+
+    def to_dense(self) -> Tensor:
+        """M written out, [n, n], for tests and small sides.
+
+        Raises:
+            GramianError: if the side is wider than `WIDEST_DENSE`.
+        """
+        if self.dim > WIDEST_DENSE:
+            raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
+        return self.dense()
+
+    def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
+        """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
+        return max_condition is None or damping * max_condition >= float(self.largest_bound()) + damping
+
+    def condition_bound(self, damping: float) -> float:
+        """A number that the condition of M + λI does not exceed."""
+        return float(self.largest_bound()) / damping + 1.0 if damping > 0 else float("inf")
+
+    def working_dtype(self, damping: float) -> torch.dtype:
+        """The dtype in which products at this damping keep two digits at least: ε·κ decides."""
+        if self.dtype == torch.float64:
+            return torch.float64
+        trusted = torch.finfo(torch.float32).eps * self.condition_bound(damping) <= TRUSTED
+        return torch.float32 if trusted else torch.float64
+
+
+class Spectral(Factor):
+    """A factor with known eigenvectors: M = Q diag(σ) Qᵀ, and zero on the complement of Q."""
+
+    @property
+    @abstractmethod
+    def spectrum(self) -> Tensor:
+        """σ [r], not negative, float64 or the working dtype; decomposes on first use."""
+
+    @abstractmethod
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Qᵀ Y, [r, k]."""
+
+    @abstractmethod
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """Q C, [n, k]."""
+
+    @property
+    def complete(self) -> bool:
+        """True if Q spans everything."""
+        return len(self.spectrum) == self.dim
+
+    def eigenvalues(self) -> Tensor:
+        """σ and zeros, ascending."""
+        values = self.spectrum
+        return torch.cat([values.new_zeros(self.dim - len(values)), values.sort().values])
+
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """f₀(Y − QC) + Q f(σ) C with C = QᵀY: exact for every p. 4·n·r·k FLOPs."""
+        stable = damping if max_condition is None else max(damping, self._floor(damping, max_condition))
+        y_NK = y_NK.to(self.working_dtype(stable))
+        shifted_R = raised(self.spectrum.to(y_NK) + damping, self._floor(damping, max_condition))
+        c_RK = self.to_basis(y_NK)
+        inside = self.from_basis(shifted_R.pow(p)[:, None] * c_RK)
+        if self.complete:
+            return inside
+        outside = float(max(damping, self._floor(damping, max_condition))) ** p
+        return inside + outside * (y_NK - self.from_basis(c_RK))
+
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """Count on the spectrum and its complement."""
+        floor = self._floor(damping, max_condition)
+        values = self.spectrum.double() + damping
+        low = values < floor
+        count, mass = int(low.sum()), float((floor - values[low]).sum())
+        missing = self.dim - len(values)
+        if missing and damping < floor:
+            count, mass = count + missing, mass + missing * (floor - damping)
+        return Clip(count, self.dim, mass, floor)
+
+    def _floor(self, damping: float, max_condition: float | None) -> float:
+        if max_condition is None:
+            return 0.0
+        top = float(self.spectrum.max()) if len(self.spectrum) else 0.0
+        return (top + damping) / max_condition
+
+
+def raised(values: Tensor, floor: float) -> Tensor:
+    """Values, none below the floor."""
+    return values.clamp(min=floor) if floor > 0 else values
+
+
+def kept_rank(descending: Tensor, rank: int | None, energy: float | None) -> int:
+    """How many leading eigenvalues `compress` keeps.
+
+    Raises:
+        GramianError: unless exactly one of rank and energy is given and sensible.
+    """
+    if (rank is None) == (energy is None):
+        raise GramianError("compress: expected either rank= or energy=")
+    if rank is not None:
+        if rank < 1:
+            raise GramianError(f"rank: expected at least 1, got {rank}")
+        return min(rank, len(descending))
+    assert energy is not None
+    if not 0 < energy <= 1:
+        raise GramianError(f"energy: expected a share of the trace in (0, 1], got {energy}")
+    reached = descending.cumsum(0) >= energy * descending.sum() * (1 - 1e-12)
+    return int((~reached).sum().clamp(max=len(descending) - 1)) + 1 if len(descending) else 0

@@ -1,0 +1,190 @@
+"""M = U Uᵀ with fewer columns than rows: the Woodbury form, with thin eigenpairs on demand.
+
+U is what is stored, at whatever precision; everything else follows from K = UᵀU [r, r] in float64, so the algebra is that of
+the stored U exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/2), which are applied as two thin products and
+never written down. Powers, any λ, log det and merging need nothing else.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.linalg.cholesky import Cholesky
+from gramian.linalg.columns import Columns
+from gramian.linalg.dense import Dense
+from gramian.linalg.eigen import eigendecompose
+from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
+from gramian.linalg.stored import Stored, store_columns
+
+
+class LowRank(Spectral):
+    """M = U Uᵀ, U [n, r]. Bytes: n·r at rest and r² once used. First use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigen) FLOPs."""
+
+    kind = "low rank"
+
+    def __init__(self, stored: Stored) -> None:
+        """Keep the stored columns; nothing is computed."""
+        self.columns = Columns(stored)
+        self.dim = stored.body.shape[0]
+        self.work = Work()
+        self._eigen: tuple[Tensor, Tensor] | None = None
+        self._cholesky: dict[float, Cholesky] = {}
+        self._largest: Tensor | None = None
+
+    @classmethod
+    def of(cls, columns_NR: Tensor, storage: torch.dtype | None = None) -> "LowRank":
+        """Store U.
+
+        Args:
+            columns_NR: U, one column per direction (token).
+            storage: dtype at rest; None: its own.
+
+        Raises:
+            GramianError: if it is not a matrix.
+        """
+        if columns_NR.dim() != 2:
+            raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
+        return cls(store_columns(columns_NR, storage or columns_NR.dtype))
+
+    @property
+    def rank(self) -> int:
+        """Columns of U."""
+        return self.columns.count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 if stored so, else float32."""
+        return self.columns.stored.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of U."""
+        return self.columns.stored.body.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of U."""
+        return self.columns.stored.body.device
+
+    @property
+    def nbytes(self) -> int:
+        """U and the small decompositions."""
+        held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
+        return self.columns.stored.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """‖UUᵀ − U_qU_qᵀ‖/‖UUᵀ‖ ≤ √r(2e + e²) with e the error of U; the bound's leading part 2e is reported."""
+        return 2 * self.columns.stored.relative_error
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """U(UᵀY). 4·n·r·k FLOPs."""
+        y_NK = y_NK.to(self.dtype)
+        return self.columns.times(self.columns.transposed_times(y_NK))
+
+    def trace(self) -> Tensor:
+        """‖U‖_F²."""
+        return self.columns.squares_N().sum()
+
+    def diagonal(self) -> Tensor:
+        """Squared norms of U's rows."""
+        return self.columns.squares_N().to(self.dtype)
+
+    def frobenius(self) -> Tensor:
+        """‖UᵀU‖_F."""
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        return norm
+
+    def largest_bound(self) -> Tensor:
+        """σ_max where it is known, else ‖UᵀU‖_F."""
+        if self._eigen is not None:
+            return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
+        if self._largest is None:
+            self._largest = self.frobenius()
+        return self._largest
+
+    @property
+    def spectrum(self) -> Tensor:
+        """σ of the directions that rounding lets one tell from zero."""
+        return self._decomposed()[0]
+
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Wᵀ(UᵀY) with W = Vσ^(-1/2)."""
+        return self._decomposed()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
+
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """U(WC)."""
+        return self.columns.times(self._decomposed()[1].to(c_RK) @ c_RK)
+
+    def _decomposed(self) -> tuple[Tensor, Tensor]:
+        """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
+
+        σ is kept in float64, and W in the dtype of results: the algebra is no better than U's products.
+        """
+        if self._eigen is None:
+            gram = self.columns.gram()
+            values, vectors, self.work.decomposed = eigendecompose(gram)
+            noise = torch.finfo(self.dtype).eps * max(self.rank, 1) * (values.max() if self.rank else 0.0)
+            kept = int((values > noise).sum())
+            values, vectors = values[len(values) - kept :], vectors[:, len(values) - kept :]
+            if kept > self.dim:
+                values, vectors = values[-self.dim :], vectors[:, -self.dim :]
+            self._eigen = (values, (vectors / values.sqrt()).to(self.dtype))
+        return self._eigen
+
+    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+        """Launch the Cholesky factorisation of K + λI; one damping is kept."""
+        if damping in self._cholesky:
+            return
+        gram = self.columns.gram()
+        gram.diagonal().add_(damping)
+        self._cholesky = {damping: Cholesky(gram.to(self.working_dtype(damping)), first_jitter)}
+        self.columns.forget()
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
+        self.prepare_solve(damping, first_jitter)
+        wide = y_NK.to(self.working_dtype(damping))
+        inner = self._cholesky[damping].solve(self.columns.transposed_times(wide).to(self.device))
+        solution = (wide - self.columns.times(inner.to(wide))) / damping
+        self.work.attempts = [vars(attempt) for attempt in self._cholesky[damping].attempts]
+        return solution.to(self.dtype)
+
+    def logdet(self, damping: float) -> Tensor:
+        """log det(K + λI) + (n − r) log λ."""
+        gram = self.columns.gram()
+        gram.diagonal().add_(damping)
+        rest = (self.dim - self.rank) * torch.log(torch.tensor(damping, dtype=torch.float64, device=gram.device))
+        return Cholesky(gram, 1e-12).logdet() + rest
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Columns side by side, √weight each; whole once they would be as many as the rows."""
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        if not isinstance(other, LowRank):
+            return other.merge(self, theirs, mine)
+        if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
+            return Dense.of(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
+        parts = [factor.columns.stored.load(device=self.device) for factor in (self, other)]
+        joined = torch.cat([mine**0.5 * parts[0], theirs**0.5 * parts[1].to(parts[0])], dim=1)
+        return LowRank.of(joined, self.storage_dtype)
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Q√σ = U W √σ for the leading directions. 2·n·r·s FLOPs."""
+        values, small = self._decomposed()
+        descending = values.flip(0)
+        kept = kept_rank(descending, rank, energy)
+        columns = self.columns.times((small * values.sqrt().to(small)).flip(1)[:, :kept].contiguous())
+        lost = float(descending[kept:].double().sum())
+        return Compressed(LowRank.of(columns, self.storage_dtype), lost)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
+        """Moved, or stored again."""
+        if dtype is not None and dtype != self.storage_dtype:
+            return LowRank(store_columns(self.columns.stored.load(device=device), dtype))
+        return LowRank(self.columns.stored.to(device))
+
+    def dense(self) -> Tensor:
+        """U Uᵀ."""
+        whole = self.columns.stored.load()
+        return whole @ whole.mT

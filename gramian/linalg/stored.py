@@ -1,0 +1,89 @@
+"""Matrices at rest: a half-precision body, float32 scales, and the error that this made.
+
+A body in float16 holds five decimal orders at full precision. Gradients span more and sit far below its range, so every
+column (or, of a symmetric matrix, every row and column) carries a scale of its own: M = diag(l) B diag(r).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """M = diag(left) body diag(right); a scale that is None is 1."""
+
+    body: Tensor
+    left: Tensor | None
+    right: Tensor | None
+    relative_error: Tensor
+    """‖M − stored‖_F / ‖M‖_F, 0-dim: of U Uᵀ about twice that of U."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of body and scales."""
+        return self.body.nbytes + sum(t.nbytes for t in (self.left, self.right) if t is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of products with it: float64 if stored so, else float32."""
+        return torch.float64 if self.body.dtype == torch.float64 else torch.float32
+
+    def load(self, rows: slice = slice(None), dtype: torch.dtype | None = None, device: object = None) -> Tensor:
+        """M[rows] in full, as a new tensor unless nothing had to be done."""
+        whole = self.body[rows].to(device=device, dtype=dtype or self.dtype)  # type: ignore[call-overload]
+        if self.left is not None:
+            whole = whole * self.left[rows].to(whole)[:, None]
+        if self.right is not None:
+            whole = whole * self.right.to(whole)[None, :]
+        return whole  # type: ignore[no-any-return]
+
+    def to(self, device: torch.device | str | None = None) -> "Stored":
+        """The same on another device."""
+        scales = [None if t is None else t.to(device=device) for t in (self.left, self.right)]
+        return Stored(self.body.to(device=device), scales[0], scales[1], self.relative_error.to(device=device))
+
+
+def store_columns(matrix_NR: Tensor, dtype: torch.dtype) -> Stored:
+    """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact."""
+    if dtype not in HALF:
+        return _plain(matrix_NR, dtype)
+    top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_ones(matrix_NR.shape[1]).double()
+    scale_R = _powers_of_two(top_R / 2**10)
+    body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype)
+    return _with_error(matrix_NR, body, None, scale_R.float())
+
+
+def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
+    """Store with the square roots of the diagonal (to powers of two) as scales of rows and columns: entries within ±4."""
+    if dtype not in HALF:
+        return _plain(matrix_NN, dtype)
+    scale_N = _powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())
+    narrow = scale_N.to(matrix_NN)
+    body = (matrix_NN / narrow[:, None] / narrow[None, :]).to(dtype)
+    return _with_error(matrix_NN, body, scale_N.float(), scale_N.float())
+
+
+def _plain(matrix: Tensor, dtype: torch.dtype) -> Stored:
+    body = matrix.to(dtype)
+    if body.dtype.itemsize >= matrix.dtype.itemsize:
+        return Stored(body, None, None, torch.zeros((), device=body.device))
+    return _with_error(matrix, body, None, None)
+
+
+def _with_error(matrix: Tensor, body: Tensor, left: Tensor | None, right: Tensor | None) -> Stored:
+    stored = Stored(body, left, right, torch.zeros(()))
+    size = torch.linalg.vector_norm(matrix)
+    error = torch.linalg.vector_norm(matrix - stored.load(dtype=matrix.dtype)) / size.clamp(
+        min=torch.finfo(matrix.dtype).tiny
+    )
+    return Stored(body, left, right, error)
+
+
+def _powers_of_two(positive: Tensor) -> Tensor:
+    """The nearest powers of two within float32's range, 1 for zeros and for what is not finite."""
+    usable = positive.isfinite() & (positive > 0)
+    return torch.where(usable, positive, 1.0).log2().round().clamp(-120, 120).exp2()
