@@ -3,6 +3,7 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
+from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.errors import GramianError
 from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
 from gramian.taps import Capture, Site, register_site
@@ -15,10 +16,12 @@ __all__ = [
     "DiagonalFisher",
     "GramianError",
     "Health",
+    "KFACNaturalGradient",
     "NoiseScale",
     "PerSampleNorms",
     "Site",
     "observe",
     "per_sample_norms",
+    "precondition",
     "register_site",
 ]

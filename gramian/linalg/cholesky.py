@@ -27,8 +27,8 @@ class Cholesky:
 
     The factorisation is launched at once; whether it worked is looked at on first use, so that a GPU can be handed many of
     them before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
-    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter. Every try is in
-    `attempts`. Cost: n³/3 FLOPs for each.
+    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter, and to what rounding
+    can tell from zero. Every try is in `attempts`. Cost: n³/3 FLOPs for each.
     """
 
     def __init__(self, matrix: Tensor, first_jitter: float) -> None:
@@ -42,6 +42,8 @@ class Cholesky:
         self._first_jitter = first_jitter
         self._attempts: list[Attempt] = []
         self._eigen: tuple[Tensor, Tensor] | None = None
+        self._lower: Tensor
+        self._info: Tensor
         self._lower, self._info = torch.linalg.cholesky_ex(matrix)
 
     @property
@@ -53,8 +55,8 @@ class Cholesky:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        held = (self._lower,) if self._eigen is None else self._eigen
-        return sum(t.nbytes for t in held)
+        held = (self._lower, self._matrix) if self._eigen is None else self._eigen
+        return sum(t.nbytes for t in held if t is not None)
 
     def solve(self, y_NK: Tensor) -> Tensor:
         """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs."""
@@ -77,11 +79,14 @@ class Cholesky:
         Raises:
             GramianError: if M holds NaN or infinity.
         """
-        matrix, self._matrix = self._matrix, None
-        if matrix is None:
+        if self._matrix is None:
             return
-        if self._succeeded(0.0):
-            return
+        self._attempts = []
+        if not self._succeeded(0.0):
+            self._repair(self._matrix)
+        self._matrix = None
+
+    def _repair(self, matrix: Tensor) -> None:
         if not bool(matrix.isfinite().all()):
             raise GramianError("cholesky: the matrix holds NaN or infinity; expected finite numbers")
         scale = float(matrix.diagonal().double().abs().mean()) or 1.0
@@ -94,7 +99,8 @@ class Cholesky:
                 return
             jitter *= 10
         values, vectors, where = eigendecompose(matrix)
-        floor = max(self._first_jitter * scale, torch.finfo(values.dtype).tiny)
+        limits = torch.finfo(values.dtype)
+        floor = max(self._first_jitter * scale, limits.eps * float(values.abs().max()), limits.tiny)
         self._eigen = (values.clamp(min=floor), vectors)
         self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
 

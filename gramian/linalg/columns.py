@@ -20,6 +20,12 @@ class Columns:
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
+        self._exact = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of U and of the kept Gram."""
+        return self.stored.nbytes + (0 if self._gram is None else self._gram.nbytes)
 
     def blocks(self) -> Iterator[slice]:
         """Slices of rows."""
@@ -41,17 +47,20 @@ class Columns:
             torch.mm(self.stored.load(rows, c_RK.dtype, c_RK.device), c_RK, out=out[rows])
         return out
 
-    def gram(self, weights_N: Tensor | None = None) -> Tensor:
+    def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
         """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
 
-        Without weights a half-precision U is multiplied as it is with float32 accumulators (its products are exact there);
-        anything else is multiplied in float64.
+        Args:
+            weights_N: None: 1.
+            exact: multiply in float64. Else a half-precision U without weights is multiplied as it is, with float32
+                accumulators: good for a damping that float32 is good for.
         """
-        if weights_N is None and self._gram is not None:
+        if weights_N is None and self._gram is not None and (self._exact or not exact):
             return self._gram.clone()
         body, right = self.stored.body, self.stored.right
         total = torch.zeros(self.count, self.count, dtype=torch.float64, device=body.device)
-        if weights_N is None and body.dtype in HALF and self.stored.left is None:
+        narrow = not exact and weights_N is None and body.dtype in HALF and self.stored.left is None
+        if narrow:
             for rows in self.blocks():
                 total += wide_mm(body[rows].mT, body[rows])
             if right is not None:
@@ -61,7 +70,7 @@ class Columns:
                 block = self.stored.load(rows, torch.float64)
                 total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
         if weights_N is None:
-            self._gram = total.clone()
+            self._gram, self._exact = total.clone(), not narrow
         return total
 
     def forget(self) -> None:
@@ -70,5 +79,5 @@ class Columns:
 
     def squares_N(self) -> Tensor:
         """Squared norms of the rows, [n], float64."""
-        parts = [self.stored.load(rows).square().sum(1, dtype=torch.float64) for rows in self.blocks()]
+        parts = [self.stored.load(rows, torch.float64).square().sum(1) for rows in self.blocks()]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self.stored.body.device)

@@ -95,11 +95,15 @@ class Dense(Spectral):
 
     def largest_bound(self) -> Tensor:
         """σ_max where it is known, else ‖M‖_F."""
-        if self._eigen is not None:
+        if self._eigen is not None and not self.work.fallback:
             return self._eigen[0].max().double()
         if self._largest is None:
             self._largest = self.frobenius()
         return self._largest
+
+    def extremes(self) -> tuple[float, float] | None:
+        """Once decomposed."""
+        return None if self._eigen is None else (float(self._eigen[0].min()), float(self._eigen[0].max()))
 
     @property
     def spectrum(self) -> Tensor:
@@ -122,7 +126,8 @@ class Dense(Spectral):
                 if "NaN" in str(error):
                     raise
                 self.work.fallback = f"diagonal in place of eigenvectors: {error}"
-                values, vectors = self.diagonal(), torch.eye(self.dim, dtype=self.dtype, device=self.device)
+                values, order = self.diagonal().sort()
+                vectors = torch.eye(self.dim, dtype=self.dtype, device=self.device)[:, order]
             self._eigen = (values.clamp(min=0), vectors)
         return self._eigen
 
@@ -143,8 +148,8 @@ class Dense(Spectral):
         return solution
 
     def logdet(self, damping: float) -> Tensor:
-        """From eigenvalues where they are known, else by Cholesky."""
-        if self._eigen is not None:
+        """From eigenvalues where they are known and good enough, else by Cholesky in float64."""
+        if self._eigen is not None and not self.work.fallback and self.working_dtype(damping) == self.dtype:
             return (self._eigen[0].double() + damping).log().sum()
         matrix = self.stored.load(dtype=torch.float64).clone()
         matrix.diagonal().add_(damping)

@@ -13,10 +13,10 @@ from gramian.errors import GramianError
 from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.columns import Columns
 from gramian.linalg.dense import Dense
-from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Spectral, Work, raised
+from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Spectral, Work, kept_rank, raised
 from gramian.linalg.low_rank import LowRank
 from gramian.linalg.rational import rational_power
-from gramian.linalg.stored import Stored, store_columns
+from gramian.linalg.stored import Stored, join_columns, store_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
@@ -102,6 +102,10 @@ class Diagonal(Spectral):
         """max d."""
         return self.values_N.max().double()
 
+    def extremes(self) -> tuple[float, float] | None:
+        """Of d."""
+        return float(self.values_N.min()), float(self.values_N.max())
+
     def diagonal(self) -> Tensor:
         """The diagonal d."""
         return self.values_N
@@ -126,14 +130,14 @@ class Diagonal(Spectral):
         if isinstance(other, DiagonalLowRank):
             return other.merge(self, theirs, mine)
         if isinstance(other, LowRank) and (other.rank < self.dim or self.dim > WIDEST_DENSE):
-            kept = store_columns(other.columns.stored.load() * theirs**0.5, other.storage_dtype)
-            return DiagonalLowRank(mine * self.values_N.to(other.device), kept, +1)
+            return DiagonalLowRank(mine * self.values_N.to(other.device), other.columns.stored.scaled(theirs**0.5), +1)
         return Dense.of(
             mine * torch.diag(self.values_N).to(other.device, other.dtype) + theirs * other.dense(), other.storage_dtype
         )
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """A diagonal is as small as it gets."""
+        kept_rank(self.values_N.sort(descending=True).values, rank, energy)
         return Compressed(self, 0.0)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
@@ -176,7 +180,8 @@ class DiagonalLowRank(Factor):
         """Σ_t (p̃_t-scaled diagonal) − U Uᵀ for columns u_t = √w_t p_t, positive semi-definite also after rounding.
 
         diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
-        d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t.
+        d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t. It stays in float64: M is what is left
+        of d, and for confident columns that is little.
         """
         stored = store_columns(weighted_p_NR, storage)
         kept = Columns(stored)
@@ -184,7 +189,7 @@ class DiagonalLowRank(Factor):
         for rows in kept.blocks():
             sums_R += stored.load(rows).sum(0, dtype=torch.float64)
         d_N = torch.cat([stored.load(rows, torch.float64) @ sums_R for rows in kept.blocks()])
-        return cls(d_N.to(stored.dtype), stored, -1)
+        return cls(d_N, stored, -1)
 
     @property
     def rank(self) -> int:
@@ -210,7 +215,7 @@ class DiagonalLowRank(Factor):
     def nbytes(self) -> int:
         """d, U and the small system."""
         whole = 0 if self._whole is None else self._whole.nbytes
-        return self.values_N.nbytes + self.columns.stored.nbytes + sum(c.nbytes for c in self._small.values()) + whole
+        return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self._small.values()) + whole
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -244,7 +249,7 @@ class DiagonalLowRank(Factor):
         top = self.values_N.max().double()
         if self.sign < 0:
             return top
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
         return top + norm
 
     def eigenvalues(self) -> Tensor:
@@ -253,13 +258,17 @@ class DiagonalLowRank(Factor):
         Raises:
             GramianError: if the side is wider than `WIDEST_DENSE`.
         """
-        return torch.linalg.eigvalsh(self.to_dense().double()).clamp(min=0).to(self.dtype)
+        values: Tensor = torch.linalg.eigvalsh(self.to_dense().double())
+        return values.clamp(min=0).to(self.dtype)
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
         """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
         if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
             return self._written_out().power(y_NK, p, damping, max_condition)
-        damping = self._clipped_damping(damping, max_condition)
+        asked, damping = damping, self._clipped_damping(damping, max_condition)
+        bound = 0.0
+        if damping > asked:
+            bound = abs((1 + damping / asked) ** p - 1) if asked else float("inf")
         whole = -int(-p // 1)  # ceiling
         fraction, out = p - whole, y_NK.to(torch.float64)
         if fraction:
@@ -267,39 +276,44 @@ class DiagonalLowRank(Factor):
             total = fit.constant * out
             for weight, shift in zip(fit.weights, fit.shifts, strict=True):
                 total = total + weight * self._solve(out, damping + shift, keep=False)
-            out, self.work.error_bound = total, fit.error
+            out, bound = total, bound + fit.error
         for _ in range(whole):
             out = self._shifted_matvec(out, (self.values_N.double() + damping).to(out.device)[:, None])
         for _ in range(-whole):
             out = self._solve(out, damping, keep=True)
+        if bound:
+            self.work.error_bound = bound
         return out.to(self.dtype)
 
     def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
         """(s_j M + λI)^p y_j for every column j, for the joint damping of a Kronecker product.
 
         p = -1 by conjugate gradients with the diagonal as preconditioner, in float64, until no column's residual exceeds
-        `CG_TOLERANCE`; the error bound residual/(λ‖x‖) of the worst column is in `work.error_bound`.
+        `CG_TOLERANCE`. `work.error_bound` is that of the worst column: ‖x − x*‖ ≤ ‖residual‖/λ, carried through every step.
         """
         whole = -int(-p // 1)
         fraction, out, scales = p - whole, y_NK.to(torch.float64), scales_K.to(y_NK.device, torch.float64)
-        bound = 0.0
+        top_K = float(self.largest_bound()) * scales + damping
+        error_K, bound = torch.zeros_like(scales), 0.0
         if fraction:
-            top = float(self.largest_bound()) * float(scales.max()) + damping
-            fit = rational_power(fraction, damping, top)
+            fit = rational_power(fraction, damping, float(top_K.max()))
             total, bound = fit.constant * out, fit.error
             for weight, shift in zip(fit.weights, fit.shifts, strict=True):
                 part, error = self._conjugate_gradients(out, scales, damping + shift)
-                total, bound = total + weight * part, max(bound, error)
+                total, error_K = total + weight * part, error_K + abs(weight) * error
             out = total
         for _ in range(whole):
             out = scales * self._shifted_matvec(out, self.values_N.to(out)[:, None]) + damping * out
+            error_K = error_K * top_K
         for _ in range(-whole):
             out, error = self._conjugate_gradients(out, scales, damping)
-            bound = max(bound, error)
-        self.work.error_bound = bound
+            error_K = error_K / damping + error
+        relative_K = error_K / out.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        self.work.error_bound = bound + float(relative_K.max()) if len(relative_K) else bound
         return out.to(self.dtype)
 
-    def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, float]:
+    def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+        """X and what its columns are off by at most, [k]."""
         d_N1 = self.values_N.to(b_NK)[:, None]
         conditioner = 1.0 / (self.diagonal().clamp(min=0).to(b_NK)[:, None] * scales_K + damping)
         x = torch.zeros_like(b_NK)
@@ -321,28 +335,28 @@ class DiagonalLowRank(Factor):
             rz_next = (r * z).sum(0)
             direction = z + (rz_next / rz.clamp(min=torch.finfo(torch.float64).tiny)) * direction
             rz = rz_next
-        residual = (b_NK - system(x)).norm(dim=0)
-        size = x.norm(dim=0)
-        bounds = torch.where(size > 0, residual / (damping * size.clamp(min=1e-300)), 0.0)
-        return x, float(bounds.max()) if len(bounds) else 0.0
+        return x, (b_NK - system(x)).norm(dim=0) / damping
 
     def _written_out(self) -> Dense:
-        """M as a dense factor, kept."""
+        """M as a dense factor, kept; what is done with it is on this one's record."""
         if self._whole is None:
             self._whole = Dense.of(self.to_dense())
+            self._whole.work = self.work
         return self._whole
 
     def _clipped_damping(self, damping: float, max_condition: float | None) -> float:
         """λ, or the clip's floor where single eigenvalues would have to be raised.
 
-        Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it.
+        Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it, as far as the bound on σ_max,
+        from which the floor is taken, is σ_max.
         """
         if self.clips_nothing(damping, max_condition):
             return damping
         assert max_condition is not None
         raised_to = (float(self.largest_bound()) + damping) / max_condition
-        self.work.clip_note = f"damping raised to the clip's floor {raised_to:.3g}; eigenvalues within a factor of 2"
-        self.work.error_bound = 1.0
+        self.work.clip_note = (
+            f"damping raised to the clip's floor {raised_to:.3g}, from a bound on the largest eigenvalue"
+        )
         return raised_to
 
     def clip(self, damping: float, max_condition: float) -> Clip:
@@ -394,7 +408,7 @@ class DiagonalLowRank(Factor):
             raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
         if isinstance(other, Diagonal):
             total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
-            return DiagonalLowRank.of(total, mine**0.5 * self.columns.stored.load(), self.sign, self.storage_dtype)
+            return DiagonalLowRank(total, self.columns.stored.scaled(mine**0.5), self.sign)
         if isinstance(other, Dense):
             return Dense.of(
                 mine * self.to_dense() + theirs * other.dense().to(self.device, self.dtype), self.storage_dtype
@@ -406,30 +420,44 @@ class DiagonalLowRank(Factor):
             d_N, columns = zero, other.columns
         else:
             raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
-        parts = [
-            mine**0.5 * self.columns.stored.load(),
-            theirs**0.5 * columns.stored.load().to(self.device, self.dtype),
-        ]
         total = mine * self.values_N + theirs * d_N.to(self.values_N)
-        if self.rank + columns.count >= self.dim <= WIDEST_DENSE:
-            joined = torch.cat(parts, dim=1)
-            return Dense.of(torch.diag(total) + self.sign * (joined @ joined.mT), self.storage_dtype)
-        return DiagonalLowRank.of(total, torch.cat(parts, dim=1), self.sign, self.storage_dtype)
+        stored = join_columns(self.columns.stored.scaled(mine**0.5), columns.stored.scaled(theirs**0.5))
+        if columns.stored.body.dtype != self.storage_dtype:
+            stored = _within(total, stored, self.sign)
+        joined = DiagonalLowRank(total, stored, self.sign)
+        if joined.rank >= self.dim <= WIDEST_DENSE:
+            return Dense.of(joined.dense(), self.storage_dtype)
+        return joined
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""
         low = LowRank(self.columns.stored).compress(rank, energy)
         assert isinstance(low.factor, LowRank)
-        return Compressed(DiagonalLowRank(self.values_N, low.factor.columns.stored, self.sign), low.discarded_trace)
+        stored = _within(self.values_N, low.factor.columns.stored, self.sign)
+        return Compressed(DiagonalLowRank(self.values_N, stored, self.sign), low.discarded_trace)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
         """Moved, or stored again."""
         if dtype is None or dtype == self.storage_dtype:
             return DiagonalLowRank(self.values_N.to(device=device), self.columns.stored.to(device), self.sign)
         stored = store_columns(self.columns.stored.load(device=device), dtype)
-        return DiagonalLowRank(self.values_N.to(device=device, dtype=stored.dtype), stored, self.sign)
+        values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, stored.dtype))
+        return DiagonalLowRank(values_N, _within(values_N, stored, self.sign), self.sign)
 
     def dense(self) -> Tensor:
         """diag(d) ± U Uᵀ."""
         whole = self.columns.stored.load()
-        return torch.diag(self.values_N) + self.sign * (whole @ whole.mT)
+        return torch.diag(self.values_N.to(whole)) + self.sign * (whole @ whole.mT)
+
+
+def _within(values_N: Tensor, stored: Stored, sign: int) -> Stored:
+    """U, a little smaller where rounding it made diag(d) − U Uᵀ indefinite. 2·n·r² FLOPs.
+
+    It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.
+    """
+    columns = Columns(stored)
+    if sign > 0 or not columns.count:
+        return stored
+    d_N = values_N.double()
+    largest = float(torch.linalg.eigvalsh(columns.gram(torch.where(d_N > 0, 1 / d_N, 0.0))).max())
+    return stored.scaled(largest**-0.5) if largest > 1 + 1e-14 else stored

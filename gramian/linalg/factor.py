@@ -16,7 +16,7 @@ from gramian.errors import GramianError
 
 WIDEST_DENSE = 16_384
 """Sides wider than this are never held, or formed, as n×n."""
-TRUSTED = 1e-2
+TRUSTED = 1e-3
 """Largest relative error ε·κ that float32 products may cost; above it the algebra runs in float64."""
 
 
@@ -155,6 +155,10 @@ class Factor(ABC):
     def clip(self, damping: float, max_condition: float) -> Clip:
         """What the clip does at this damping."""
 
+    def extremes(self) -> tuple[float, float] | None:
+        """Smallest and largest eigenvalue of M, where they are known without more work."""
+        return None
+
     # ---- what follows ----------------------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
@@ -171,12 +175,21 @@ class Factor(ABC):
         """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
         return max_condition is None or damping * max_condition >= float(self.largest_bound()) + damping
 
+    def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
+        """κ of the damped, clipped matrix, and True; where nothing was decomposed a bound of it, and False."""
+        known = self.extremes()
+        low, high = (0.0, float(self.largest_bound())) if known is None else known
+        if not low + damping > 0:
+            return (float("inf") if max_condition is None else max_condition), known is not None
+        kappa = (high + damping) / (low + damping)
+        return (kappa if max_condition is None else min(kappa, max_condition)), known is not None
+
     def condition_bound(self, damping: float) -> float:
         """A number that the condition of M + λI does not exceed."""
         return float(self.largest_bound()) / damping + 1.0 if damping > 0 else float("inf")
 
     def working_dtype(self, damping: float) -> torch.dtype:
-        """The dtype in which products at this damping keep two digits at least: ε·κ decides."""
+        """The dtype in which products at this damping keep three digits or so: ε·κ decides."""
         if self.dtype == torch.float64:
             return torch.float64
         trusted = torch.finfo(torch.float32).eps * self.condition_bound(damping) <= TRUSTED
@@ -210,16 +223,25 @@ class Spectral(Factor):
         return torch.cat([values.new_zeros(self.dim - len(values)), values.sort().values])
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """f₀(Y − QC) + Q f(σ) C with C = QᵀY: exact for every p. 4·n·r·k FLOPs."""
-        stable = damping if max_condition is None else max(damping, self._floor(damping, max_condition))
-        y_NK = y_NK.to(self.working_dtype(stable))
-        shifted_R = raised(self.spectrum.to(y_NK) + damping, self._floor(damping, max_condition))
+        """f₀Y + Q (f(σ) − f₀) C with C = QᵀY: exact for every p. 4·n·r·k FLOPs.
+
+        f₀ = f(0) is subtracted before Q is applied: directions whose σ is far below λ, which a thin Q knows badly, then
+        count for as little as they should.
+
+        Raises:
+            GramianError: for a negative power of a singular matrix without damping.
+        """
+        floor = self._floor(damping, max_condition)
+        lowest = max(damping, floor)
+        if p < 0 and lowest <= 0 and not self.complete:
+            raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
+        y_NK = y_NK.to(self.working_dtype(lowest))
+        f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
         c_RK = self.to_basis(y_NK)
-        inside = self.from_basis(shifted_R.pow(p)[:, None] * c_RK)
         if self.complete:
-            return inside
-        outside = float(max(damping, self._floor(damping, max_condition))) ** p
-        return inside + outside * (y_NK - self.from_basis(c_RK))
+            return self.from_basis(f_R[:, None] * c_RK).to(self.dtype)
+        outside = float(lowest**p)
+        return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(self.dtype)
 
     def clip(self, damping: float, max_condition: float) -> Clip:
         """Count on the spectrum and its complement."""
@@ -259,5 +281,6 @@ def kept_rank(descending: Tensor, rank: int | None, energy: float | None) -> int
     assert energy is not None
     if not 0 < energy <= 1:
         raise GramianError(f"energy: expected a share of the trace in (0, 1], got {energy}")
+    descending = descending.double()
     reached = descending.cumsum(0) >= energy * descending.sum() * (1 - 1e-12)
     return int((~reached).sum().clamp(max=len(descending) - 1)) + 1 if len(descending) else 0

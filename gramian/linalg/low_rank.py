@@ -12,9 +12,9 @@ from gramian.errors import GramianError
 from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.columns import Columns
 from gramian.linalg.dense import Dense
-from gramian.linalg.eigen import eigendecompose
+from gramian.linalg.eigen import eigendecompose, singular_pairs
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import Stored, store_columns
+from gramian.linalg.stored import Stored, join_columns, store_columns
 
 
 class LowRank(Spectral):
@@ -70,7 +70,7 @@ class LowRank(Spectral):
     def nbytes(self) -> int:
         """U and the small decompositions."""
         held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
-        return self.columns.stored.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+        return self.columns.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -92,7 +92,7 @@ class LowRank(Spectral):
 
     def frobenius(self) -> Tensor:
         """‖UᵀU‖_F."""
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
         return norm
 
     def largest_bound(self) -> Tensor:
@@ -102,6 +102,13 @@ class LowRank(Spectral):
         if self._largest is None:
             self._largest = self.frobenius()
         return self._largest
+
+    def extremes(self) -> tuple[float, float] | None:
+        """Once decomposed; 0 is an eigenvalue unless the columns span everything."""
+        if self._eigen is None or not len(self._eigen[0]):
+            return None
+        values = self._eigen[0]
+        return (float(values.min()) if self.complete else 0.0), float(values.max())
 
     @property
     def spectrum(self) -> Tensor:
@@ -119,26 +126,34 @@ class LowRank(Spectral):
     def _decomposed(self) -> tuple[Tensor, Tensor]:
         """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
 
-        σ is kept in float64, and W in the dtype of results: the algebra is no better than U's products.
+        Both are in float64, as K is: what rounding W to float32 does to Y in the span of U is multiplied by σ/λ.
         """
         if self._eigen is None:
             gram = self.columns.gram()
-            values, vectors, self.work.decomposed = eigendecompose(gram)
-            noise = torch.finfo(self.dtype).eps * max(self.rank, 1) * (values.max() if self.rank else 0.0)
+            try:
+                values, vectors, self.work.decomposed = eigendecompose(gram)
+            except GramianError as error:
+                if "NaN" in str(error):
+                    raise
+                values, vectors = singular_pairs(gram)
+                self.work.fallback = f"singular values in place of eigenvalues: {error}"
+            self.columns.forget()
+            noise = torch.finfo(torch.float64).eps * max(self.dim, self.rank) * (values.max() if self.rank else 0.0)
             kept = int((values > noise).sum())
             values, vectors = values[len(values) - kept :], vectors[:, len(values) - kept :]
             if kept > self.dim:
                 values, vectors = values[-self.dim :], vectors[:, -self.dim :]
-            self._eigen = (values, (vectors / values.sqrt()).to(self.dtype))
+            self._eigen = (values, vectors / values.sqrt())
         return self._eigen
 
     def prepare_solve(self, damping: float, first_jitter: float) -> None:
         """Launch the Cholesky factorisation of K + λI; one damping is kept."""
         if damping in self._cholesky:
             return
-        gram = self.columns.gram()
+        dtype = self.working_dtype(damping)
+        gram = self.columns.gram(exact=dtype == torch.float64)
         gram.diagonal().add_(damping)
-        self._cholesky = {damping: Cholesky(gram.to(self.working_dtype(damping)), first_jitter)}
+        self._cholesky = {damping: Cholesky(gram.to(dtype), first_jitter)}
         self.columns.forget()
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
@@ -151,11 +166,14 @@ class LowRank(Spectral):
         return solution.to(self.dtype)
 
     def logdet(self, damping: float) -> Tensor:
-        """log det(K + λI) + (n − r) log λ."""
+        """Σ log(σ + λ) + (n − s) log λ where σ is known, else log det(K + λI) + (n − r) log λ."""
+        log_damping = torch.log(torch.tensor(damping, dtype=torch.float64, device=self.device))
+        if self._eigen is not None:
+            values = self._eigen[0]
+            return (values + damping).log().sum() + (self.dim - len(values)) * log_damping
         gram = self.columns.gram()
         gram.diagonal().add_(damping)
-        rest = (self.dim - self.rank) * torch.log(torch.tensor(damping, dtype=torch.float64, device=gram.device))
-        return Cholesky(gram, 1e-12).logdet() + rest
+        return Cholesky(gram, 1e-12).logdet() + (self.dim - self.rank) * log_damping
 
     def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
         """Columns side by side, √weight each; whole once they would be as many as the rows."""
@@ -165,16 +183,14 @@ class LowRank(Spectral):
             return other.merge(self, theirs, mine)
         if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
             return Dense.of(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
-        parts = [factor.columns.stored.load(device=self.device) for factor in (self, other)]
-        joined = torch.cat([mine**0.5 * parts[0], theirs**0.5 * parts[1].to(parts[0])], dim=1)
-        return LowRank.of(joined, self.storage_dtype)
+        return LowRank(join_columns(self.columns.stored.scaled(mine**0.5), other.columns.stored.scaled(theirs**0.5)))
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Q√σ = U W √σ for the leading directions. 2·n·r·s FLOPs."""
         values, small = self._decomposed()
         descending = values.flip(0)
         kept = kept_rank(descending, rank, energy)
-        columns = self.columns.times((small * values.sqrt().to(small)).flip(1)[:, :kept].contiguous())
+        columns = self.columns.times((small * values.sqrt()).flip(1)[:, :kept].contiguous()).to(self.dtype)
         lost = float(descending[kept:].double().sum())
         return Compressed(LowRank.of(columns, self.storage_dtype), lost)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 POLES = 40
-MARGIN = 8.0
+MARGIN = 3.0
 """Nats by which the poles reach beyond the interval on either side."""
 
 
@@ -24,7 +24,8 @@ def rational_power(q: float, low: float, high: float) -> Rational:
     """Fit x^q on [low, high].
 
     The integral x^q = (sin πs/π) ∫ t^(-s)/(x+t) dt, s = -q, is smooth in log t, so poles spread evenly there serve every x
-    of the interval; their weights are the least-squares solution of the relative error on a grid.
+    of the interval; the constant stands for the poles beyond them and a pole at 0 for those before. The weights are the
+    least-squares solution of the relative error on a grid, every term scaled to 1.
 
     Args:
         q: exponent, -1 < q < 0.
@@ -35,14 +36,14 @@ def rational_power(q: float, low: float, high: float) -> Rational:
         The approximation and its error.
     """
     bottom, top = np.log(low), np.log(max(high, low * 1.0001))
-    shifts = np.exp(np.linspace(bottom - MARGIN, top + MARGIN, POLES))
-    grid = np.exp(np.linspace(bottom, top, 12 * POLES))
-    scale = grid**-q
+    shifts = np.concatenate([[0.0], np.exp(np.linspace(bottom - MARGIN, top + MARGIN, POLES))])
 
-    def terms(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.ones((len(x), 1)), shifts[None, :] / (x[:, None] + shifts[None, :])], axis=1)
+    def terms(points: int) -> np.ndarray:
+        x = np.exp(np.linspace(bottom, top, points))[:, None]
+        return np.concatenate([np.ones_like(x), 1 / (x + shifts)], axis=1) * x**-q
 
-    weights = np.linalg.lstsq(terms(grid) * scale[:, None], np.ones(len(grid)), rcond=1e-13)[0]
-    fine = np.exp(np.linspace(bottom, top, 97 * POLES))
-    error = float(np.abs((terms(fine) @ weights) * fine**-q - 1).max())
-    return Rational(float(weights[0]), tuple(weights[1:] * shifts), tuple(shifts), error)
+    coarse, fine = terms(12 * POLES), terms(97 * POLES)
+    size = coarse.max(0)
+    weights = np.linalg.lstsq(coarse / size, np.ones(len(coarse)), rcond=1e-13)[0] / size
+    error = float(np.abs(fine @ weights - 1).max())
+    return Rational(float(weights[0]), tuple(weights[1:].tolist()), tuple(shifts.tolist()), error)

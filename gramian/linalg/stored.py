@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gramian.linalg.wide import wide
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -46,11 +48,18 @@ class Stored:
         scales = [None if t is None else t.to(device=device) for t in (self.left, self.right)]
         return Stored(self.body.to(device=device), scales[0], scales[1], self.relative_error.to(device=device))
 
+    def scaled(self, factor: float) -> "Stored":
+        """factor·M, without rounding anything a second time: the factor goes into the scales, in float64."""
+        one_R = torch.ones(self.body.shape[1], dtype=torch.float64, device=self.body.device)
+        right = factor * (one_R if self.right is None else self.right.double())
+        return Stored(self.body, self.left, right, self.relative_error)
+
 
 def store_columns(matrix_NR: Tensor, dtype: torch.dtype) -> Stored:
     """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact."""
     if dtype not in HALF:
         return _plain(matrix_NR, dtype)
+    matrix_NR = wide(matrix_NR)
     top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_ones(matrix_NR.shape[1]).double()
     scale_R = _powers_of_two(top_R / 2**10)
     body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype)
@@ -61,10 +70,22 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
     """Store with the square roots of the diagonal (to powers of two) as scales of rows and columns: entries within ±4."""
     if dtype not in HALF:
         return _plain(matrix_NN, dtype)
+    matrix_NN = wide(matrix_NN)
     scale_N = _powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())
     narrow = scale_N.to(matrix_NN)
     body = (matrix_NN / narrow[:, None] / narrow[None, :]).to(dtype)
     return _with_error(matrix_NN, body, scale_N.float(), scale_N.float())
+
+
+def join_columns(left: Stored, right: Stored) -> Stored:
+    """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
+    if left.body.dtype != right.body.dtype:
+        right = store_columns(right.load(), left.body.dtype)
+    right = right.to(left.body.device)
+    parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
+    scales = torch.cat([part.right.double() for part in parts if part.right is not None])
+    error = torch.maximum(left.relative_error.double(), right.relative_error.double())
+    return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error)
 
 
 def _plain(matrix: Tensor, dtype: torch.dtype) -> Stored:
@@ -76,11 +97,9 @@ def _plain(matrix: Tensor, dtype: torch.dtype) -> Stored:
 
 def _with_error(matrix: Tensor, body: Tensor, left: Tensor | None, right: Tensor | None) -> Stored:
     stored = Stored(body, left, right, torch.zeros(()))
-    size = torch.linalg.vector_norm(matrix)
-    error = torch.linalg.vector_norm(matrix - stored.load(dtype=matrix.dtype)) / size.clamp(
-        min=torch.finfo(matrix.dtype).tiny
-    )
-    return Stored(body, left, right, error)
+    size = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    error = torch.linalg.vector_norm(matrix - stored.load(dtype=matrix.dtype), dtype=torch.float64)
+    return Stored(body, left, right, error / size.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def _powers_of_two(positive: Tensor) -> Tensor:

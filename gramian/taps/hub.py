@@ -3,10 +3,12 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
@@ -51,6 +53,8 @@ class Hub:
         self._taps: weakref.WeakKeyDictionary[nn.Module, Tap] = weakref.WeakKeyDictionary()
         self._installed: list[Tap] = []
         self._holders = 0
+        self.output_layer: str | None = None
+        """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
 
     # ---- installing ------------------------------------------------------------------------------------------------
 
@@ -192,8 +196,9 @@ class Hub:
                 self._passes.current.expanded.append(tap.name)
         return output if batch == 1 else output.expand(batch, *output.shape[1:])
 
-    def leave_root(self) -> None:
-        """A forward of the root is over: let audits watch what layers that were passed by would have shown them."""
+    def leave_root(self, output: Any) -> None:
+        """A forward of the root is over: note whose output it returned, and show audits the layers that were passed by."""
+        self.output_layer = _maker(output)
         if self._passes.current is None or not self._passes.current.first:
             return
         for tap in self._installed:
@@ -296,8 +301,25 @@ class Hub:
                         f"expected {list(self.parameters[name].shape)}"
                     )
             for listener, info in audience:
-                listener.layer(LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info))
+                sides = partial(tap.site.sides, module, kept, output_gradients, pass_.batch)
+                record = LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info, sides, borrowed)
+                listener.layer(record)
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)
+
+
+def _maker(output: Any) -> str | None:
+    """The tapped layer that made the first tensor of an output, if nothing but views and casts stand between."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    logits = getattr(output, "logits", tensors[0] if tensors else None)
+    node = logits.grad_fn if isinstance(logits, Tensor) else None
+    while node is not None:
+        use = getattr(node, "use", None)
+        if isinstance(use, Use):
+            return use.tap.name
+        if not any(word in node.name() for word in ("View", "Reshape", "Alias", "ToCopy", "Squeeze")):
+            return None
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 class Detached:

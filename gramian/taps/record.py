@@ -3,8 +3,10 @@
 Legend: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from torch import Tensor
 from gramian.plan.norms import Algorithm
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.units import Units
+
+if TYPE_CHECKING:
+    from gramian.taps.sites.site import Sides
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ class LayerRecord:
     gradients: dict[str, PerSampleGradient]
     """{parameter: per-sample gradient of this use}, B rows, not yet grouped by unit."""
     info: PassInfo
+    sides: "Callable[[], Sides]"
+    """Tokens in and gradients out, of a layer that has a form."""
+    borrowed: bool
+    """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
         except Exception as error:
             hub.explain(error)
             raise
-        hub.leave_root()
+        hub.leave_root(output)
         return output
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.sites.linear import autocast
 from gramian.taps.sites.registry import register_site
-from gramian.taps.sites.site import Site, by_sample, first_tensor, trains
+from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, trains
 
 
 class Convolution(Site):
@@ -48,6 +48,28 @@ class Convolution(Site):
             positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
             found["bias"] = Summed(g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2]))
         return found
+
+    def form(self, module: nn.Module) -> Form | None:
+        """A linear layer on patches; with several groups it is several, and none as a whole."""
+        assert isinstance(module, _ConvNd)
+        if module.groups > 1:
+            return None
+        return Form("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
+
+    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+        """Every patch is a token: [B, positions, channels·kernel]."""
+        assert isinstance(module, _ConvNd)
+        images, padding = _padded(module, kept[0])
+        patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
+        axes = range(2, patches.dim())
+        for axis, size, stride, dilation in zip(axes, module.kernel_size, module.stride, module.dilation, strict=True):
+            patches = patches.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+        places = patches.shape[2 : 2 + len(axes)]
+        patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), -1)
+        g_BK = by_sample(output_gradients[0], batch)
+        positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
+        g_BTO = g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2])
+        return Sides(by_sample(patches, batch).reshape(batch, positions, patches.shape[2]), g_BTO)
 
 
 def _padded(module: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

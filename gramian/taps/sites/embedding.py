@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gramian.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
 from gramian.taps.sites.registry import register_site
-from gramian.taps.sites.site import Site, by_sample, first_tensor, tokens
+from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, tokens
 
 
 class Embedding(Site):
@@ -39,6 +39,19 @@ class Embedding(Site):
         if module.padding_idx is not None:
             rows_BTD = rows_BTD * (index_BT != module.padding_idx)[..., None]
         return {"weight": Indexed(index_BT, rows_BTD, module.num_embeddings)}
+
+    def form(self, module: nn.Module) -> Form:
+        """A linear layer whose inputs are one-hot."""
+        assert isinstance(module, nn.Embedding)
+        return Form("table", module.num_embeddings, module.embedding_dim)
+
+    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+        """Indices and output gradients; the padding index is no token."""
+        assert isinstance(module, nn.Embedding)
+        split = by_sample(kept[0], batch)
+        index_BT = split.reshape(batch, torch.Size(split.shape[1:]).numel())
+        counted = None if module.padding_idx is None else index_BT != module.padding_idx
+        return Sides(index_BT, tokens(output_gradients[0], batch), counted)
 
     def run(
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any

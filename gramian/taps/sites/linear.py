@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gramian.errors import GramianError
+from gramian.linalg.wide import wide
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites.registry import register_site
-from gramian.taps.sites.site import Site, first_tensor, tokens, trains
+from gramian.taps.sites.site import Form, Sides, Site, first_tensor, tokens, trains
 
 
 class Linear(Site):
@@ -48,6 +50,22 @@ class Linear(Site):
         if trains(module, "bias"):
             found["bias"] = Summed(g_BTO)
         return found
+
+    def form(self, module: nn.Module) -> Form:
+        """The weight as it is stored."""
+        first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
+        return Form("in_out", first, second) if self.transposed else Form("out_in", second, first)
+
+    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+        """Input and output gradient."""
+
+        def outputs(rows_TI: Tensor) -> Tensor:
+            weight, bias = module._parameters["weight"], module._parameters.get("bias")
+            assert weight is not None
+            matrix = wide(weight.detach().mT if self.transposed else weight.detach())
+            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(bias.detach()))
+
+        return Sides(tokens(kept[0], batch), tokens(output_gradients[0], batch), outputs=outputs)
 
 
 def autocast(x: Tensor) -> Tensor:

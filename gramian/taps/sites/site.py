@@ -1,13 +1,38 @@
 """The questions a site answers about its layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer's weight is one matrix [out, in] between the tokens that come in and those that go out."""
+
+    layout: Literal["out_in", "in_out", "kernel", "table"]
+    """Stored as that matrix, transposed, as [out, channels, *kernel], or as the rows [in, out] of a table."""
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The two sides of one use of a layer that has a form: the weight's gradient is Σ_t g_t a_tᵀ."""
+
+    inputs_BT: Tensor
+    """a [B, T, in]; of a table the indices [B, T]."""
+    gradients_BTO: Tensor
+    """g [B, T, out]."""
+    counted_BT: Tensor | None = None
+    """False for tokens that the layer itself leaves out; None: all count."""
+    outputs: Callable[[Tensor], Tensor] | None = None
+    """The layer applied to rows of inputs, wide."""
 
 
 class Site:
@@ -62,6 +87,14 @@ class Site:
         Returns:
             {local parameter name: per-sample gradient for B samples}.
         """
+        raise NotImplementedError
+
+    def form(self, module: nn.Module) -> Form | None:
+        """The layer as one matrix, if it is one: K-FAC then has factors for it. None: it is no such layer."""
+        return None
+
+    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+        """Inputs and output gradients of a layer that has a form and a trainable weight."""
         raise NotImplementedError
 
 

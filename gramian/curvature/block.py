@@ -1,0 +1,167 @@
+"""One block of the Fisher with its data: F Y = G Y A on matrices Y [o, m], damped, to any power."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gramian.curvature.blocks import Spec
+from gramian.curvature.damping import Damping
+from gramian.errors import GramianError
+from gramian.linalg import Clip, DiagonalLowRank, Factor, Spectral
+from gramian.linalg.factor import raised
+
+
+@dataclass
+class Facts:
+    """How the estimate came about, for the record."""
+
+    tokens: int = 0
+    """T of the refresh."""
+    kept_tokens: int = 0
+    """Tokens that entered, where a subset was taken."""
+    terms: float = 0.0
+    """N."""
+    refresh: int = 0
+    """Number of the refresh that it was last part of."""
+    refreshes: int = 0
+    """Refreshes in its average."""
+    reason_A: str = ""
+    reason_G: str = ""
+    discarded_trace_A: float = 0.0
+    discarded_trace_G: float = 0.0
+    seconds: float = 0.0
+    shares_A_with: str = ""
+    estimate: str = ""
+    """Where G comes from: "empirical", "mc", "exact softmax"."""
+
+
+@dataclass
+class Block:
+    """A block with its factors; A is None where the block is no Kronecker product (then m = 1)."""
+
+    spec: Spec
+    A: Factor | None
+    G: Factor
+    facts: Facts = field(default_factory=Facts)
+    damping: Damping | None = None
+    clips: dict[str, Clip] = field(default_factory=dict)
+    """{"A", "G" or "joint": what the clip did when it was last looked at}."""
+
+    def with_factors(self, A: Factor | None, G: Factor, facts: Facts) -> "Block":
+        """A new estimate of the same block."""
+        return replace(self, A=A, G=G, facts=facts, damping=None, clips={})
+
+    @property
+    def factors(self) -> dict[str, Factor]:
+        """By side."""
+        return {"G": self.G} if self.A is None else {"A": self.A, "G": self.G}
+
+    @property
+    def nbytes(self) -> int:
+        """Of both sides."""
+        return sum(factor.nbytes for factor in self.factors.values())
+
+    def matvec(self, y_OM: Tensor) -> Tensor:
+        """G Y A, undamped and unclipped."""
+        out = self.G.matvec(y_OM)
+        return out if self.A is None else self.A.matvec(out.mT.to(self.A.dtype)).mT
+
+    def prepare(self, damping: Damping, first_jitter: float) -> None:
+        """Launch the factorisations that power -1 at this damping will use, and wait for nothing."""
+        if not damping.joint or self.A is None:
+            for side, factor, value in self._sides(damping):
+                if self._solves(side, factor, value, damping):
+                    factor.prepare_solve(value, first_jitter)
+
+    def power(self, y_OM: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
+        """(F + damping)^p Y, with the clip if there is one; [o, m] in the factors' dtype, on Y's device."""
+        if damping.joint and self.A is not None:
+            return self._joint(y_OM, p, damping)
+        out = y_OM
+        for side, factor, value in self._sides(damping):
+            turned = out.mT if side == "A" else out
+            if p == -1 and self._solves(side, factor, value, damping):
+                turned = factor.solve(turned, value, first_jitter)
+            else:
+                turned = factor.power(turned, p, value, damping.max_condition)
+                if damping.max_condition is not None:
+                    self._clip(side, factor, value, damping.max_condition)
+            out = turned.mT if side == "A" else turned
+        return out
+
+    def _clip(self, side: str, factor: Factor, value: float, max_condition: float) -> None:
+        if side not in self.clips:
+            self.clips[side] = factor.clip(value, max_condition)
+
+    def _sides(self, damping: Damping) -> list[tuple[str, Factor, float]]:
+        sides: list[tuple[str, Factor, float]] = [("G", self.G, damping.lambda_G)]
+        return sides if self.A is None else [*sides, ("A", self.A, damping.lambda_A)]
+
+    def _solves(self, side: str, factor: Factor, value: float, damping: Damping) -> bool:
+        """True if power -1 of a side goes by Cholesky: always without the clip, with it where nothing would be clipped."""
+        if damping.max_condition is None:
+            return True
+        if not factor.clips_nothing(value, damping.max_condition):
+            return False
+        floor = (float(factor.largest_bound()) + value) / damping.max_condition
+        self.clips.setdefault(side, Clip(0, factor.dim, 0.0, floor))
+        return True
+
+    # ---- joint damping ---------------------------------------------------------------------------------------------
+
+    def _joint(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
+        """(G ⊗ A + λI)^p Y in the eigenbasis of both sides.
+
+        With C = Q_GᵀYQ_A: f(0)·(Y − Q_G C Q_Aᵀ) + Q_G [f(σ_iα_j) ⊙ C] Q_Aᵀ, f(x) = max(x + λ, floor)^p: outside either basis
+        the product's eigenvalue is 0. Cost: 4·o·m·(r_A + r_G) FLOPs once both sides are decomposed.
+        """
+        assert self.A is not None
+        if isinstance(self.A, DiagonalLowRank):
+            raise GramianError(
+                f"{self.spec.name}: its inputs have a {self.A.kind} factor; expected damping_mode pi or factored"
+            )
+        assert isinstance(self.A, Spectral)
+        value = damping.lambda_G
+        if isinstance(self.G, DiagonalLowRank):
+            return self._joint_by_column(y_OM, p, value, damping.max_condition)
+        assert isinstance(self.G, Spectral)
+        sigma, alpha = self.G.spectrum, self.A.spectrum
+        top = float(sigma.max()) * float(alpha.max()) if len(sigma) and len(alpha) else 0.0
+        floor = 0.0 if damping.max_condition is None else (top + value) / damping.max_condition
+        stable = torch.finfo(torch.float32).eps * (top + value) / max(value, floor) <= 1e-2
+        y = y_OM.to(torch.float32 if stable and self.G.dtype == self.A.dtype == torch.float32 else torch.float64)
+        c_RS = self.A.to_basis(self.G.to_basis(y).mT).mT
+        products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
+        out = self.A.from_basis(self.G.from_basis(raised(products, floor).pow(p) * c_RS).mT).mT
+        if not (self.G.complete and self.A.complete):
+            inside = self.A.from_basis(self.G.from_basis(c_RS).mT).mT
+            out = out + max(value, floor) ** p * (y - inside)
+        if damping.max_condition is not None and "joint" not in self.clips:
+            low = products.double() < floor
+            unseen = self.spec.outputs * self.spec.inputs - products.numel()
+            count, mass = int(low.sum()), float((floor - products.double()[low]).sum())
+            if value < floor:
+                count, mass = count + unseen, mass + unseen * (floor - value)
+            self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
+        return out.to(self.G.dtype)
+
+    def _joint_by_column(self, y_OM: Tensor, p: float, value: float, max_condition: float | None) -> Tensor:
+        """G without eigenvectors: in A's basis every column j is (α_j G + λI)^p, by conjugate gradients."""
+        assert isinstance(self.A, Spectral) and isinstance(self.G, DiagonalLowRank)
+        y = y_OM.to(torch.float64)
+        alpha = self.A.spectrum.to(y)
+        top = float(self.G.largest_bound()) * (float(alpha.max()) if len(alpha) else 0.0)
+        size = self.spec.outputs * self.spec.inputs
+        floor = 0.0 if max_condition is None else (top + value) / max_condition
+        if floor > value:
+            self.G.work.clip_note = f"damping raised to the clip's floor {floor:.3g}; eigenvalues within a factor of 2"
+            self.clips["joint"] = Clip(size, size, size * (floor - value), floor)
+            value = floor
+        elif max_condition is not None:
+            self.clips.setdefault("joint", Clip(0, size, 0.0, floor))
+        c_OS = self.A.to_basis(y.mT).mT
+        out = self.A.from_basis(self.G.power_by_column(c_OS, p, alpha, value).to(y).mT).mT
+        if not self.A.complete:
+            out = out + value**p * (y - self.A.from_basis(c_OS.mT).mT)
+        return out.to(self.G.dtype)

@@ -1,0 +1,240 @@
+"""From the sums of a refresh to stored factors."""
+
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gramian.curvature.block import Block, Facts
+from gramian.curvature.blocks import Spec
+from gramian.curvature.estimate import BlockSums
+from gramian.curvature.moments import Moment
+from gramian.curvature.options import Options
+from gramian.curvature.policy import Side, low_rank_up_to
+from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+
+
+class Builder:
+    """Makes the factors of one refresh, layer after layer; sides with the same tokens become one factor."""
+
+    def __init__(self, options: Options, terms: float, head: str | None, estimate: str) -> None:
+        """Set what holds for all layers.
+
+        Args:
+            options: policy and storage.
+            terms: N, loss terms of the refresh.
+            head: the layer whose outputs are the logits.
+            estimate: "empirical" or "mc".
+        """
+        self.options, self.terms, self.head, self.estimate = options, terms, head, estimate
+        self._inputs: list[tuple[Moment, bool, Factor, str]] = []
+
+    def kronecker(self, spec: Spec, sums: BlockSums, place: "Placement") -> Block | None:
+        """The block of a weight; None if no token reached it."""
+        started = time.perf_counter()
+        linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
+        if not linear and sums.table_gradients is None:
+            return None
+        dtype = self.options.storage_dtype(spec.dtype)
+        facts = Facts(terms=self.terms, estimate=self.estimate)
+        A: Factor | None = None
+        G: Factor | None = None
+        if linear:
+            assert sums.inputs is not None
+            is_head = self.head in spec.layers
+            facts.tokens, facts.kept_tokens = sums.inputs.seen, sums.inputs.kept
+            A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, is_head, dtype, place)
+            if sums.probabilities is not None:
+                G, facts.reason_G = self._softmax_factor(sums.probabilities, is_head, dtype)
+                facts.estimate = "exact softmax"
+            else:
+                assert sums.gradients is not None
+                G, facts.reason_G = self._gradient_factor(sums.gradients, is_head, dtype)
+            G = place(G)
+        if sums.table_gradients is not None:
+            assert sums.counts_V is not None
+            counts = Diagonal(sums.counts_V / sums.table_weight)
+            gradients, reason = self._gradient_factor(sums.table_gradients, False, dtype)
+            if A is None or G is None:
+                A, G = counts, place(gradients)
+                facts.tokens, facts.kept_tokens = sums.table_gradients.seen, sums.table_gradients.kept
+                facts.reason_A, facts.reason_G = "token counts", reason
+            else:
+                A, G = _tied(A, G, gradients, counts)
+                facts.reason_A = f"head ({facts.reason_A}) and table ({reason}), weighted by their traces"
+                facts.reason_G = f"head ({facts.reason_G}) and token counts, weighted by their traces"
+                A, G = place(A), place(G)
+        assert A is not None and G is not None
+        facts.seconds = time.perf_counter() - started
+        return Block(spec, A, G, facts)
+
+    def remainder(self, spec: Spec, total: Tensor, place: "Placement") -> Block:
+        """An exact block or diagonal."""
+        dtype = self.options.storage_dtype(spec.dtype)
+        facts = Facts(terms=self.terms, reason_G=spec.why or "no matrix between tokens", estimate=self.estimate)
+        mean = total / self.terms
+        factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
+        return Block(spec, None, place(factor), facts)
+
+    # ---- sides -----------------------------------------------------------------------------------------------------
+
+    def _input_factor(
+        self, spec: Spec, moment: Moment, is_head: bool, dtype: torch.dtype, place: "Placement"
+    ) -> tuple[Factor, str, str]:
+        """A, the name of the layer it is shared with, and why it has its form."""
+        for other, bias, factor, name in self._inputs:
+            if bias == spec.has_bias and _same_sums(moment, other):
+                return factor, name, "the same inputs"
+        factor, reason = self._moment_factor(
+            "A", moment, is_head, dtype, 1.0 / _scalar(moment.kept_weight()), spec.has_bias
+        )
+        factor = place(factor)
+        self._inputs.append((moment, spec.has_bias, factor, spec.name))
+        return factor, "", reason
+
+    def _gradient_factor(self, moment: Moment, is_head: bool, dtype: torch.dtype) -> tuple[Factor, str]:
+        scale = moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0
+        return self._moment_factor("G", moment, is_head, dtype, scale / self.terms, bias=False)
+
+    def _moment_factor(
+        self, side: Side, moment: Moment, is_head: bool, dtype: torch.dtype, scale: float, bias: bool
+    ) -> tuple[Factor, str]:
+        width = moment.width + bias
+        if moment.diagonal_N is not None:
+            values = moment.diagonal_N * scale
+            values = torch.cat([values, values.new_ones(1)]) if bias else values
+            return Diagonal(values), f"wider than {WIDEST_DENSE} and low rank is off"
+        subset = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
+        if moment.matrix is not None:
+            assert moment.first_N is not None
+            matrix = _augmented(moment.matrix, moment.first_N, _scalar(moment.weight)) if bias else moment.matrix
+            return Dense.of(matrix * scale, dtype), "T does not allow low rank" + subset
+        rows, roots = moment.rows()
+        rows = torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows
+        allowed = low_rank_up_to(side, moment.width, is_head, self.options)
+        if moment.kept <= allowed or width > WIDEST_DENSE:
+            wide = f"wider than {WIDEST_DENSE}" if moment.width > WIDEST_DENSE else f"T ≤ {allowed}"
+            return LowRank.of((rows * scale**0.5).mT, dtype), wide + subset
+        return Dense.of((rows.mT @ rows) * scale, dtype), "T does not allow low rank" + subset
+
+    def _softmax_factor(self, moment: Moment, is_head: bool, dtype: torch.dtype) -> tuple[Factor, str]:
+        """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
+        scale = (moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0) / self.terms
+        if moment.diagonal_N is not None:
+            assert moment.first_N is not None
+            reason = f"exact, its diagonal: wider than {WIDEST_DENSE} and low rank is off"
+            return Diagonal((moment.first_N - moment.diagonal_N) * scale), reason
+        subset = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
+        if moment.matrix is not None:
+            assert moment.first_N is not None
+            return Dense.of(
+                (torch.diag(moment.first_N) - moment.matrix) * scale, dtype
+            ), "exact, T does not allow low rank"
+        rows, roots = moment.rows()
+        if moment.kept <= low_rank_up_to("G", moment.width, is_head, self.options) or moment.width > WIDEST_DENSE:
+            return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype), "exact" + subset
+        first = (rows * roots[:, None]).sum(0)
+        return Dense.of(
+            (torch.diag(first) - rows.mT @ rows) * scale, dtype
+        ), "exact, T does not allow low rank" + subset
+
+
+class Placement:
+    """Puts factors where they are kept: as asked, or ("auto") beside the model while half of the memory free there allows."""
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        """Look at the memory once, before the first factor.
+
+        Args:
+            options: for `woodbury_store_device`.
+            device: where the model is.
+        """
+        self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
+        self._left = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" and self._fixed is None else None
+
+    def __call__(self, factor: Factor) -> Factor:
+        """The factor in its place."""
+        if self._fixed is not None:
+            return factor if factor.device.type == self._fixed.type else factor.to(self._fixed)
+        if self._left is None:
+            return factor
+        self._left -= factor.nbytes
+        return factor if self._left >= 0 else factor.to("cpu")
+
+
+def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:
+    """One Kronecker product for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
+
+    Both sides are means of the two uses' sides, each of trace 1, weighted by the traces t of the two products; the sum of
+    the traces is kept, and either use alone is exact. A sum of two Kronecker products is none, so this is an approximation.
+    """
+    traces = [float(f.trace()) for f in (A, G, table_G, counts)]
+    head, table = traces[0] * traces[1], traces[2] * traces[3]
+    if not head > 0 or not table > 0:
+        return (A, G) if head >= table else (table_G, counts)
+    total = head + table
+    inputs = A.merge(table_G, head / total, table / total * traces[0] / traces[2])
+    outputs = G.merge(counts, 1.0, table / head * traces[1] / traces[3])
+    return inputs, outputs
+
+
+Merged = dict[tuple[int, int], tuple[Factor, float]]
+"""{(old factor, new factor): their average and the trace it lost}: sides that are shared are averaged once."""
+
+
+def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
+    """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
+
+    Low-rank sides grow by the columns of the new estimate; beyond `most_columns` the smallest directions go, and the trace
+    that they had is in the facts.
+    """
+    k = 1 if old is None else old.facts.refreshes + 1
+    facts = replace(new.facts, refreshes=k)
+    if old is None or decay == 0:
+        return new.with_factors(new.A, new.G, facts)
+    share = (1 - decay) / (1 - decay**k)
+    sides: dict[str, Factor | None] = {"A": None, "G": None}
+    for side, factor in new.factors.items():
+        before = old.factors[side]
+        pair = (id(before), id(factor))
+        if pair not in merged:
+            total, lost = before.to(factor.device).merge(factor, 1 - share, share), 0.0
+            if isinstance(total, LowRank | DiagonalLowRank) and total.rank > most_columns:
+                compressed = total.compress(rank=most_columns)
+                total, lost = compressed.factor, compressed.discarded_trace
+            merged[pair] = (total, lost)
+        sides[side], lost = merged[pair]
+        facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
+    G = sides["G"]
+    assert G is not None
+    return new.with_factors(sides["A"], G, facts)
+
+
+def _same_sums(left: Moment, right: Moment) -> bool:
+    """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
+    if left is right:
+        return True
+    if left.keep != right.keep or left.width != right.width or left.seen != right.seen:
+        return False
+    if left.matrix is not None and right.matrix is not None:
+        return left.matrix is right.matrix
+    if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
+        pairs = zip(left.chunks, right.chunks, strict=True)
+        return all(_same_tokens(a.rows_TN, b.rows_TN) and a.weights_T is b.weights_T for a, b in pairs)
+    return False
+
+
+def _same_tokens(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
+    """Σ w [x; 1][x; 1]ᵀ."""
+    total = matrix.new_full((1, 1), weight)
+    top = torch.cat([matrix, first_N[:, None]], dim=1)
+    return torch.cat([top, torch.cat([first_N[None, :], total], dim=1)])
+
+
+def _scalar(value: float | Tensor) -> float:
+    return float(value)

@@ -1,0 +1,143 @@
+"""A refresh on the user's own passes: one backward or several, each with its own terms and weights."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from gramian.curvature.estimate import KroneckerSums, RefreshPass, RemainderSums
+from gramian.errors import GramianError
+from gramian.taps.capture import Capture
+from gramian.taps.record import PassInfo
+
+if TYPE_CHECKING:
+    from gramian.curvature.kfac import KFACNaturalGradient
+
+
+class KFACCapture(Capture):
+    """What `kfac.capture(...)` gives on a step that refreshes."""
+
+    def __init__(
+        self,
+        kfac: "KFACNaturalGradient",
+        model: nn.Module,
+        kronecker: KroneckerSums,
+        remainder: RemainderSums,
+        *,
+        loss_reduction: str | float,
+        num_terms: float | None,
+        token_weights: Tensor | None,
+        loss_scale: "float | torch.amp.GradScaler",
+        batch_size: int | None,
+        estimate: str,
+    ) -> None:
+        """Check the arguments; the model is not touched before the block is entered."""
+        super().__init__(
+            model,
+            kronecker,
+            remainder,
+            loss_reduction=loss_reduction,
+            batch_size=batch_size,
+            token_weights=token_weights,
+            loss_scale=loss_scale,
+        )
+        self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
+        self.terms = 0.0
+        self._told: tuple[float | None, Tensor | None] | None = None
+        self._samples = 0
+        self._tell(num_terms, token_weights)
+
+    def next(self, *, num_terms: float | None = None, token_weights: Tensor | None = None) -> None:  # type: ignore[override]
+        """Say how many loss terms stand behind the next backward, and which tokens count in it."""
+        self._tell(num_terms, token_weights)
+
+    def _tell(self, num_terms: float | None, token_weights: Tensor | None) -> None:
+        check_terms(num_terms, token_weights)
+        self._told = (num_terms, token_weights)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the taps off; if all went well, make the factors."""
+        try:
+            super().__exit__(kind, error, trace)
+        except BaseException as problem:
+            self._kfac._abandon(str(problem))
+            raise
+        if kind is not None:
+            self._kfac._abandon(f"{kind.__name__} inside the capture")
+        elif self._failed:
+            self._kfac._abandon("a backward failed half-way inside the capture", lenient=True)
+        else:
+            self._kfac._finish(self)
+
+    def __enter__(self) -> Self:
+        """Install the taps."""
+        super().__enter__()
+        return self
+
+    def pass_info(self, number: int, batch: int) -> PassInfo:
+        """One term's coefficient in the loss of this pass."""
+        if self._told is None:
+            raise GramianError(
+                "capture: another forward began; expected cap.next(num_terms=...) before each further backward of a capture"
+            )
+        terms, weights = self._told
+        if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
+            raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
+        count = float(weights.sum()) if terms is None and weights is not None else float(terms or 0)
+        mean = max(count, 1.0)  # a pass without terms has no gradient either
+        given = self._loss_reduction
+        factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
+        first, self._samples = self._samples, self._samples + batch
+        return RefreshPass(number, batch, None, None, weights, factor, self._loss_scale, count, first)
+
+    def end_of_pass(self, info: PassInfo) -> None:
+        """One backward is over: count its terms."""
+        super().end_of_pass(info)
+        assert isinstance(info, RefreshPass)
+        self.terms += info.num_terms
+        self._told = None
+
+    def output_layer(self) -> str | None:
+        """The layer whose output the model returns."""
+        return self._hub.output_layer
+
+    def collected(self) -> tuple[Any, Any]:
+        """The sums of both statistics."""
+        return self._sums_of(self.kronecker), self._sums_of(self.remainder)
+
+
+class Idle:
+    """What `kfac.capture(...)` gives on a step that does not refresh: nothing happens."""
+
+    def __enter__(self) -> Self:
+        """Do nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def next(self, *, num_terms: float | None = None, token_weights: Tensor | None = None) -> None:
+        """Check the arguments, as a refreshing capture would."""
+        check_terms(num_terms, token_weights)
+
+
+def check_terms(num_terms: Any, token_weights: Any) -> None:
+    """Refuse a number of terms that is none, or none at all.
+
+    Raises:
+        GramianError: naming the argument.
+    """
+    if token_weights is not None and not isinstance(token_weights, Tensor):
+        raise GramianError(f"token_weights: expected a tensor of shape [B, T], got {type(token_weights).__name__}")
+    if num_terms is None:
+        if token_weights is None:
+            raise GramianError(
+                "num_terms: expected the number of loss terms behind this loss (targets that are not ignored), or token_weights"
+            )
+        return
+    number = isinstance(num_terms, int | float | Tensor) and not isinstance(num_terms, bool)
+    if not number or not float(num_terms) >= 0:
+        raise GramianError(f"num_terms: expected a number of loss terms, got {num_terms!r}")

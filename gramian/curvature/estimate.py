@@ -1,0 +1,331 @@
+"""The sums of one refresh: a statistic over layers for K-FAC blocks, one over parameters for all others.
+
+Legend: B samples, T tokens, I = m inputs, O outputs, N loss terms, w token weights.
+
+A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w over tokens, where g is the gradient of one loss term as if it stood alone with
+weight 1. A token weight is the weight of its term in the loss: weight 2 is the same as having the sample twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.curvature.blocks import Spec
+from gramian.curvature.keyed import token_keys
+from gramian.curvature.moments import Keep, Moment, Products, Tokens
+from gramian.curvature.options import Options
+from gramian.curvature.policy import keep_for
+from gramian.errors import GramianError
+from gramian.linalg.wide import wide
+from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.sites.site import Sides
+from gramian.taps.statistic import Needs, ParameterInfo
+
+
+@dataclass(frozen=True)
+class RefreshPass(PassInfo):
+    """A pass of a refresh, and where its samples stand among those of the refresh."""
+
+    num_terms: float = 0.0
+    first_sample: int = 0
+
+
+@dataclass
+class BlockSums:
+    """What one K-FAC block has seen."""
+
+    inputs: Moment | None = None
+    gradients: Moment | None = None
+    probabilities: Moment | None = None
+    """In place of `gradients` where the head's Fisher is exact."""
+    counts_V: Tensor | None = None
+    """Σ w per row of a table."""
+    table_weight: float | Tensor = 0.0
+    table_gradients: Moment | None = None
+
+    def moments(self) -> list[Moment]:
+        """Those that hold something."""
+        found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
+        return [moment for moment in found if moment is not None]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which tokens of a pass take part, for layers that see the same number of them."""
+
+    index: Tensor | None
+    """Of the flattened [B·T]; None: all."""
+    weights: Tensor | None
+    """w of the chosen; None: all 1."""
+    keys: Tensor | None
+    seen: int
+
+    def tokens(self, x_BTN: Tensor, borrowed: bool, scale: float | Tensor = 1.0, inverse: bool = False) -> Tokens:
+        """The chosen rows of one side; `inverse`: weighted with 1/w."""
+        rows = x_BTN.reshape(-1, x_BTN.shape[-1])
+        if self.index is not None:
+            rows, borrowed = rows[self.index], False
+        weights = 1.0 / self.weights if inverse and self.weights is not None else self.weights
+        return Tokens(rows, weights, self.keys, scale, borrowed, self.seen)
+
+
+@dataclass
+class KroneckerSums:
+    """Σ over tokens for every K-FAC block. A statistic over layers."""
+
+    specs: Mapping[str, Spec]
+    options: Options
+    seed: int
+    exact_head: bool
+    head: "str | None" = None
+    """The layer whose outputs are the logits."""
+    find_head: Any = None
+    """Asked once, in the first backward, if `head` is not known before."""
+    check_softmax: bool = True
+    needs: Needs = "layer"
+    per_sample: bool = False
+    _by_layer: dict[str, Spec] = field(default_factory=dict)
+    _products: Products = field(default_factory=Products)
+    _chosen: dict[Any, Chosen] = field(default_factory=dict)
+    _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
+        """No tokens yet."""
+        kronecker = {name: spec for name, spec in self.specs.items() if spec.kind == "kronecker"}
+        self._by_layer = {layer: spec for spec in kronecker.values() for layer in spec.layers}
+        return {name: BlockSums() for name in kronecker}
+
+    def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
+        """Add one use of one layer."""
+        spec = self._by_layer.get(record.layer)
+        if spec is None or spec.parameters[0] not in record.gradients:
+            return
+        if self.find_head is not None:
+            self.head, self.find_head = self.find_head(), None
+        info = record.info
+        assert isinstance(info, RefreshPass)
+        sides, block = record.sides(), sums[spec.name]
+        if record.layer in spec.tables:
+            self._add_table(block, spec, sides, info, record)
+            return
+        if self.options.weight_sharing == "reduce":
+            sides = self._reduced(sides, info, record.layer)
+        bare = spec.inputs - spec.has_bias
+        is_head = record.layer == self.head
+        block.inputs = block.inputs or Moment(bare, keep_for("A", bare, is_head, self.options))
+        chosen = self._choose(sides, info, record.layer, block.inputs.keep)
+        inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
+        block.inputs.add(inputs, self._products)
+        keep = keep_for("G", spec.outputs, is_head, self.options)
+        chosen = self._choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        if is_head and self.exact_head:
+            self._add_head(block, spec, chosen, sides, gradients, keep)
+            return
+        block.gradients = block.gradients or Moment(spec.outputs, keep)
+        block.gradients.add(gradients, Products())
+
+    def count(self, sums: dict[str, BlockSums], samples: int) -> None:
+        """A pass is over: nothing of it is held on to."""
+        self._products.forget()
+        self._chosen.clear()
+        self._last_rows.clear()
+
+    def merge(self, left: Any, right: Any) -> Any:
+        """Sums of several processes come with many processes.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError(
+            "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
+        )
+
+    def finish(self, sums: dict[str, BlockSums]) -> dict[str, BlockSums]:
+        """As they are; `build` makes factors of them."""
+        return sums
+
+    # ---- sides -----------------------------------------------------------------------------------------------------
+
+    def _rows(self, chosen: Chosen, inputs_BT: Tensor, borrowed: bool) -> Tokens:
+        """The chosen rows of an input; the very same tensors if the last layer had the same input."""
+        if borrowed or chosen.index is None:
+            return chosen.tokens(inputs_BT, borrowed)
+        key = (inputs_BT.data_ptr(), inputs_BT.shape, inputs_BT.stride(), inputs_BT.dtype, id(chosen))
+        if key not in self._last_rows:
+            self._last_rows = {
+                key: (inputs_BT, chosen.tokens(inputs_BT, borrowed))
+            }  # held, so its address stays its own
+        return self._last_rows[key][1]
+
+    def _add_table(self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord) -> None:
+        """A lookup: inputs are one-hot, so A is a count per row."""
+        tied = spec.layout != "table"
+        rows, width = (spec.outputs, spec.inputs) if tied else (spec.inputs, spec.outputs)
+        keep = keep_for("G", width, False, self.options)
+        chosen = self._choose(sides, info, record.layer, Keep(rows_up_to=0))
+        index = sides.inputs_BT.reshape(-1)
+        index = index if chosen.index is None else index[chosen.index]
+        dtype = wide(sides.gradients_BTO[:0]).dtype
+        weights = index.new_ones(len(index), dtype=dtype) if chosen.weights is None else chosen.weights.to(dtype)
+        counts = torch.zeros(rows, dtype=dtype, device=index.device).index_add_(0, index, weights)
+        block.counts_V = counts if block.counts_V is None else block.counts_V + counts
+        block.table_weight = block.table_weight + weights.double().sum()
+        block.table_gradients = block.table_gradients or Moment(width, keep)
+        chosen = self._choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        block.table_gradients.add(gradients, Products())
+
+    def _add_head(
+        self, block: BlockSums, spec: Spec, chosen: Chosen, sides: Sides, gradients: Tokens, keep: Keep
+    ) -> None:
+        """The head's own Fisher: Σ w (diag p − p pᵀ) over tokens with a loss, from its recomputed outputs."""
+        assert sides.outputs is not None
+        rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
+        p_TV = sides.outputs(rows).softmax(dim=-1)
+        g_TV = wide(gradients.rows_TN)
+        weights = (g_TV != 0).any(1).to(p_TV) if chosen.weights is None else chosen.weights.to(p_TV)
+        if self.check_softmax:
+            _check_softmax(spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
+            self.check_softmax = False
+        block.probabilities = block.probabilities or Moment(spec.outputs, keep)
+        block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
+
+    def _reduced(self, sides: Sides, info: RefreshPass, layer: str) -> Sides:
+        """One token per sample: the mean input and the summed gradient."""
+        w_BT = self._weights(sides, info, layer)
+        a_BTI, g_BTO = wide(sides.inputs_BT), wide(sides.gradients_BTO)
+        if w_BT is None:
+            return Sides(a_BTI.mean(1, keepdim=True), g_BTO.sum(1, keepdim=True))
+        w_BT1 = w_BT.to(a_BTI)[..., None]
+        mean = (a_BTI * w_BT1).sum(1, keepdim=True) / w_BT1.sum(1, keepdim=True).clamp(
+            min=torch.finfo(a_BTI.dtype).tiny
+        )
+        return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
+
+    # ---- tokens ----------------------------------------------------------------------------------------------------
+
+    def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
+        """[B, T] for this layer; None: all tokens count alike."""
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        weights = info.token_weights
+        if weights is not None:
+            weights = weights.to(sides.gradients_BTO.device).double()
+            if tokens == 1:
+                weights = weights.amax(1, keepdim=True)  # a layer behind a pooling sees the samples that count
+            elif weights.shape[1] == 1:
+                weights = weights.expand(-1, tokens)
+            elif weights.shape[1] != tokens:
+                raise GramianError(
+                    f"token_weights: {layer} sees {tokens} tokens per sample, the weights have {weights.shape[1]}; "
+                    f"expected shape [{batch}, {tokens}], or [{batch}, 1]"
+                )
+        if sides.counted_BT is not None:
+            weights = sides.counted_BT.double() * (1.0 if weights is None else weights)
+        return weights
+
+    def _choose(self, sides: Sides, info: RefreshPass, layer: str, keep: Keep) -> Chosen:
+        """The tokens that take part; once per pass for all layers with as many."""
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        memo = (info.number, tokens, keep.limit)
+        if sides.counted_BT is None and memo in self._chosen:
+            return self._chosen[memo]
+        device = sides.gradients_BTO.device
+        weights_BT = self._weights(sides, info, layer)
+        index = weights = keys = None
+        seen = batch * tokens
+        if weights_BT is not None:
+            flat = weights_BT.reshape(-1)
+            index = (flat > 0).nonzero()[:, 0]
+            seen = len(index)
+            weights = flat[index]
+            weights = None if bool((weights == 1).all()) else weights
+            index = None if seen == batch * tokens else index
+        if keep.limit is not None:
+            samples = torch.arange(info.first_sample, info.first_sample + batch, device=device)
+            keys = token_keys(self.seed, samples, tokens).reshape(-1)
+            keys = keys if index is None else keys[index]
+            if len(keys) > keep.limit:
+                kept = keys.topk(keep.limit, largest=False).indices.sort().values
+                keys = keys[kept]
+                weights = None if weights is None else weights[kept]
+                index = kept if index is None else index[kept]
+        chosen = Chosen(index, weights, keys, seen)
+        if sides.counted_BT is None:
+            self._chosen[memo] = chosen
+        return chosen
+
+
+def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dtype: torch.dtype) -> None:
+    """The loss must be the cross entropy of these very logits: p − g is then a distribution, the target.
+
+    Raises:
+        GramianError: if it is not, which a wrong num_terms or loss_reduction shows as well.
+    """
+    inverse = 1.0 if gradients.weights_T is None else gradients.weights_T.to(p_TV)[:, None]
+    g_TV = g_TV * gradients.scale * inverse
+    target = p_TV - g_TV
+    live = (g_TV != 0).any(1)
+    slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
+    bad = live & ((target.sum(1) - 1).abs().gt(slack) | target.amin(1).lt(-slack))
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0, 0])
+        raise GramianError(
+            f"{layer}: the gradient of token {row} is not that of a cross entropy of this layer's outputs (targets sum to "
+            f"{float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax cross entropy on the "
+            "head itself, with the right loss_reduction, num_terms and loss_scale, or kfac_true_fisher_head=False"
+        )
+
+
+@dataclass
+class RemainderSums:
+    """Σ_i g_i g_iᵀ, or its diagonal, over samples for every parameter outside K-FAC. A statistic over parameters."""
+
+    specs: Mapping[str, Spec]
+    needs: Needs = "parameter"
+    per_sample: bool = False
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, Tensor]:
+        """Nothing yet; what stays missing was not used."""
+        return {}
+
+    def update(self, sums: dict[str, Tensor], record: ParameterRecord) -> None:
+        """Add one parameter, all its uses joined."""
+        spec = self.specs.get(record.parameter)
+        if spec is None or spec.kind == "kronecker":
+            return
+        scale = record.info.scale
+        weights_B = record.info.token_weights
+        gradient = record.gradient
+        fractional = weights_B is not None and not bool(((weights_B == 0) | (weights_B == 1)).all())
+        if spec.kind == "block" or fractional:
+            g_BN = gradient.per_sample().reshape(gradient.batch, -1) * scale
+            if fractional:
+                assert weights_B is not None
+                top_B = weights_B.to(g_BN).amax(1)
+                g_BN = g_BN * torch.where(top_B > 0, top_B, 1.0).rsqrt()[:, None]
+            added = g_BN.mT @ g_BN if spec.kind == "block" else g_BN.square().sum(0)
+        else:
+            added = gradient.sum_of_squares().reshape(-1) * scale**2
+        name = spec.name
+        sums[name] = added if name not in sums else sums[name] + added
+
+    def count(self, sums: dict[str, Tensor], samples: int) -> None:
+        """Terms are counted by the capture."""
+
+    def merge(self, left: Any, right: Any) -> Any:
+        """Sums of several processes come with many processes.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError(
+            "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
+        )
+
+    def finish(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As they are."""
+        return sums

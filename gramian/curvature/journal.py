@@ -1,0 +1,192 @@
+"""The record of what was done, and the log lines: both from the same facts, so neither can say what the other does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gramian.curvature.block import Block
+from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
+
+if TYPE_CHECKING:
+    from gramian.curvature.kfac import KFACNaturalGradient
+
+logger = logging.getLogger("gramian.curvature")
+SCHEMA = 1
+
+
+def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
+    """Everything a reader needs to repeat a computation."""
+    blocks = kfac.kfac_factors
+    return {
+        "schema": SCHEMA,
+        "options": asdict(kfac.options),
+        "versions": {"torch": torch.__version__, "gramian": _version()},
+        "seed": kfac.options.seed,
+        "world_size": _world_size(),
+        "reduce": kfac.options.kfac_distributed_reduce,
+        "steps": kfac.steps,
+        "refreshes": kfac.refreshes,
+        "dropped": list(kfac.dropped),
+        "head": kfac.head,
+        "seconds": dict(kfac._seconds),
+        "identity": sorted(kfac._identity),
+        "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values())),
+        "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
+    }
+
+
+def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
+    spec, facts, damping = block.spec, block.facts, block.damping
+    assert damping is not None
+    sides: dict[str, Any] = {}
+    for side, factor in block.factors.items():
+        value = damping.lambda_A if side == "A" else damping.lambda_G
+        sides[side] = _side(side, factor, value, block, kfac.options.max_condition)
+    return {
+        "approximation": spec.approximation,
+        "why_not_kfac": spec.why,
+        "parameters": list(spec.parameters),
+        "layers": list(spec.layers),
+        "bias": spec.has_bias,
+        "in_dim": spec.inputs,
+        "out_dim": spec.outputs,
+        "T": facts.tokens,
+        "T_kept": facts.kept_tokens,
+        "T_local": facts.tokens,
+        "T_global": facts.tokens,
+        "N": facts.terms,
+        "estimate": facts.estimate,
+        "age": kfac.refreshes - facts.refresh,
+        "refreshes": facts.refreshes,
+        "damping_mode": damping.mode,
+        "pi": damping.pi,
+        "lambda_A": damping.lambda_A if block.A is not None else None,
+        "lambda_G": damping.lambda_G,
+        "kappa_max": kfac.options.max_condition,
+        "policy": kfac.options.kfac_policy,
+        "eps": kfac.options.kfac_eps,
+        "shares_A_with": facts.shares_A_with,
+        "clip_joint": _clip(block.clips.get("joint")),
+        "bytes": block.nbytes,
+        "seconds": facts.seconds,
+        "sides": sides,
+    }
+
+
+def _side(side: str, factor: Factor, value: float, block: Block, max_condition: float | None) -> dict[str, Any]:
+    kappa, exact = factor.condition(value, max_condition)
+    undamped, _ = factor.condition(0.0, None)
+    facts, work = block.facts, factor.work
+    return {
+        "representation": factor.kind,
+        "reason": facts.reason_A if side == "A" else facts.reason_G,
+        "rank": factor.rank,
+        "discarded_trace": facts.discarded_trace_A if side == "A" else facts.discarded_trace_G,
+        "dtype": str(factor.storage_dtype).removeprefix("torch."),
+        "device": factor.device.type,
+        "quantisation_error": float(factor.quantisation_error),
+        "trace": float(factor.trace()),
+        "kappa_before": undamped if undamped != float("inf") else None,
+        "kappa": kappa,
+        "kappa_exact": exact,
+        "clip": _clip(block.clips.get(side)),
+        "clip_note": work.clip_note,
+        "cholesky": list(work.attempts),
+        "eigendecomposition": work.decomposed,
+        "fallback": work.fallback,
+        "error_bound": work.error_bound,
+        "bytes": factor.nbytes,
+    }
+
+
+def _clip(clip: Clip | None) -> dict[str, Any] | None:
+    return None if clip is None else asdict(clip)
+
+
+# ---- log -----------------------------------------------------------------------------------------------------------
+
+
+def log_refresh(kfac: KFACNaturalGradient) -> None:
+    """One line per layer and one for all, at INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    layers = {name: _layer(kfac, block) for name, block in kfac.kfac_factors.items()}
+    for name, facts in layers.items():
+        logger.info("%s", layer_line(name, facts))
+        logger.debug("%s: T_local=%d, T_global=%d", name, facts["T_local"], facts["T_global"])
+    options = kfac.options
+    blocks = [block for block in kfac.kfac_factors.values() if block.spec.kind == "kronecker"]
+    woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
+    damping = f"{options.damping_mode} {options.damping:.3g}"
+    if options.damping_mode == "factored":
+        damping = f"factored (λ_A={options.lambda_A:.3g}, λ_G={options.lambda_G:.3g})"
+    logger.info(
+        "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
+        "world_size=%d",
+        kfac.refreshes,
+        len(blocks),
+        woodbury,
+        len(blocks) - woodbury,
+        len(kfac.kfac_factors) - len(blocks),
+        options.update_freq,
+        damping,
+        options.kfac_distributed_reduce,
+        _world_size(),
+    )
+
+
+def layer_line(name: str, facts: dict[str, Any]) -> str:
+    """The INFO line of one layer, from its entry in the record."""
+    fields = [f"in_dim={facts['in_dim']}", f"out_dim={facts['out_dim']}", f"T={facts['T']}"]
+    fields += [f"λ_{side}={facts[f'lambda_{side}']:.3g}" for side in facts["sides"]]
+    for side, about in facts["sides"].items():
+        fields.append(f"κ_{side}{'=' if about['kappa_exact'] else '≤'}{about['kappa']:.3g}")
+    limit = facts["kappa_max"]
+    devices = "/".join(dict.fromkeys(about["device"] for about in facts["sides"].values()))
+    dtypes = "/".join(dict.fromkeys(about["dtype"] for about in facts["sides"].values()))
+    fields += [
+        f"κ_max={'off' if limit is None else f'{limit:.3g}'}",
+        f"policy={facts['policy']}",
+        f"storage={devices}",
+        f"dtype={dtypes}",
+        f"memory={facts['bytes'] / 1e6:.1f}MB",
+        f"ε={facts['eps']:.3g}",
+    ]
+    return f"{name}: {', '.join(fields)}"
+
+
+def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
+    """What the clip did, at DEBUG, when a block is first used."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for block in blocks:
+        for side, clip in block.clips.items():
+            logger.debug("%s: clipped %d/%d eigenvalues (%s)", block.spec.name, clip.count, clip.total, side)
+
+
+def log_dropped(step: int, reason: str) -> None:
+    """A refresh came to nothing."""
+    logger.warning("K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
+
+
+def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:
+    return list({id(f): f for block in blocks for f in block.factors.values()}.values())
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("gramian")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,679 @@
+"""K-FAC: the Fisher of a network as Kronecker products, from estimation to the natural gradient.
+
+F = E[g gᵀ], block by block. A layer y = W a with output gradient g has F ≈ G ⊗ A with A = E[a aᵀ], G = E[g gᵀ], so that
+F vec(Y) = vec(G Y A) for Y of the weight's shape [o, m]: two small matrices in place of one of side o·m.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gramian.curvature import fisher, journal, state
+from gramian.curvature.block import Block
+from gramian.curvature.blocks import Spec, find_blocks
+from gramian.curvature.build import Builder, Merged, Placement, average
+from gramian.curvature.capture import Idle, KFACCapture, check_terms
+from gramian.curvature.damping import resolve
+from gramian.curvature.estimate import KroneckerSums, RemainderSums
+from gramian.curvature.options import Options
+from gramian.curvature.untouched import untouched
+from gramian.errors import GramianError
+from gramian.linalg.wide import exact_float32
+from gramian.taps.coverage import Cover, Coverage
+from gramian.taps.hub import hub_of
+from gramian.taps.names import named_modules, named_parameters, unwrap
+from gramian.taps.statistic import Withheld
+
+FISHER_TYPES = ("empirical", "mc", "true")
+
+
+class KFACNaturalGradient:
+    """Curvature of a model, and gradients measured by it.
+
+    ```python
+    kfac = gramian.KFACNaturalGradient(damping=1e-3)
+    with kfac.capture(model, num_terms=y.numel()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    natural = kfac.compute_natural_gradient(model)
+    ```
+    """
+
+    def __init__(
+        self,
+        damping: float = 1e-3,
+        damping_A: float | None = None,
+        damping_G: float | None = None,
+        ema_decay: float = 0.95,
+        update_freq: int = 10,
+        min_layer_size: int = 1,
+        use_eigenvalue_correction: bool = True,
+        max_condition_number: float = 1e6,
+        kfac_use_woodbury: bool = True,
+        kfac_policy: str = "all",
+        kfac_big_threshold: int = 4096,
+        kfac_true_fisher_head: bool = False,
+        kfac_eps: float = 1e-6,
+        kfac_auto_rho: float = 1.0,
+        kfac_auto_t_max: int = 8192,
+        woodbury_store_device: str = "auto",
+        woodbury_dtype: str | None = None,
+        kfac_distributed_reduce: str = "gram",
+        *,
+        damping_mode: str = "pi",
+        weight_sharing: str = "expand",
+        max_tokens: int | None = None,
+        seed: int = 0,
+        strict: bool = False,
+        ekfac: bool = False,
+        memory_budget: int | str | None = None,
+        process_group: Any = None,
+    ) -> None:
+        """Check the options; no model is needed yet.
+
+        Args:
+            damping: λ.
+            damping_A: λ_A of factored damping; None: λ.
+            damping_G: λ_G of factored damping; None: λ.
+            ema_decay: β of the debiased moving average over refreshes; 0: the last refresh alone.
+            update_freq: captures and collections from one refresh to the next; the first one refreshes.
+            min_layer_size: narrower layers get an exact block or a diagonal instead of K-FAC.
+            use_eigenvalue_correction: clip the damped spectrum at σ_max/κ.
+            max_condition_number: κ of the clip.
+            kfac_use_woodbury: False: no low-rank factors.
+            kfac_policy: "all", "auto", "hybrid" or "small_only"; see docs/concepts/kfac.md.
+            kfac_big_threshold: width of G from which "hybrid" uses low rank.
+            kfac_true_fisher_head: the exact Fisher of the softmax head in place of an estimate.
+            kfac_eps: first Cholesky jitter, relative to the mean diagonal.
+            kfac_auto_rho: "auto" uses low rank while T ≤ ρ·o.
+            kfac_auto_t_max: most tokens (columns) that a low-rank factor holds.
+            woodbury_store_device: where factors are kept: "auto", "cuda" or "cpu".
+            woodbury_dtype: "fp16", "bf16", "fp32" or "fp64" at rest; None: fp16, and fp64 for float64 models.
+            kfac_distributed_reduce: for several processes.
+            damping_mode: "pi", "factored" or "joint".
+            weight_sharing: "expand" (tokens are samples) or "reduce" (a sample's tokens are one).
+            max_tokens: size of a keyed, rescaled subset of tokens per refresh; None: all.
+            seed: of subsets and drawn labels.
+            strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
+            ekfac: not yet.
+            memory_budget: not yet.
+            process_group: not yet.
+
+        Raises:
+            GramianError: naming the first option that is not acceptable.
+        """
+        for name, given in (("ekfac", ekfac), ("memory_budget", memory_budget), ("process_group", process_group)):
+            if given:
+                raise GramianError(f"{name}: is not available yet; expected it to be left out")
+        self.options = Options(
+            damping=damping,
+            damping_A=damping_A,
+            damping_G=damping_G,
+            damping_mode=damping_mode,
+            max_condition_number=max_condition_number,
+            use_eigenvalue_correction=use_eigenvalue_correction,
+            update_freq=update_freq,
+            ema_decay=ema_decay,
+            min_layer_size=min_layer_size,
+            weight_sharing=weight_sharing,
+            kfac_use_woodbury=kfac_use_woodbury,
+            kfac_policy=kfac_policy,
+            kfac_big_threshold=kfac_big_threshold,
+            kfac_true_fisher_head=kfac_true_fisher_head,
+            kfac_eps=kfac_eps,
+            kfac_auto_rho=kfac_auto_rho,
+            kfac_auto_t_max=kfac_auto_t_max,
+            woodbury_store_device=woodbury_store_device,
+            woodbury_dtype=woodbury_dtype,
+            kfac_distributed_reduce=kfac_distributed_reduce,
+            max_tokens=max_tokens,
+            seed=seed,
+            strict=strict,
+        )
+        self.kfac_factors: dict[str, Block] = {}
+        """{layer: its block, with `.A` and `.G` undamped and unclipped}; other blocks by parameter, `.A` None."""
+        self.steps = 0
+        """Captures and collections so far."""
+        self.refreshes = 0
+        """Those of them that made new factors."""
+        self.dropped: list[dict[str, Any]] = []
+        """Refreshes that came to nothing: the step and why."""
+        self.head: str | None = None
+        """The layer whose outputs are the logits, as far as it is known."""
+        self._specs: dict[str, Spec] = {}
+        self._last_refresh: int | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._generator = torch.Generator().manual_seed(seed)
+        self._open = False
+        self._softmax_checked = False
+        self._identity: set[str] = set()
+        self._seconds: dict[str, float] = {}
+
+    # ---- estimation ------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        model: nn.Module,
+        *,
+        loss_reduction: str | float = "mean",
+        num_terms: float | None = None,
+        token_weights: Tensor | None = None,
+        loss_scale: float | torch.amp.GradScaler = 1.0,
+        batch_size: int | None = None,
+        head: str | None = None,
+        force: bool = False,
+    ) -> KFACCapture | Idle:
+        """Estimate on the user's own passes: the backward inside the `with` block brings the factors.
+
+        Args:
+            model: the user's model.
+            loss_reduction: "mean", "sum", or the coefficient of one term in the loss.
+            num_terms: N, loss terms behind this loss on this process; may be left out where token_weights is given.
+            token_weights: [B, T], weights of the terms: 0 for padding and prompts.
+            loss_scale: what the loss was multiplied by, or the `GradScaler`.
+            batch_size: B, if it is not the first axis of the model's first tensor.
+            head: name of the layer whose outputs are the logits.
+            force: refresh at once, whatever `update_freq` says.
+
+        Returns:
+            A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
+        """
+        check_terms(num_terms, token_weights)
+        if not self._begin_step(force):
+            return Idle()
+        return self._capture(
+            model,
+            loss_reduction=loss_reduction,
+            num_terms=num_terms,
+            token_weights=token_weights,
+            loss_scale=loss_scale,
+            batch_size=batch_size,
+            head=head,
+            estimate="empirical",
+            exact_head=self.options.kfac_true_fisher_head,
+        )
+
+    def _capture(
+        self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
+    ) -> KFACCapture:
+        if self._open:
+            raise GramianError("capture: this object is inside a capture already; expected one at a time")
+        _refuse_many_processes(self.options)
+        root = unwrap(model)
+        if any(hasattr(p, "placements") for p in root.parameters()):
+            raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
+        specs = find_blocks(root, self.options)
+        self._check_same_blocks(specs)
+        found = self._known_head(root, head)
+        kronecker = KroneckerSums(
+            specs, self.options, self._draw_seed(), exact_head, head=found, check_softmax=not self._softmax_checked
+        )
+        cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, **told)
+        if found is None:
+            kronecker.find_head = lambda: self._seen_head(cap.output_layer(), specs, exact_head)
+        self._open = True
+        self._specs, self._model = specs, weakref.ref(root)
+        return cap
+
+    def collect_kfac_factors(
+        self,
+        model: nn.Module,
+        batch: Any,
+        fisher_type: str = "empirical",
+        *,
+        n_samples: int = 1,
+        generator: torch.Generator | None = None,
+        sample_ids: Tensor | None = None,
+        causal_shift: bool | None = None,
+        head: str | None = None,
+        force: bool = False,
+    ) -> dict[str, Block]:
+        """Estimate on passes of its own; the user's gradients, mode and random state stay as they are.
+
+        Args:
+            model: a model that returns logits, alone or as `.logits`.
+            batch: a mapping as Hugging Face models take it, or (inputs, labels).
+            fisher_type: "empirical", "mc" (labels drawn from the model) or "true" (the head exactly, the rest "mc").
+            n_samples: draws of labels.
+            generator: source of the draws' seed; None: the object's own.
+            sample_ids: [B], what the draws are keyed by; None: the rows' numbers.
+            causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+            head: name of the layer whose outputs are the logits.
+            force: refresh at once, whatever `update_freq` says.
+
+        Returns:
+            `kfac_factors`.
+        """
+        if fisher_type not in FISHER_TYPES:
+            words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
+            raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
+        if not isinstance(n_samples, int) or n_samples < 1:
+            raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
+        root = unwrap(model)
+        asked = fisher.question(root, batch, causal_shift)
+        drawn = fisher_type != "empirical"
+        if not drawn and asked.labels is None and not asked.shifted:
+            raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+        if not self._begin_step(force):
+            return self.kfac_factors
+        exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
+        seed = self._draw_seed(generator)
+        with ExitStack() as around:
+            around.enter_context(untouched(root))
+            shape = None
+            if asked.labels is None and not asked.shifted:
+                with torch.no_grad():
+                    shape = fisher.logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
+            found = fisher.positions(asked, shape)
+            weights = fisher.token_weights(asked, found)
+            samples = torch.arange(found.counted.shape[0]) if sample_ids is None else sample_ids
+            cap = self._capture(
+                root,
+                loss_reduction="sum",
+                num_terms=found.terms,
+                token_weights=weights,
+                loss_scale=1.0,
+                batch_size=None,
+                head=head,
+                exact_head=exact_head,
+                estimate="mc" if drawn else "empirical",
+            )
+            around.enter_context(cap)
+            around.enter_context(hub_of(root).governed_by(Withheld()))
+            for draw in range(n_samples if drawn else 1):
+                if draw:
+                    cap.next(num_terms=found.terms, token_weights=weights)
+                logits = fisher.logits_of(root(*asked.args, **asked.kwargs))
+                if logits.shape[:-1] != found.counted.shape:
+                    raise GramianError(
+                        f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
+                    )
+                labels = fisher.draw_labels(logits, seed, samples, draw) if drawn else found.labels
+                assert labels is not None
+                fisher.summed_cross_entropy(logits, labels, found.counted).backward()
+            stray = [name for name, p in named_parameters(root) if p.grad is not None]
+            if stray:
+                raise GramianError(
+                    f"{stray[0]}: got a gradient past its layer; "
+                    "expected the weight to be used through its own module only"
+                )
+        return self.kfac_factors
+
+    def _begin_step(self, force: bool) -> bool:
+        """Count a step; True if it refreshes. This is the only counter there is."""
+        step, self.steps = self.steps, self.steps + 1
+        due = self._last_refresh is None or step - self._last_refresh >= self.options.update_freq
+        return due or force
+
+    def _draw_seed(self, generator: torch.Generator | None = None) -> int:
+        return int(torch.randint(2**62, (), generator=generator or self._generator))
+
+    def _known_head(self, root: nn.Module, head: str | None) -> str | None:
+        """The head by name or by the model's own word; None: to be seen in the first forward."""
+        names = {id(module): name for name, module in named_modules(root)}
+        if head is not None:
+            if head not in names.values():
+                raise GramianError(f"head: the model has no module {head!r}; expected the name of its output layer")
+            return head
+        ask = getattr(root, "get_output_embeddings", None)
+        module = ask() if callable(ask) else None
+        return names.get(id(module)) if module is not None else None
+
+    def _seen_head(self, layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
+        known = {name for spec in specs.values() if spec.kind == "kronecker" for name in spec.layers}
+        if layer in known:
+            return layer
+        if exact_head:
+            raise GramianError(
+                "head: the model returns no linear layer's output as it is; expected head= with the name of its output layer"
+            )
+        return None
+
+    def _abandon(self, reason: str, lenient: bool = False) -> None:
+        """A refresh came to nothing; the factors are those from before."""
+        self._open = False
+        self.dropped.append({"step": self.steps - 1, "reason": reason})
+        journal.log_dropped(self.steps - 1, reason)
+        if lenient and self.options.strict:
+            raise GramianError(f"refresh: {reason}; expected a finite batch (strict=True)")
+
+    def _finish(self, cap: KFACCapture) -> None:
+        """Make factors of the sums, and put them in place of the old ones all at once."""
+        self._open = False
+        started = time.perf_counter()
+        kronecker, remainder = cap.collected()
+        if not cap.terms > 0:
+            self._abandon("no loss terms", lenient=True)
+            return
+        self.head = cap.kronecker.head
+        if cap.kronecker.exact_head and self.head is None:
+            self._abandon("no head was found")
+            raise GramianError("head: was not found; expected head= with the name of the model's output layer")
+        builder = Builder(self.options, cap.terms, self.head, cap.estimate)
+        place = Placement(self.options, next(iter(self._specs.values())).device)
+        fresh: dict[str, Block] = {}
+        try:
+            with torch.no_grad(), exact_float32():
+                for name, spec in self._specs.items():
+                    if spec.kind == "kronecker":
+                        block = builder.kronecker(spec, kronecker[name], place)
+                    else:
+                        block = builder.remainder(spec, remainder[name], place) if name in remainder else None
+                    if block is not None:
+                        fresh[name] = block
+                bad = _not_finite(fresh)
+                if bad is None:
+                    fresh = self._averaged(fresh)
+        except BaseException as error:
+            self._abandon(f"{type(error).__name__} while factors were made")
+            raise
+        if bad is not None:
+            self._abandon(f"{bad}: its sums are not finite", lenient=True)
+            return
+        self.refreshes += 1
+        self._last_refresh = self.steps - 1
+        for block in fresh.values():
+            block.facts.refresh = self.refreshes
+        self.kfac_factors = {**self.kfac_factors, **fresh}
+        self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
+        self._seconds = {"build": time.perf_counter() - started}
+        self._settle_damping()
+        self._refuse_uncovered()
+        journal.log_refresh(self)
+
+    def _averaged(self, fresh: dict[str, Block]) -> dict[str, Block]:
+        merged: Merged = {}
+        decay, columns = self.options.ema_decay, self.options.kfac_auto_t_max
+        return {n: average(self.kfac_factors.get(n), block, decay, columns, merged) for n, block in fresh.items()}
+
+    def _settle_damping(self) -> None:
+        """λ_A, λ_G and π of every block: one wait for the device for all of them."""
+        blocks = [block for block in self.kfac_factors.values() if block.damping is None]
+        means = [[factor.trace().cpu() / factor.dim for factor in (block.A or block.G, block.G)] for block in blocks]
+        for block, (mean_A, mean_G) in zip(blocks, means, strict=True):
+            block.damping = resolve(self.options, block.A is not None, float(mean_A), float(mean_G))
+
+    def _refuse_uncovered(self) -> None:
+        missing = [spec for name, spec in self._specs.items() if name not in self.kfac_factors]
+        if missing and self.options.strict:
+            raise GramianError(
+                f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
+                "(strict=True)"
+            )
+
+    def _check_same_blocks(self, specs: Mapping[str, Spec]) -> None:
+        """Factors from before must be of the same blocks.
+
+        Raises:
+            GramianError: naming the first layer that changed.
+        """
+        for name, block in self.kfac_factors.items():
+            if name in specs:
+                check_spec(block.spec, specs[name])
+
+    # ---- use -------------------------------------------------------------------------------------------------------
+
+    def compute_natural_gradient(
+        self, model: nn.Module, power: float = -1.0, gradients: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """(F + damping)^power applied to the gradient.
+
+        Args:
+            model: whose `p.grad` is read; nothing is changed.
+            power: any real number; -1 is the natural gradient.
+            gradients: {parameter: gradient} in place of `p.grad`.
+
+        Returns:
+            {parameter: tensor} for every trainable parameter with a gradient, like its gradient in dtype and device.
+        """
+        if gradients is None:
+            root = unwrap(model)
+            gradients = {n: p.grad for n, p in _unique(root) if p.requires_grad and p.grad is not None}
+            if not gradients:
+                raise GramianError("model: no parameter has a gradient; expected loss.backward() before")
+        self._check_model(unwrap(model))
+        return self._apply(gradients, power, damped=True)
+
+    def compute_fisher_vector_product(self, vector: Mapping[str, Tensor], damped: bool = False) -> dict[str, Tensor]:
+        """F v, or with `damped` (F + damping) v, clip included: what power -1 inverts.
+
+        Args:
+            vector: {parameter: tensor}; the bias of a layer whose weight is there counts as zero if it is missing.
+            damped: whether damping and clip take part.
+
+        Returns:
+            {parameter: tensor} for every parameter of the blocks that v touches.
+        """
+        if self._model is not None and (root := self._model()) is not None:
+            self._check_model(root)
+        if damped:
+            return self._apply(vector, 1.0, damped=True, whole=True)
+        return self._apply(vector, 1.0, damped=False, whole=True)
+
+    def quadratic_form(self, vector: Mapping[str, Tensor], damped: bool = False) -> float:
+        """vᵀ F v, or vᵀ (F + damping) v."""
+        return _inner(vector, self.compute_fisher_vector_product(vector, damped))
+
+    def natural_gradient_norm(self, model: nn.Module, gradients: Mapping[str, Tensor] | None = None) -> float:
+        """√(∇ᵀ (F + damping)⁻¹ ∇)."""
+        if gradients is None:
+            gradients = {n: p.grad for n, p in _unique(unwrap(model)) if p.requires_grad and p.grad is not None}
+        return max(_inner(gradients, self.compute_natural_gradient(model, gradients=gradients)), 0.0) ** 0.5
+
+    def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
+        """min(1, √(kl / (½ δᵀFδ))): what a step δ is multiplied by so that the model moves by at most `kl` nats.
+
+        Args:
+            step: δ, {parameter: tensor}.
+            kl: bound on the KL divergence between the model's predictions before and after, to second order.
+        """
+        if not kl > 0:
+            raise GramianError(f"kl: expected a number above 0, got {kl!r}")
+        moved = 0.5 * self.quadratic_form(step)
+        return min(1.0, (kl / moved) ** 0.5) if moved > 0 else 1.0
+
+    def _apply(
+        self, vector: Mapping[str, Tensor], power: float, damped: bool, whole: bool = False
+    ) -> dict[str, Tensor]:
+        if not self.kfac_factors:
+            raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
+        by_parameter = {p: block for block in self.kfac_factors.values() for p in block.spec.parameters}
+        found: dict[str, Tensor] = {}
+        touched: dict[str, Block] = {}
+        for name, value in vector.items():
+            if hasattr(value, "placements"):
+                raise GramianError(f"{name}: is sharded; expected a whole tensor (many processes come later)")
+            if name in by_parameter:
+                block = by_parameter[name]
+                touched[block.spec.name] = block
+            elif self._trained(name) and not whole:
+                if self.options.strict:
+                    raise GramianError(f"{name}: has a gradient but no curvature; expected it in the captured backward")
+                self._identity.add(name)
+                found[name] = value.clone()
+            else:
+                raise GramianError(f"{name}: is no parameter with curvature; expected names of the captured model")
+        started = time.perf_counter()
+        with torch.no_grad(), exact_float32():
+            if damped and power == -1:
+                for block in touched.values():
+                    assert block.damping is not None
+                    block.prepare(block.damping, self.options.kfac_eps)
+            for block in touched.values():
+                found.update(self._apply_block(block, vector, power, damped, whole))
+        self._seconds["apply"] = time.perf_counter() - started
+        self._refuse_fallbacks(touched.values())
+        journal.log_clips(self, touched.values())
+        return {name: found[name] for name in (*vector, *(n for n in found if n not in vector)) if name in found}
+
+    def _apply_block(
+        self, block: Block, vector: Mapping[str, Tensor], power: float, damped: bool, whole: bool
+    ) -> dict[str, Tensor]:
+        given = {name: vector[name] for name in block.spec.parameters if name in vector}
+        like = next(iter(given.values()))
+        wide = torch.float64 if block.G.dtype == torch.float64 or like.dtype == torch.float64 else torch.float32
+        y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
+        if damped:
+            assert block.damping is not None
+            out = block.power(y, power, block.damping, self.options.kfac_eps)
+        else:
+            out = block.matvec(y)
+        parts = block.spec.tensors(out)
+        kept = parts if whole else {name: parts[name] for name in given}
+        return {name: t.to(given.get(name, like)) for name, t in kept.items()}
+
+    def _trained(self, name: str) -> bool:
+        return any(name in spec.parameters for spec in self._specs.values())
+
+    def _refuse_fallbacks(self, blocks: Iterable[Block]) -> None:
+        if not self.options.strict:
+            return
+        for block in blocks:
+            for side, factor in block.factors.items():
+                tried = [a for a in factor.work.attempts if a["result"] != "ok"]
+                if factor.work.fallback or tried:
+                    what = factor.work.fallback or f"{len(tried)} Cholesky attempts failed"
+                    raise GramianError(f"{block.spec.name}: {side}: {what}; expected none (strict=True)")
+
+    def _check_model(self, root: nn.Module) -> None:
+        """The model must still have the blocks that were captured, biases above all."""
+        specs = find_blocks(root, self.options)
+        for name, block in self.kfac_factors.items():
+            now = specs.get(name)
+            if now is None:
+                raise GramianError(f"{name}: has factors, but is no trainable layer now; expected the captured model")
+            check_spec(block.spec, now)
+
+    # ---- reports ---------------------------------------------------------------------------------------------------
+
+    @property
+    def coverage(self) -> Coverage:
+        """How every parameter of the captured model is approximated."""
+        root = None if self._model is None else self._model()
+        if root is None:
+            raise GramianError("coverage: no model was captured yet; expected a capture before")
+        specs = {p: spec for spec in self._specs.values() for p in spec.parameters}
+        covers: dict[str, Cover] = {}
+        for name, p in _unique(root):
+            spec = specs.get(name)
+            if spec is None:
+                covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
+            elif spec.name in self.kfac_factors:
+                why = f" ({spec.why})" if spec.why else ""
+                covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
+            else:
+                covers[name] = Cover("unused", spec.layout, "identity (no data)", len(spec.layers))
+        return Coverage(covers)
+
+    def record(self) -> dict[str, Any]:
+        """What was done, as a JSON-able dict: options, versions, seeds, and every layer's estimate, damping and clip."""
+        return journal.record(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors, counters and options: tensors and plain values only."""
+        return state.state_of(self)
+
+    def load_state_dict(self, saved: Mapping[str, Any], model: nn.Module | None = None) -> None:
+        """Take factors and counters over; nothing changes if they do not fit.
+
+        Args:
+            saved: what `state_dict` gave.
+            model: checked against the factors if given; else it is checked when they are used.
+        """
+        state.load(self, saved, None if model is None else unwrap(model))
+
+    def save(self, path: str) -> None:
+        """Write `state_dict` as one safetensors file."""
+        state.save(self, path)
+
+    def load(self, path: str, model: nn.Module | None = None) -> None:
+        """Read what `save` wrote."""
+        state.load(self, state.read(path), None if model is None else unwrap(model))
+
+    # ---- not yet ---------------------------------------------------------------------------------------------------
+
+    def compute_capacity_metrics(self, damping: float | None = None, n: int | None = None) -> dict[str, Any]:
+        """Not yet.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError("compute_capacity_metrics: is not available yet")
+
+    def top_eigenvalues(self, k: int = 20) -> Tensor:
+        """Not yet.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError("top_eigenvalues: is not available yet")
+
+    def plan(self, model: nn.Module, tokens: int) -> Any:
+        """Not yet.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError("plan: is not available yet")
+
+
+def check_spec(before: Spec, now: Spec) -> None:
+    """Raise, naming the layer, if a block is not what it was.
+
+    Raises:
+        GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
+    """
+    if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
+        return
+    if before.has_bias != now.has_bias:
+        what = "had a trained bias and has none now" if before.has_bias else "had no trained bias and has one now"
+        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new capture")
+    raise GramianError(
+        f"{before.name}: was {before.kind} of {_shapes(before)} and is {now.kind} of {_shapes(now)}; "
+        "expected the layer as at the capture"
+    )
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in zip(spec.parameters, spec.shapes, strict=True))
+
+
+def _unique(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its first name."""
+    seen: set[int] = set()
+    found = []
+    for name, p in named_parameters(root):
+        if id(p) not in seen:
+            seen.add(id(p))
+            found.append((name, p))
+    return found
+
+
+def _inner(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+    total = 0.0
+    for name, value in left.items():
+        total += float((value.double() * right[name].double()).sum())
+    return total
+
+
+def _not_finite(blocks: Mapping[str, Block]) -> str | None:
+    """The first block with a factor that is not finite: one wait for the device."""
+    flags = [factor.trace().isfinite().cpu() for block in blocks.values() for factor in block.factors.values()]
+    names = [name for name, block in blocks.items() for _ in block.factors]
+    return next((name for name, good in zip(names, flags, strict=True) if not bool(good)), None)
+
+
+def _refuse_many_processes(options: Options) -> None:
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if many and options.kfac_distributed_reduce != "none":
+        raise GramianError(
+            f'kfac_distributed_reduce: "{options.kfac_distributed_reduce}" over several processes is not available yet; '
+            'expected "none" (each process by itself)'
+        )

@@ -1,0 +1,142 @@
+"""The options of K-FAC, checked once, by name."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gramian.errors import GramianError
+
+POLICIES = ("all", "auto", "hybrid", "small_only")
+DAMPING_MODES = ("pi", "factored", "joint")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DEVICES = ("auto", "cuda", "cpu")
+REDUCTIONS = ("gram", "gather", "dense", "none")
+SHARING = ("expand", "reduce")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every option of `KFACNaturalGradient`, as given; see there for what each does."""
+
+    damping: float
+    damping_A: float | None
+    damping_G: float | None
+    damping_mode: str
+    max_condition_number: float
+    use_eigenvalue_correction: bool
+    update_freq: int
+    ema_decay: float
+    min_layer_size: int
+    weight_sharing: str
+    kfac_use_woodbury: bool
+    kfac_policy: str
+    kfac_big_threshold: int
+    kfac_true_fisher_head: bool
+    kfac_eps: float
+    kfac_auto_rho: float
+    kfac_auto_t_max: int
+    woodbury_store_device: str
+    woodbury_dtype: str | None
+    kfac_distributed_reduce: str
+    max_tokens: int | None
+    seed: int
+    strict: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what would not work, naming the option and what would be accepted.
+
+        Raises:
+            GramianError: for the first option that is not acceptable.
+        """
+        for name in ("damping", "damping_A", "damping_G", "kfac_eps", "kfac_auto_rho"):
+            value = getattr(self, name)
+            if value is None and name.startswith("damping_"):
+                continue
+            if not _number(value) or not value > 0:
+                raise GramianError(f"{name}: expected a number above 0, got {value!r}")
+        if not _number(self.max_condition_number, infinite=True) or not self.max_condition_number > 1:
+            raise GramianError(f"max_condition_number: expected a number above 1, got {self.max_condition_number!r}")
+        if not _number(self.ema_decay) or not 0 <= self.ema_decay < 1:
+            raise GramianError(f"ema_decay: expected a number in [0, 1), got {self.ema_decay!r}")
+        for name in ("update_freq", "min_layer_size", "kfac_big_threshold", "kfac_auto_t_max", "max_tokens"):
+            value = getattr(self, name)
+            if value is None and name == "max_tokens":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise GramianError(f"seed: expected an integer, got {self.seed!r}")
+        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        for name, accepted in (
+            ("kfac_policy", POLICIES),
+            ("damping_mode", DAMPING_MODES),
+            ("woodbury_store_device", DEVICES),
+            ("kfac_distributed_reduce", REDUCTIONS),
+            ("weight_sharing", SHARING),
+        ):
+            _one_of(name, getattr(self, name), accepted)
+        if self.woodbury_dtype is not None:
+            _one_of("woodbury_dtype", self.woodbury_dtype, tuple(DTYPES))
+        if self.woodbury_store_device == "cuda" and not torch.cuda.is_available():
+            raise GramianError('woodbury_store_device: "cuda", but no CUDA device is here; expected "auto" or "cpu"')
+        self._check_damping()
+
+    def _check_damping(self) -> None:
+        given = [name for name in ("damping_A", "damping_G") if getattr(self, name) is not None]
+        if self.damping_mode == "pi" and given:
+            raise GramianError(
+                f'{given[0]}: damping_mode "pi" splits damping by itself; expected damping alone, or damping_mode="factored"'
+            )
+        if self.damping_mode == "joint" and self.lambda_A != self.lambda_G:
+            raise GramianError(
+                f"damping_A, damping_G: joint damping has one λ, got {self.lambda_A} and {self.lambda_G}; "
+                'expected equal numbers, or damping_mode="factored"'
+            )
+
+    @property
+    def lambda_A(self) -> float:
+        """λ_A of factored damping."""
+        return self.damping if self.damping_A is None else self.damping_A
+
+    @property
+    def lambda_G(self) -> float:
+        """λ_G of factored damping."""
+        return self.damping if self.damping_G is None else self.damping_G
+
+    @property
+    def joint_lambda(self) -> float:
+        """λ of joint damping, and of blocks that are no Kronecker product."""
+        return self.lambda_A if self.damping_mode == "joint" else self.damping
+
+    @property
+    def max_condition(self) -> float | None:
+        """κ of the clip; None: no clip."""
+        return self.max_condition_number if self.use_eigenvalue_correction else None
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether low-rank factors are used at all."""
+        return self.kfac_use_woodbury and self.kfac_policy != "small_only"
+
+    def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Dtype of factors at rest, for parameters of this dtype."""
+        if self.woodbury_dtype is not None:
+            return DTYPES[self.woodbury_dtype]
+        return torch.float64 if model_dtype == torch.float64 else torch.float16
+
+
+def _number(value: Any, infinite: bool = False) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and (math.isfinite(value) or (infinite and value == math.inf))
+
+
+def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        words = ", ".join(f'"{word}"' for word in accepted)
+        raise GramianError(f"{name}: expected one of {words}, got {value!r}")

@@ -1,0 +1,93 @@
+"""A preconditioner in front of any optimizer: the same optimizer object, with a hook before its step."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.errors import GramianError
+from gramian.taps.names import named_parameters, unwrap
+
+KL_CLIP = 1e-3
+"""Default trust region, nats per step; docs/concepts/damping.md says how it was chosen."""
+_taken: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def precondition(
+    optimizer: Optimizer, model: nn.Module, kfac: KFACNaturalGradient, kl_clip: float | None = KL_CLIP
+) -> Optimizer:
+    """Let an optimizer step along natural gradients.
+
+    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by
+    min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ bounds how far the step moves the model's predictions.
+
+    Args:
+        optimizer: whose step is preconditioned; it stays the same object.
+        model: whose parameters it steps.
+        kfac: brings the curvature; the user wraps the backward in `kfac.capture`.
+        kl_clip: bound on KL; None: no bound.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        GramianError: if it is preconditioned already, or kl_clip is not positive.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if kl_clip is not None and not kl_clip > 0:
+        raise GramianError(f"kl_clip: expected a number above 0 or None, got {kl_clip!r}")
+    if optimizer in _taken:
+        raise GramianError("optimizer: is preconditioned already; expected one that is not")
+    _taken.add(optimizer)
+
+    def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
+        trained = {n: p for n, p in named_parameters(unwrap(model)) if id(p) in rates and p.grad is not None}
+        gradients = {name: p.grad for name, p in _first_names(trained).items() if p.grad is not None}
+        if not gradients:
+            return
+        natural = kfac.compute_natural_gradient(model, gradients=gradients)
+        scale = 1.0 if kl_clip is None else _scale(stepping, trained, gradients, natural, rates, kl_clip)
+        for name, step in natural.items():
+            gradient = trained[name].grad
+            assert gradient is not None
+            gradient.copy_(step * scale)
+
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
+def _scale(
+    optimizer: Optimizer,
+    trained: Mapping[str, nn.Parameter],
+    gradients: Mapping[str, Tensor],
+    natural: Mapping[str, Tensor],
+    rates: Mapping[int, Any],
+    kl_clip: float,
+) -> float | Tensor:
+    """√(kl_clip/KL), at most 1; a 0-dim tensor, so that nobody waits for the device."""
+    parts = [
+        float(rates[id(trained[name])]) ** 2 * (gradients[name].double() * natural[name].double()).sum()
+        for name in gradients
+    ]
+    kl = 0.5 * torch.stack([part.to(parts[0].device) for part in parts]).sum().clamp(min=0)
+    loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+    if loss_scale is not None:
+        kl = kl / loss_scale.double().to(kl.device) ** 2
+    return (kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
+
+
+def _first_names(trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """A tied parameter once."""
+    seen: set[int] = set()
+    found = {}
+    for name, p in trained.items():
+        if id(p) not in seen:
+            seen.add(id(p))
+            found[name] = p
+    return found

@@ -1,0 +1,173 @@
+"""Factors at rest: to a dict, to a safetensors file, and back, with every shape checked before anything is replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.curvature.block import Block, Facts
+from gramian.curvature.blocks import Spec, find_blocks
+from gramian.errors import GramianError
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.stored import Stored
+
+if TYPE_CHECKING:
+    from gramian.curvature.kfac import KFACNaturalGradient
+
+SCHEMA = 1
+COUNTERS = ("steps", "refreshes", "head", "_last_refresh", "dropped", "_softmax_checked")
+
+
+def state_of(kfac: KFACNaturalGradient) -> dict[str, Any]:
+    """Tensors and plain values. Shared factors are there once."""
+    numbers: dict[int, str] = {}
+    factors: dict[str, dict[str, Any]] = {}
+    layers: dict[str, Any] = {}
+    for name, block in kfac.kfac_factors.items():
+        sides = {}
+        for side, factor in block.factors.items():
+            if id(factor) not in numbers:
+                numbers[id(factor)] = str(len(numbers))
+                factors[numbers[id(factor)]] = _factor_state(factor)
+            sides[side] = numbers[id(factor)]
+        spec = {key: value for key, value in asdict(block.spec).items() if key not in ("dtype", "device")}
+        spec["dtype"] = str(block.spec.dtype).removeprefix("torch.")
+        layers[name] = {"spec": spec, "facts": asdict(block.facts), "sides": sides}
+    return {
+        "schema": SCHEMA,
+        "options": asdict(kfac.options),
+        "counters": {name: getattr(kfac, name) for name in COUNTERS},
+        "generator": kfac._generator.get_state(),
+        "layers": layers,
+        "factors": factors,
+    }
+
+
+def _factor_state(factor: Factor) -> dict[str, Any]:
+    if isinstance(factor, Diagonal):
+        return {"kind": "diagonal", "values": factor.values_N}
+    if isinstance(factor, Dense):
+        return {"kind": "dense", **_stored_state(factor.stored)}
+    if isinstance(factor, LowRank):
+        return {"kind": "low_rank", **_stored_state(factor.columns.stored)}
+    assert isinstance(factor, DiagonalLowRank)
+    return {
+        "kind": "diagonal_low_rank",
+        "sign": factor.sign,
+        "values": factor.values_N,
+        **_stored_state(factor.columns.stored),
+    }
+
+
+def _stored_state(stored: Stored) -> dict[str, Any]:
+    parts = {"body": stored.body, "left": stored.left, "right": stored.right, "error": stored.relative_error}
+    return {name: t for name, t in parts.items() if t is not None}
+
+
+def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | None) -> None:
+    """Check all of it, then replace all of it.
+
+    Raises:
+        GramianError: naming the field or layer that does not fit.
+    """
+    from gramian.curvature.kfac import check_spec
+
+    if not isinstance(saved, Mapping) or "schema" not in saved:
+        raise GramianError("state: has no schema; expected what state_dict() gave")
+    if saved["schema"] != SCHEMA:
+        raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
+    specs = find_blocks(root, kfac.options) if root is not None else dict(kfac._specs)
+    device = next(root.parameters()).device if root is not None else None
+    made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
+    blocks: dict[str, Block] = {}
+    for name, layer in saved["layers"].items():
+        parts = dict(layer["spec"])
+        sides = {side: made[number] for side, number in layer["sides"].items()}
+        parts["dtype"] = getattr(torch, parts["dtype"])
+        parts["device"] = sides["G"].device
+        for key in ("parameters", "layers", "tables"):
+            parts[key] = tuple(parts[key])
+        parts["shapes"] = tuple(tuple(shape) for shape in parts["shapes"])
+        spec = Spec(**parts)
+        if specs and name not in specs:
+            raise GramianError(f"{name}: is in the state, but no trainable layer of the model; expected the same model")
+        if name in specs:
+            check_spec(spec, specs[name])
+        block = Block(spec, sides.get("A"), sides["G"], Facts(**layer["facts"]))
+        for side, wanted in (("A", spec.inputs), ("G", spec.outputs)):
+            if side in block.factors and block.factors[side].dim != wanted:
+                raise GramianError(f"{name}: {side} has side {block.factors[side].dim}; expected {wanted}")
+        blocks[name] = block
+    missing = [name for name in specs if name not in blocks and name in kfac.kfac_factors]
+    if missing:
+        raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
+    kfac.kfac_factors = blocks
+    for name, value in saved["counters"].items():
+        setattr(kfac, name, value)
+    kfac._generator.set_state(saved["generator"].cpu())
+    if root is not None:
+        import weakref
+
+        kfac._model = weakref.ref(root)
+    kfac._specs = specs or {name: block.spec for name, block in blocks.items()}
+    kfac._settle_damping()
+
+
+def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) -> Factor:
+    tensors = {
+        name: t if device is None else t.to(device) if t.device.type == "cpu" else t
+        for name, t in parts.items()
+        if isinstance(t, Tensor)
+    }
+    kind = parts.get("kind")
+    if kind == "diagonal":
+        return Diagonal(tensors["values"])
+    stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"])
+    if kind == "dense":
+        return Dense(stored)
+    if kind == "low_rank":
+        return LowRank(stored)
+    if kind == "diagonal_low_rank":
+        return DiagonalLowRank(tensors["values"], stored, int(parts["sign"]))
+    raise GramianError(f"state: factor {number} is of kind {kind!r}; expected dense, low_rank or diagonal")
+
+
+def save(kfac: KFACNaturalGradient, path: str) -> None:
+    """One file: tensors as safetensors, the rest as JSON in its header."""
+    from safetensors.torch import save_file
+
+    whole = state_of(kfac)
+    tensors: dict[str, Tensor] = {"generator": whole.pop("generator")}
+    for number, parts in whole["factors"].items():
+        for name in [name for name, value in parts.items() if isinstance(value, Tensor)]:
+            tensors[f"{number}.{name}"] = parts.pop(name).contiguous()
+    save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"gramian": json.dumps(whole)})
+
+
+def read(path: str) -> dict[str, Any]:
+    """What `save` wrote.
+
+    Raises:
+        GramianError: if the file is none of ours.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = (file.metadata() or {}).get("gramian")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise GramianError(f"{path}: cannot be read ({error}); expected a file written by kfac.save") from None
+    if header is None:
+        raise GramianError(f"{path}: has no gramian header; expected a file written by kfac.save")
+    whole: dict[str, Any] = json.loads(header)
+    whole["generator"] = tensors.pop("generator")
+    for name, t in tensors.items():
+        number, _, part = name.partition(".")
+        whole["factors"][number][part] = t
+    return whole

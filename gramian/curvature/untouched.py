@@ -1,0 +1,30 @@
+"""Passes of our own that leave no trace in the user's model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+@contextmanager
+def untouched(root: nn.Module) -> Iterator[None]:
+    """Gradients, running statistics and random states are afterwards what they were, also after an error.
+
+    Inside, no parameter has a gradient; modes are left as they are, so dropout drops as the user set it.
+    """
+    gradients = [(p, p.grad) for p in root.parameters()]
+    running = [(b, b.clone()) for m in root.modules() if isinstance(m, _NormBase) and m.training for b in m.buffers()]
+    devices = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+        with torch.no_grad():
+            for buffer, value in running:
+                buffer.copy_(value)
