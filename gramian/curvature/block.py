@@ -22,8 +22,8 @@ class Facts:
     """Tokens that entered, where a subset was taken."""
     terms: float = 0.0
     """N."""
-    refresh: int = 0
-    """Number of the refresh that it was last part of."""
+    step: int = 0
+    """Number of the step that it comes from."""
     refreshes: int = 0
     """Refreshes in its average."""
     reason_A: str = ""

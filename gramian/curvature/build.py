@@ -9,6 +9,7 @@ from torch import Tensor
 from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec
 from gramian.curvature.estimate import BlockSums
+from gramian.curvature.keyed import token_keys
 from gramian.curvature.moments import Moment
 from gramian.curvature.options import Options
 from gramian.curvature.policy import Side, low_rank_up_to
@@ -112,9 +113,9 @@ class Builder:
             return Dense.of(matrix * scale, dtype), "T does not allow low rank" + subset
         rows, roots = moment.rows()
         rows = torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows
-        allowed = low_rank_up_to(side, moment.width, is_head, self.options)
+        allowed = low_rank_up_to(side, width, is_head, self.options)
         if moment.kept <= allowed or width > WIDEST_DENSE:
-            wide = f"wider than {WIDEST_DENSE}" if moment.width > WIDEST_DENSE else f"T ≤ {allowed}"
+            wide = f"wider than {WIDEST_DENSE}" if width > WIDEST_DENSE else f"T ≤ {allowed}"
             return LowRank.of((rows * scale**0.5).mT, dtype), wide + subset
         return Dense.of((rows.mT @ rows) * scale, dtype), "T does not allow low rank" + subset
 
@@ -186,8 +187,9 @@ Merged = dict[tuple[int, int], tuple[Factor, float]]
 def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
     """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
 
-    Low-rank sides grow by the columns of the new estimate; beyond `most_columns` the smallest directions go, and the trace
-    that they had is in the facts.
+    Low-rank sides grow by the columns of the new estimate until they are as many as the rows, and are dense from there on.
+    Sides too wide for that keep a keyed, rescaled subset of `most_columns`; where columns are subtracted (the exact head)
+    the others are left out, and their trace is in the facts.
     """
     k = 1 if old is None else old.facts.refreshes + 1
     facts = replace(new.facts, refreshes=k)
@@ -201,14 +203,19 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
         if pair not in merged:
             total, lost = before.to(factor.device).merge(factor, 1 - share, share), 0.0
             if isinstance(total, LowRank | DiagonalLowRank) and total.rank > most_columns:
-                compressed = total.compress(rank=most_columns)
-                total, lost = compressed.factor, compressed.discarded_trace
+                total, lost = total.thin(_subset(total.rank, most_columns, total.device))
             merged[pair] = (total, lost)
         sides[side], lost = merged[pair]
         facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
     G = sides["G"]
     assert G is not None
     return new.with_factors(sides["A"], G, facts)
+
+
+def _subset(columns: int, kept: int, device: torch.device) -> Tensor:
+    """Numbers of the columns that stay: a fixed random choice."""
+    keys = token_keys(columns, torch.zeros(1, dtype=torch.long), columns)[0]
+    return keys.topk(kept, largest=False).indices.sort().values.to(device)
 
 
 def _same_sums(left: Moment, right: Moment) -> bool:

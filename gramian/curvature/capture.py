@@ -1,5 +1,6 @@
 """A refresh on the user's own passes: one backward or several, each with its own terms and weights."""
 
+import math
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,6 +14,8 @@ from gramian.taps.record import PassInfo
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
+
+ONE_BACKWARD = "capture: got a second backward; expected cap.next(num_terms=...) before each further one's forward"
 
 
 class KFACCapture(Capture):
@@ -45,6 +48,8 @@ class KFACCapture(Capture):
         self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
         self.terms = 0.0
         self._told: tuple[float | None, Tensor | None] | None = None
+        self._tellings = 0
+        self._counted: dict[int, int] = {}
         self._samples = 0
         self._tell(num_terms, token_weights)
 
@@ -55,16 +60,26 @@ class KFACCapture(Capture):
     def _tell(self, num_terms: float | None, token_weights: Tensor | None) -> None:
         check_terms(num_terms, token_weights)
         self._told = (num_terms, token_weights)
+        self._tellings += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Take the taps off; if all went well, make the factors."""
         try:
+            self._leave(kind, error, trace)
+        finally:
+            self._sums = []  # rows of activations, which must not live as long as the user's variable
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
             super().__exit__(kind, error, trace)
         except BaseException as problem:
-            self._kfac._abandon(str(problem))
-            raise
+            if not self._failed or not isinstance(problem, GramianError):  # else no backward ran because one failed
+                self._kfac._abandon(str(problem))
+                raise
         if kind is not None:
             self._kfac._abandon(f"{kind.__name__} inside the capture")
         elif self._failed:
@@ -74,15 +89,15 @@ class KFACCapture(Capture):
 
     def __enter__(self) -> Self:
         """Install the taps."""
+        self._kfac._refuse_nested()
         super().__enter__()
+        self._kfac._open = True
         return self
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
         """One term's coefficient in the loss of this pass."""
         if self._told is None:
-            raise GramianError(
-                "capture: another forward began; expected cap.next(num_terms=...) before each further backward of a capture"
-            )
+            raise GramianError(ONE_BACKWARD)
         terms, weights = self._told
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
@@ -91,13 +106,18 @@ class KFACCapture(Capture):
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
         first, self._samples = self._samples, self._samples + batch
-        return RefreshPass(number, batch, None, None, weights, factor, self._loss_scale, count, first)
+        return RefreshPass(number, batch, None, None, weights, factor, self._loss_scale, count, first, self._tellings)
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """One backward is over: count its terms."""
+        """One backward is over: count its terms, once if it went through several forwards."""
         super().end_of_pass(info)
         assert isinstance(info, RefreshPass)
-        self.terms += info.num_terms
+        backward = torch._C._current_graph_task_id()
+        if info.telling not in self._counted:
+            self._counted[info.telling] = backward
+            self.terms += info.num_terms
+        elif self._counted[info.telling] != backward:
+            raise GramianError(ONE_BACKWARD)
         self._told = None
 
     def output_layer(self) -> str | None:
@@ -138,6 +158,8 @@ def check_terms(num_terms: Any, token_weights: Any) -> None:
                 "num_terms: expected the number of loss terms behind this loss (targets that are not ignored), or token_weights"
             )
         return
-    number = isinstance(num_terms, int | float | Tensor) and not isinstance(num_terms, bool)
-    if not number or not float(num_terms) >= 0:
-        raise GramianError(f"num_terms: expected a number of loss terms, got {num_terms!r}")
+    number = isinstance(num_terms, int | float) and not isinstance(num_terms, bool)
+    number = number or (isinstance(num_terms, Tensor) and num_terms.numel() == 1)
+    if not number or not 0 <= float(num_terms) < math.inf:
+        got = f"a tensor of shape {list(num_terms.shape)}" if isinstance(num_terms, Tensor) else repr(num_terms)
+        raise GramianError(f"num_terms: expected a number of loss terms, got {got}")

@@ -31,6 +31,8 @@ class RefreshPass(PassInfo):
 
     num_terms: float = 0.0
     first_sample: int = 0
+    telling: int = 0
+    """Number of the word on num_terms that it goes by: forwards of one backward share theirs."""
 
 
 @dataclass
@@ -65,11 +67,11 @@ class Chosen:
 
     def tokens(self, x_BTN: Tensor, borrowed: bool, scale: float | Tensor = 1.0, inverse: bool = False) -> Tokens:
         """The chosen rows of one side; `inverse`: weighted with 1/w."""
-        rows = x_BTN.reshape(-1, x_BTN.shape[-1])
+        rows, owned = x_BTN.reshape(-1, x_BTN.shape[-1]), self.index is not None
         if self.index is not None:
             rows, borrowed = rows[self.index], False
         weights = 1.0 / self.weights if inverse and self.weights is not None else self.weights
-        return Tokens(rows, weights, self.keys, scale, borrowed, self.seen)
+        return Tokens(rows, weights, self.keys, scale, borrowed, self.seen, owned)
 
 
 @dataclass
@@ -111,25 +113,31 @@ class KroneckerSums:
         if record.layer in spec.tables:
             self._add_table(block, spec, sides, info, record)
             return
+        whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
-        bare = spec.inputs - spec.has_bias
         is_head = record.layer == self.head
-        block.inputs = block.inputs or Moment(bare, keep_for("A", bare, is_head, self.options))
+        block.inputs = block.inputs or Moment(
+            spec.inputs - spec.has_bias, keep_for("A", spec.inputs, is_head, self.options)
+        )
         chosen = self._choose(sides, info, record.layer, block.inputs.keep)
         inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
         block.inputs.add(inputs, self._products)
         keep = keep_for("G", spec.outputs, is_head, self.options)
+        if is_head and self.exact_head:
+            self._add_head(block, spec, whole, info, record, keep)
+            return
         chosen = self._choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
-        if is_head and self.exact_head:
-            self._add_head(block, spec, chosen, sides, gradients, keep)
-            return
         block.gradients = block.gradients or Moment(spec.outputs, keep)
         block.gradients.add(gradients, Products())
 
     def count(self, sums: dict[str, BlockSums], samples: int) -> None:
-        """A pass is over: nothing of it is held on to."""
+        """A pass is over: nothing of it is held on to but copies of rows."""
+        copies: dict[tuple[int, ...], Tensor] = {}
+        for block in sums.values():
+            for moment in block.moments():
+                moment.own(copies)
         self._products.forget()
         self._chosen.clear()
         self._last_rows.clear()
@@ -180,17 +188,26 @@ class KroneckerSums:
         block.table_gradients.add(gradients, Products())
 
     def _add_head(
-        self, block: BlockSums, spec: Spec, chosen: Chosen, sides: Sides, gradients: Tokens, keep: Keep
+        self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: Keep
     ) -> None:
-        """The head's own Fisher: Σ w (diag p − p pᵀ) over tokens with a loss, from its recomputed outputs."""
-        assert sides.outputs is not None
+        """The head's own Fisher: Σ w (diag p − p pᵀ) over tokens with a loss, from its recomputed outputs.
+
+        Labels of different tokens are drawn apart, so the Fisher of a sample's summed gradient is this sum too.
+        """
+        if sides.outputs is None:
+            raise GramianError(
+                f"{record.layer}: is no linear layer, so its softmax has no exact Fisher here; "
+                "expected another head=, or kfac_true_fisher_head=False"
+            )
+        chosen = self._choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
         p_TV = sides.outputs(rows).softmax(dim=-1)
         g_TV = wide(gradients.rows_TN)
         weights = (g_TV != 0).any(1).to(p_TV) if chosen.weights is None else chosen.weights.to(p_TV)
         if self.check_softmax:
-            _check_softmax(spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
-            self.check_softmax = False
+            seen = _check_softmax(spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
+            self.check_softmax = not seen
         block.probabilities = block.probabilities or Moment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
 
@@ -259,8 +276,11 @@ class KroneckerSums:
         return chosen
 
 
-def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dtype: torch.dtype) -> None:
+def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dtype: torch.dtype) -> bool:
     """The loss must be the cross entropy of these very logits: p − g is then a distribution, the target.
+
+    Returns:
+        True if there was a token to look at.
 
     Raises:
         GramianError: if it is not, which a wrong num_terms or loss_reduction shows as well.
@@ -278,6 +298,7 @@ def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dt
             f"{float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax cross entropy on the "
             "head itself, with the right loss_reduction, num_terms and loss_scale, or kfac_true_fisher_head=False"
         )
+    return bool(live.any())
 
 
 @dataclass

@@ -25,7 +25,7 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
     blocks = kfac.kfac_factors
     return {
         "schema": SCHEMA,
-        "options": asdict(kfac.options),
+        "options": {name: _finite(value) for name, value in asdict(kfac.options).items()},
         "versions": {"torch": torch.__version__, "gramian": _version()},
         "seed": kfac.options.seed,
         "world_size": _world_size(),
@@ -62,7 +62,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "T_global": facts.tokens,
         "N": facts.terms,
         "estimate": facts.estimate,
-        "age": kfac.refreshes - facts.refresh,
+        "age": kfac.steps - 1 - facts.step,
         "refreshes": facts.refreshes,
         "damping_mode": damping.mode,
         "pi": damping.pi,
@@ -92,7 +92,7 @@ def _side(side: str, factor: Factor, value: float, block: Block, max_condition: 
         "device": factor.device.type,
         "quantisation_error": float(factor.quantisation_error),
         "trace": float(factor.trace()),
-        "kappa_before": undamped if undamped != float("inf") else None,
+        "kappa_before": _finite(undamped),
         "kappa": kappa,
         "kappa_exact": exact,
         "clip": _clip(block.clips.get(side)),
@@ -103,6 +103,11 @@ def _side(side: str, factor: Factor, value: float, block: Block, max_condition: 
         "error_bound": work.error_bound,
         "bytes": factor.nbytes,
     }
+
+
+def _finite(value: Any) -> Any:
+    """None for infinity, which JSON does not have."""
+    return None if value == float("inf") else value
 
 
 def _clip(clip: Clip | None) -> dict[str, Any] | None:
@@ -162,7 +167,7 @@ def layer_line(name: str, facts: dict[str, Any]) -> str:
 
 
 def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
-    """What the clip did, at DEBUG, when a block is first used."""
+    """What the clip did, at DEBUG, whenever a block is used."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for block in blocks:
@@ -170,9 +175,10 @@ def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
             logger.debug("%s: clipped %d/%d eigenvalues (%s)", block.spec.name, clip.count, clip.total, side)
 
 
-def log_dropped(step: int, reason: str) -> None:
-    """A refresh came to nothing."""
-    logger.warning("K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
+def log_dropped(step: int, reason: str, again: bool) -> None:
+    """A refresh came to nothing: a warning for the first of several in a row."""
+    level = logging.DEBUG if again else logging.WARNING
+    logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
 
 
 def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:

@@ -6,9 +6,10 @@ F vec(Y) = vec(G Y A) for Y of the weight's shape [o, m]: two small matrices in 
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -110,7 +111,7 @@ class KFACNaturalGradient:
             GramianError: naming the first option that is not acceptable.
         """
         for name, given in (("ekfac", ekfac), ("memory_budget", memory_budget), ("process_group", process_group)):
-            if given:
+            if given is not None and given is not False:
                 raise GramianError(f"{name}: is not available yet; expected it to be left out")
         self.options = Options(
             damping=damping,
@@ -186,6 +187,7 @@ class KFACNaturalGradient:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
         check_terms(num_terms, token_weights)
+        self._refuse_nested()
         if not self._begin_step(force):
             return Idle()
         return self._capture(
@@ -203,22 +205,22 @@ class KFACNaturalGradient:
     def _capture(
         self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
     ) -> KFACCapture:
-        if self._open:
-            raise GramianError("capture: this object is inside a capture already; expected one at a time")
         _refuse_many_processes(self.options)
         root = unwrap(model)
         if any(hasattr(p, "placements") for p in root.parameters()):
             raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
-        specs = find_blocks(root, self.options)
-        self._check_same_blocks(specs)
+        specs = self._check_model(root)
         found = self._known_head(root, head)
+        if exact_head and head is not None and not _has_factors(head, specs):
+            raise GramianError(
+                f"head: {head!r} is no trained layer with K-FAC factors; expected the linear layer whose outputs are the logits"
+            )
         kronecker = KroneckerSums(
             specs, self.options, self._draw_seed(), exact_head, head=found, check_softmax=not self._softmax_checked
         )
         cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, **told)
         if found is None:
             kronecker.find_head = lambda: self._seen_head(cap.output_layer(), specs, exact_head)
-        self._open = True
         self._specs, self._model = specs, weakref.ref(root)
         return cap
 
@@ -254,13 +256,14 @@ class KFACNaturalGradient:
         if fisher_type not in FISHER_TYPES:
             words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
             raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
-        if not isinstance(n_samples, int) or n_samples < 1:
+        if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
             raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
         root = unwrap(model)
         asked = fisher.question(root, batch, causal_shift)
         drawn = fisher_type != "empirical"
         if not drawn and asked.labels is None and not asked.shifted:
             raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+        self._refuse_nested()
         if not self._begin_step(force):
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
@@ -306,6 +309,15 @@ class KFACNaturalGradient:
                 )
         return self.kfac_factors
 
+    def _refuse_nested(self) -> None:
+        """Raise if a capture of this object is open.
+
+        Raises:
+            GramianError: then.
+        """
+        if self._open:
+            raise GramianError("capture: this object is inside a capture already; expected one at a time")
+
     def _begin_step(self, force: bool) -> bool:
         """Count a step; True if it refreshes. This is the only counter there is."""
         step, self.steps = self.steps, self.steps + 1
@@ -327,8 +339,7 @@ class KFACNaturalGradient:
         return names.get(id(module)) if module is not None else None
 
     def _seen_head(self, layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-        known = {name for spec in specs.values() if spec.kind == "kronecker" for name in spec.layers}
-        if layer in known:
+        if layer is not None and _has_factors(layer, specs):
             return layer
         if exact_head:
             raise GramianError(
@@ -339,10 +350,11 @@ class KFACNaturalGradient:
     def _abandon(self, reason: str, lenient: bool = False) -> None:
         """A refresh came to nothing; the factors are those from before."""
         self._open = False
+        again = bool(self.dropped) and self.dropped[-1]["step"] == self.steps - 2
         self.dropped.append({"step": self.steps - 1, "reason": reason})
-        journal.log_dropped(self.steps - 1, reason)
+        journal.log_dropped(self.steps - 1, reason, again)
         if lenient and self.options.strict:
-            raise GramianError(f"refresh: {reason}; expected a finite batch (strict=True)")
+            raise GramianError(f"refresh: {reason}; expected none to be dropped (strict=True)")
 
     def _finish(self, cap: KFACCapture) -> None:
         """Make factors of the sums, and put them in place of the old ones all at once."""
@@ -352,14 +364,14 @@ class KFACNaturalGradient:
         if not cap.terms > 0:
             self._abandon("no loss terms", lenient=True)
             return
-        self.head = cap.kronecker.head
-        if cap.kronecker.exact_head and self.head is None:
+        head = cap.kronecker.head
+        if cap.kronecker.exact_head and head is None:
             self._abandon("no head was found")
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
-        builder = Builder(self.options, cap.terms, self.head, cap.estimate)
-        place = Placement(self.options, next(iter(self._specs.values())).device)
         fresh: dict[str, Block] = {}
         try:
+            builder = Builder(self.options, cap.terms, head, cap.estimate)
+            place = Placement(self.options, next(iter(self._specs.values())).device)
             with torch.no_grad(), exact_float32():
                 for name, spec in self._specs.items():
                     if spec.kind == "kronecker":
@@ -371,20 +383,21 @@ class KFACNaturalGradient:
                 bad = _not_finite(fresh)
                 if bad is None:
                     fresh = self._averaged(fresh)
+                    self._settle_damping(fresh.values())
         except BaseException as error:
             self._abandon(f"{type(error).__name__} while factors were made")
             raise
         if bad is not None:
             self._abandon(f"{bad}: its sums are not finite", lenient=True)
             return
+        self.head = head
         self.refreshes += 1
         self._last_refresh = self.steps - 1
         for block in fresh.values():
-            block.facts.refresh = self.refreshes
+            block.facts.step = self._last_refresh
         self.kfac_factors = {**self.kfac_factors, **fresh}
         self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
         self._seconds = {"build": time.perf_counter() - started}
-        self._settle_damping()
         self._refuse_uncovered()
         journal.log_refresh(self)
 
@@ -393,9 +406,8 @@ class KFACNaturalGradient:
         decay, columns = self.options.ema_decay, self.options.kfac_auto_t_max
         return {n: average(self.kfac_factors.get(n), block, decay, columns, merged) for n, block in fresh.items()}
 
-    def _settle_damping(self) -> None:
+    def _settle_damping(self, blocks: Collection[Block]) -> None:
         """λ_A, λ_G and π of every block: one wait for the device for all of them."""
-        blocks = [block for block in self.kfac_factors.values() if block.damping is None]
         means = [[factor.trace().cpu() / factor.dim for factor in (block.A or block.G, block.G)] for block in blocks]
         for block, (mean_A, mean_G) in zip(blocks, means, strict=True):
             block.damping = resolve(self.options, block.A is not None, float(mean_A), float(mean_G))
@@ -407,16 +419,6 @@ class KFACNaturalGradient:
                 f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
                 "(strict=True)"
             )
-
-    def _check_same_blocks(self, specs: Mapping[str, Spec]) -> None:
-        """Factors from before must be of the same blocks.
-
-        Raises:
-            GramianError: naming the first layer that changed.
-        """
-        for name, block in self.kfac_factors.items():
-            if name in specs:
-                check_spec(block.spec, specs[name])
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
@@ -465,7 +467,8 @@ class KFACNaturalGradient:
         """√(∇ᵀ (F + damping)⁻¹ ∇)."""
         if gradients is None:
             gradients = {n: p.grad for n, p in _unique(unwrap(model)) if p.requires_grad and p.grad is not None}
-        return max(_inner(gradients, self.compute_natural_gradient(model, gradients=gradients)), 0.0) ** 0.5
+        squared = _inner(gradients, self.compute_natural_gradient(model, gradients=gradients))
+        return math.sqrt(max(squared, 0.0))
 
     def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
         """min(1, √(kl / (½ δᵀFδ))): what a step δ is multiplied by so that the model moves by at most `kl` nats.
@@ -542,14 +545,15 @@ class KFACNaturalGradient:
                     what = factor.work.fallback or f"{len(tried)} Cholesky attempts failed"
                     raise GramianError(f"{block.spec.name}: {side}: {what}; expected none (strict=True)")
 
-    def _check_model(self, root: nn.Module) -> None:
-        """The model must still have the blocks that were captured, biases above all."""
+    def _check_model(self, root: nn.Module) -> dict[str, Spec]:
+        """The model's blocks, which must be those that were captured before, biases above all."""
         specs = find_blocks(root, self.options)
         for name, block in self.kfac_factors.items():
             now = specs.get(name)
             if now is None:
                 raise GramianError(f"{name}: has factors, but is no trainable layer now; expected the captured model")
             check_spec(block.spec, now)
+        return specs
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -634,11 +638,15 @@ def check_spec(before: Spec, now: Spec) -> None:
         return
     if before.has_bias != now.has_bias:
         what = "had a trained bias and has none now" if before.has_bias else "had no trained bias and has one now"
-        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new capture")
+        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new object")
     raise GramianError(
         f"{before.name}: was {before.kind} of {_shapes(before)} and is {now.kind} of {_shapes(now)}; "
         "expected the layer as at the capture"
     )
+
+
+def _has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
+    return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
 
 
 def _shapes(spec: Spec) -> str:

@@ -40,6 +40,8 @@ class Tokens:
     borrowed: bool = False
     seen: int = 0
     """Tokens that these rows stand for, before any subset was taken."""
+    owned: bool = False
+    """True if nobody else can write to the rows' memory."""
 
 
 class Products:
@@ -130,8 +132,22 @@ class Moment:
 
     def _keep_rows(self, tokens: Tokens) -> None:
         if tokens.borrowed:
-            tokens = Tokens(tokens.rows_TN.clone(), tokens.weights_T, tokens.keys_T, tokens.scale)
+            tokens = Tokens(tokens.rows_TN.clone(), tokens.weights_T, tokens.keys_T, tokens.scale, owned=True)
         self.chunks.append(tokens)
+
+    def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
+        """Copy rows that are the user's memory (an input, a gradient handed to `backward`), who may write to it after a pass.
+
+        Args:
+            copies: {place of rows: their copy}, shared by all moments, so that layers with one input go on sharing it.
+        """
+        for chunk in self.chunks:
+            if not chunk.owned:
+                rows = chunk.rows_TN
+                place = (rows.data_ptr(), *rows.shape, *rows.stride())
+                if place not in copies:
+                    copies[place] = rows.clone()
+                chunk.rows_TN, chunk.owned = copies[place], True
 
     def _choose(self, limit: int) -> None:
         """Keep the tokens with the smallest keys."""
@@ -145,7 +161,7 @@ class Moment:
             index = (chunk.keys_T <= bound).nonzero()[:, 0]
             if len(index) < len(chunk.rows_TN):
                 weights = None if chunk.weights_T is None else chunk.weights_T[index]
-                self.chunks[i] = Tokens(chunk.rows_TN[index], weights, chunk.keys_T[index], chunk.scale)
+                self.chunks[i] = Tokens(chunk.rows_TN[index], weights, chunk.keys_T[index], chunk.scale, owned=True)
 
     def _add_product(self, tokens: Tokens, products: Products) -> None:
         product, first = products.square(tokens)

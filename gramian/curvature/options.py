@@ -68,8 +68,8 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise GramianError(f"seed: expected an integer, got {self.seed!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
+            raise GramianError(f"seed: expected an integer of 64 bits, got {self.seed!r}")
         for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
@@ -117,7 +117,8 @@ class Options:
     @property
     def max_condition(self) -> float | None:
         """κ of the clip; None: no clip."""
-        return self.max_condition_number if self.use_eigenvalue_correction else None
+        limited = self.use_eigenvalue_correction and math.isfinite(self.max_condition_number)
+        return self.max_condition_number if limited else None
 
     @property
     def low_rank(self) -> bool:

@@ -39,13 +39,19 @@ def precondition(
     """
     if not isinstance(optimizer, Optimizer):
         raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if kl_clip is not None and not kl_clip > 0:
+    number = isinstance(kl_clip, int | float) and not isinstance(kl_clip, bool)
+    if kl_clip is not None and not (number and kl_clip > 0):
         raise GramianError(f"kl_clip: expected a number above 0 or None, got {kl_clip!r}")
     if optimizer in _taken:
         raise GramianError("optimizer: is preconditioned already; expected one that is not")
     _taken.add(optimizer)
 
     def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise GramianError(
+                "closure: would bring its gradients after they were to be preconditioned; "
+                "expected step() after a backward inside kfac.capture"
+            )
         rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
         trained = {n: p for n, p in named_parameters(unwrap(model)) if id(p) in rates and p.grad is not None}
         gradients = {name: p.grad for name, p in _first_names(trained).items() if p.grad is not None}

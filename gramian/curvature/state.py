@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -41,7 +43,7 @@ def state_of(kfac: KFACNaturalGradient) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "options": asdict(kfac.options),
-        "counters": {name: getattr(kfac, name) for name in COUNTERS},
+        "counters": {name: copy.deepcopy(getattr(kfac, name)) for name in COUNTERS},
         "generator": kfac._generator.get_state(),
         "layers": layers,
         "factors": factors,
@@ -75,14 +77,39 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     Raises:
         GramianError: naming the field or layer that does not fit.
     """
-    from gramian.curvature.kfac import check_spec
-
     if not isinstance(saved, Mapping) or "schema" not in saved:
         raise GramianError("state: has no schema; expected what state_dict() gave")
     if saved["schema"] != SCHEMA:
         raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
     specs = find_blocks(root, kfac.options) if root is not None else dict(kfac._specs)
     device = next(root.parameters()).device if root is not None else None
+    generator = torch.Generator()
+    try:
+        blocks = _blocks(saved, specs, device)
+        counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
+        generator.set_state(saved["generator"].cpu())
+        kfac._settle_damping(blocks.values())
+    except GramianError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__} {error}".split())
+        raise GramianError(f"state: is not whole ({what}); expected what state_dict() gave") from None
+    missing = [name for name in specs if name not in blocks and name in kfac.kfac_factors]
+    if missing:
+        raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
+    kfac.kfac_factors = blocks
+    for name, value in counters.items():
+        setattr(kfac, name, value)
+    kfac._generator = generator
+    if root is not None:
+        kfac._model = weakref.ref(root)
+    kfac._specs = specs or {name: block.spec for name, block in blocks.items()}
+
+
+def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None) -> dict[str, Block]:
+    """The blocks of a state, each checked against the model's own."""
+    from gramian.curvature.kfac import check_spec
+
     made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():
@@ -103,19 +130,7 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
             if side in block.factors and block.factors[side].dim != wanted:
                 raise GramianError(f"{name}: {side} has side {block.factors[side].dim}; expected {wanted}")
         blocks[name] = block
-    missing = [name for name in specs if name not in blocks and name in kfac.kfac_factors]
-    if missing:
-        raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
-    kfac.kfac_factors = blocks
-    for name, value in saved["counters"].items():
-        setattr(kfac, name, value)
-    kfac._generator.set_state(saved["generator"].cpu())
-    if root is not None:
-        import weakref
-
-        kfac._model = weakref.ref(root)
-    kfac._specs = specs or {name: block.spec for name, block in blocks.items()}
-    kfac._settle_damping()
+    return blocks
 
 
 def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) -> Factor:
@@ -165,9 +180,12 @@ def read(path: str) -> dict[str, Any]:
         raise GramianError(f"{path}: cannot be read ({error}); expected a file written by kfac.save") from None
     if header is None:
         raise GramianError(f"{path}: has no gramian header; expected a file written by kfac.save")
-    whole: dict[str, Any] = json.loads(header)
-    whole["generator"] = tensors.pop("generator")
-    for name, t in tensors.items():
-        number, _, part = name.partition(".")
-        whole["factors"][number][part] = t
+    try:
+        whole: dict[str, Any] = json.loads(header)
+        whole["generator"] = tensors.pop("generator")
+        for name, t in tensors.items():
+            number, _, part = name.partition(".")
+            whole["factors"][number][part] = t
+    except (ValueError, KeyError, TypeError):
+        raise GramianError(f"{path}: its gramian header is damaged; expected a file written by kfac.save") from None
     return whole

@@ -176,7 +176,8 @@ class Dense(Spectral):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Dense":
         """Moved, or stored again."""
         if dtype is not None and dtype != self.storage_dtype:
-            return Dense(store_symmetric(self.stored.load(device=device), dtype))
+            wide = self.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
+            return Dense(store_symmetric(wide, dtype))
         return Dense(self.stored.to(device))
 
     def dense(self) -> Tensor:

@@ -436,11 +436,23 @@ class DiagonalLowRank(Factor):
         stored = _within(self.values_N, low.factor.columns.stored, self.sign)
         return Compressed(DiagonalLowRank(self.values_N, stored, self.sign), low.discarded_trace)
 
+    def thin(self, chosen: Tensor) -> tuple["DiagonalLowRank", float]:
+        """These columns only, and the trace that the others had.
+
+        Added columns are scaled by √(r/kept), which loses none in the mean. Subtracted ones are not: M must stay positive
+        semi-definite, and does, whatever is left out.
+        """
+        scale = (self.rank / len(chosen)) ** 0.5 if self.sign > 0 else 1.0
+        thinner = DiagonalLowRank(self.values_N, self.columns.stored.select(chosen, scale), self.sign)
+        lost = 0.0 if self.sign > 0 else float(self.columns.squares_N().sum() - thinner.columns.squares_N().sum())
+        return thinner, lost
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
         """Moved, or stored again."""
         if dtype is None or dtype == self.storage_dtype:
             return DiagonalLowRank(self.values_N.to(device=device), self.columns.stored.to(device), self.sign)
-        stored = store_columns(self.columns.stored.load(device=device), dtype)
+        wide = self.columns.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
+        stored = store_columns(wide, dtype)
         values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, stored.dtype))
         return DiagonalLowRank(values_N, _within(values_N, stored, self.sign), self.sign)
 

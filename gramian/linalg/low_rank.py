@@ -194,10 +194,16 @@ class LowRank(Spectral):
         lost = float(descending[kept:].double().sum())
         return Compressed(LowRank.of(columns, self.storage_dtype), lost)
 
+    def thin(self, chosen: Tensor) -> tuple["LowRank", float]:
+        """These columns only, scaled by √(r/kept): unbiased if they are a random choice, so no trace counts as lost."""
+        scale = (self.rank / len(chosen)) ** 0.5
+        return LowRank(self.columns.stored.select(chosen, scale)), 0.0
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Moved, or stored again."""
         if dtype is not None and dtype != self.storage_dtype:
-            return LowRank(store_columns(self.columns.stored.load(device=device), dtype))
+            wide = self.columns.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
+            return LowRank(store_columns(wide, dtype))
         return LowRank(self.columns.stored.to(device))
 
     def dense(self) -> Tensor:

@@ -43,6 +43,17 @@ class Stored:
             whole = whole * self.right.to(whole)[None, :]
         return whole  # type: ignore[no-any-return]
 
+    def select(self, columns: Tensor, scale: float) -> "Stored":
+        """Some of the columns, times a factor."""
+        body = self.body.index_select(1, columns)
+        right = self.right.index_select(0, columns) if self.right is not None else None
+        if body.dtype in HALF:
+            ones = torch.ones(body.shape[1], device=body.device)
+            right = (ones if right is None else right) * scale
+        else:
+            body = body * scale
+        return Stored(body, self.left, right, self.relative_error)
+
     def to(self, device: torch.device | str | None = None) -> "Stored":
         """The same on another device."""
         scales = [None if t is None else t.to(device=device) for t in (self.left, self.right)]
@@ -80,7 +91,7 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
 def join_columns(left: Stored, right: Stored) -> Stored:
     """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
     if left.body.dtype != right.body.dtype:
-        right = store_columns(right.load(), left.body.dtype)
+        right = store_columns(right.load(dtype=torch.promote_types(right.dtype, left.dtype)), left.body.dtype)
     right = right.to(left.body.device)
     parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
     scales = torch.cat([part.right.double() for part in parts if part.right is not None])

@@ -115,7 +115,8 @@ def matrix_power(M: Tensor, p: float, damping: float, max_condition: float | Non
     values = values.clamp(min=0) + damping
     if max_condition is not None:
         values = values.clamp(min=float(values.max()) / max_condition)
-    return vectors @ torch.diag(values**p) @ vectors.mT
+    power: Tensor = vectors @ torch.diag(values**p) @ vectors.mT
+    return power
 
 
 def natural(

@@ -1,0 +1,220 @@
+"""Weighted sums of factors, and factors of lower rank."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import gramian
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, low_rank
+from tests.linalg.matrices import (
+    CASES,
+    assert_positive,
+    distance,
+    normal,
+    positive,
+    probabilities,
+    softmax_fisher,
+    stored_matrix,
+)
+
+pytestmark = pytest.mark.oracle
+
+WEIGHTS = (0.9, 0.3)
+
+
+def _softmax(n: int, seed: int, storage: torch.dtype, tokens: int = 3) -> DiagonalLowRank:
+    p, w = probabilities(n, tokens, sharpness=3.0, seed=seed)
+    return DiagonalLowRank.softmax(p * w.sqrt(), storage)
+
+
+KINDS: dict[str, Callable[[int, int, torch.dtype], Factor]] = {
+    "dense": lambda n, seed, dtype: Dense.of(positive(n, seed=seed), dtype),
+    "low rank": lambda n, seed, dtype: LowRank.of(normal(n, 3, seed=seed), dtype),
+    "diagonal": lambda n, seed, dtype: Diagonal(normal(n, seed=seed).abs()),
+    "plus": lambda n, seed, dtype: DiagonalLowRank.of(normal(n, seed=seed).abs(), normal(n, 2, seed=seed), +1, dtype),
+    "softmax": _softmax,
+}
+PAIRS = [*itertools.product(KINDS, KINDS)]
+REFUSED = {frozenset(("low rank", "softmax")), frozenset(("plus", "softmax"))}
+
+
+def _sum(left: Factor, right: Factor) -> Tensor:
+    return WEIGHTS[0] * stored_matrix(left) + WEIGHTS[1] * stored_matrix(right)
+
+
+@pytest.mark.parametrize("left, right", [pair for pair in PAIRS if frozenset(pair) not in REFUSED])
+def test_a_merged_factor_is_the_weighted_sum(left: str, right: str) -> None:
+    a, b = KINDS[left](12, 0, torch.float64), KINDS[right](12, 1, torch.float64)
+    merged = a.merge(b, *WEIGHTS)
+    assert distance(merged.to_dense(), _sum(a, b)) <= 1e-12
+    y = normal(12, 2, seed=2)
+    assert distance(merged.matvec(y), _sum(a, b) @ y) <= 1e-12
+
+
+@pytest.mark.parametrize("left, right", PAIRS)
+def test_sides_that_differ_are_named(left: str, right: str) -> None:
+    a, b = KINDS[left](12, 0, torch.float64), KINDS[right](11, 1, torch.float64)
+    with pytest.raises(gramian.GramianError, match=r"^merge: sides of 1[12] and 1[12]; expected equal ones$"):
+        a.merge(b, *WEIGHTS)
+
+
+@pytest.mark.parametrize("left, right", [pair for pair in PAIRS if frozenset(pair) in REFUSED])
+def test_columns_of_different_sign_do_not_merge(left: str, right: str) -> None:
+    a, b = KINDS[left](12, 0, torch.float64), KINDS[right](12, 1, torch.float64)
+    with pytest.raises(gramian.GramianError, match=r"^merge: a .* and a .*; expected the same representation$"):
+        a.merge(b, *WEIGHTS)
+
+
+@pytest.mark.parametrize("left, right", [pair for pair in PAIRS if frozenset(pair) not in REFUSED])
+def test_merging_in_half_precision_costs_at_most_one_rounding(left: str, right: str) -> None:
+    a, b = KINDS[left](12, 0, torch.float16), KINDS[right](12, 1, torch.float16)
+    merged = a.merge(b, *WEIGHTS)
+    assert merged.dtype in (torch.float32, torch.float64)
+    rounded = isinstance(merged, Dense)
+    assert distance(stored_matrix(merged), _sum(a, b)) <= (1e-3 if rounded else 1e-12)
+
+
+@pytest.mark.parametrize("first, second", [*itertools.permutations([torch.float16, torch.float32, torch.float64], 2)])
+@pytest.mark.parametrize("kind", ["low rank", "softmax"])
+def test_columns_of_different_precision_merge(kind: str, first: torch.dtype, second: torch.dtype) -> None:
+    a, b = KINDS[kind](12, 0, first), KINDS[kind](12, 1, second)
+    merged = a.merge(b, *WEIGHTS)
+    assert merged.storage_dtype == first
+    assert distance(stored_matrix(merged), _sum(a, b)) <= 2e-3
+    if kind == "softmax":
+        assert_positive(stored_matrix(merged))
+
+
+@pytest.mark.parametrize("kind", ["low rank", "softmax"])
+def test_a_moving_average_in_half_precision_does_not_drift(kind: str) -> None:
+    total = KINDS[kind](200, 0, torch.float16)
+    expected = stored_matrix(total)
+    for seed in range(1, 30):
+        new = KINDS[kind](200, seed, torch.float16)
+        total, expected = total.merge(new, 0.9, 0.1), 0.9 * expected + 0.1 * stored_matrix(new)
+    assert distance(stored_matrix(total), expected) <= 1e-12
+    assert_positive(stored_matrix(total))
+
+
+def test_low_rank_becomes_dense_once_its_columns_are_as_many_as_its_rows() -> None:
+    a, b, c = (LowRank.of(normal(8, r, seed=r)) for r in (3, 4, 5))
+    thin, whole = a.merge(b, *WEIGHTS), a.merge(c, *WEIGHTS)
+    assert isinstance(thin, LowRank)
+    assert thin.rank == 7
+    assert isinstance(whole, Dense)
+    assert distance(whole.to_dense(), _sum(a, c)) <= 1e-12
+
+
+def test_low_rank_stays_so_where_dense_would_be_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "WIDEST_DENSE", 7)
+    a, b = LowRank.of(normal(8, 4)), LowRank.of(normal(8, 5, seed=1))
+    merged = a.merge(b, *WEIGHTS)
+    assert isinstance(merged, LowRank)
+    assert distance(merged.to_dense(), _sum(a, b)) <= 1e-12
+
+
+def test_a_merge_leaves_its_parts_alone() -> None:
+    for left, right in PAIRS:
+        if frozenset((left, right)) in REFUSED:
+            continue
+        a, b = KINDS[left](12, 0, torch.float64), KINDS[right](12, 1, torch.float64)
+        before = stored_matrix(a).clone(), stored_matrix(b).clone()
+        a.merge(b, *WEIGHTS)
+        assert torch.equal(stored_matrix(a), before[0])
+        assert torch.equal(stored_matrix(b), before[1])
+
+
+# ---- lower rank ------------------------------------------------------------------------------------------------------
+
+SPECTRAL = ("dense", "dense singular", "low rank", "low rank wide", "low rank duplicates", "low rank zero columns")
+
+
+@pytest.mark.parametrize("name", SPECTRAL)
+@pytest.mark.parametrize("rank", [1, 2, 3, 100])
+def test_the_leading_directions_are_the_best_approximation(name: str, rank: int) -> None:
+    case = CASES[name]()
+    small = case.factor.compress(rank=rank)
+    values, vectors = torch.linalg.eigh(case.matrix)
+    best = vectors[:, -rank:] @ torch.diag(values[-rank:]) @ vectors[:, -rank:].mT
+    assert small.factor.rank <= rank
+    assert distance(small.factor.to_dense(), best) <= 1e-9
+    lost = float(case.matrix.trace() - best.trace())
+    assert small.discarded_trace == pytest.approx(lost, abs=1e-10 * float(case.matrix.trace()))
+
+
+@pytest.mark.parametrize("name", SPECTRAL)
+@pytest.mark.parametrize("energy", [1e-6, 0.5, 0.9, 0.999, 1.0])
+def test_a_share_of_the_trace_is_held_by_as_few_directions_as_possible(name: str, energy: float) -> None:
+    case = CASES[name]()
+    small = case.factor.compress(energy=energy)
+    descending = torch.linalg.eigvalsh(case.matrix).flip(0)
+    total = float(case.matrix.trace())
+    kept = float(small.factor.trace())
+    assert kept >= energy * total * (1 - 1e-10)
+    assert kept - float(descending[small.factor.rank - 1]) < energy * total
+    assert small.discarded_trace == pytest.approx(total - kept, abs=1e-10 * total)
+
+
+@pytest.mark.parametrize("name", ["plus", "plus wide", "softmax", "softmax wide", "softmax confident"])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_beside_a_diagonal_only_the_columns_are_compressed(name: str, rank: int) -> None:
+    case = CASES[name]()
+    small = case.factor.compress(rank=rank)
+    u = case.factor.columns.stored.load()
+    values, vectors = torch.linalg.eigh(u @ u.mT)
+    best = vectors[:, -rank:] @ torch.diag(values[-rank:]) @ vectors[:, -rank:].mT
+    assert distance(small.factor.to_dense(), torch.diag(case.factor.values_N) + case.factor.sign * best) <= 1e-10
+    change = abs(float(small.factor.trace() - case.factor.trace()))
+    assert small.discarded_trace == pytest.approx(change, abs=1e-10)
+    assert_positive(small.factor.to_dense())
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rank", [1, 4, 30])
+def test_a_compressed_softmax_head_stays_positive_in_half_precision(storage: torch.dtype, rank: int) -> None:
+    factor = _softmax(80, 0, storage, tokens=30)
+    small = factor.compress(rank=rank)
+    assert_positive(stored_matrix(small.factor))
+    if rank == 30:
+        assert distance(stored_matrix(small.factor), stored_matrix(factor)) <= 4 * torch.finfo(storage).eps
+
+
+def test_a_diagonal_is_its_own_compression() -> None:
+    case = CASES["diagonal"]()
+    small = case.factor.compress(rank=2)
+    assert small.factor is case.factor
+    assert small.discarded_trace == 0
+
+
+def test_no_columns_compress_to_none() -> None:
+    small = CASES["low rank no columns"]().factor.compress(rank=2)
+    assert small.factor.rank == 0
+    assert small.discarded_trace == 0
+
+
+@pytest.mark.parametrize("name", ["dense", "low rank", "diagonal", "plus", "softmax"])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({}, "^compress: expected either rank= or energy="),
+        ({"rank": 2, "energy": 0.5}, "^compress: expected either rank= or energy="),
+        ({"rank": 0}, "^rank: expected at least 1, got 0"),
+        ({"rank": -3}, "^rank: expected at least 1, got -3"),
+        ({"energy": 0.0}, r"^energy: expected a share of the trace in \(0, 1\], got 0.0"),
+        ({"energy": 1.5}, r"^energy: expected a share of the trace in \(0, 1\], got 1.5"),
+        ({"energy": float("nan")}, r"^energy: expected a share of the trace in \(0, 1\], got nan"),
+    ],
+)
+def test_a_compression_that_makes_no_sense_is_refused(name: str, arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(gramian.GramianError, match=message):
+        CASES[name]().factor.compress(**arguments)
+
+
+def test_a_softmax_head_is_the_fisher_of_its_tokens() -> None:
+    p, w = probabilities(9, 4)
+    factor = DiagonalLowRank.softmax(p * w.sqrt(), torch.float64)
+    assert distance(factor.to_dense(), softmax_fisher(p, w)) <= 1e-13
+    assert float(factor.matvec(torch.ones(9, 1, dtype=torch.float64)).abs().max()) <= 1e-15
