@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import gramian
@@ -48,15 +48,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
 
 
+def refuse_unavailable(
+    usage: str, target: str | None, targets: Sequence[str], later: Sequence[str], options: Mapping[str, object]
+) -> None:
+    """Refuse a target or an option that does not exist, or not yet.
+
+    Args:
+        usage: the command as it works today, such as "gramian verify kfac [--verbose]".
+        target: what the user asked for.
+        targets: what works.
+        later: targets that will.
+        options: {option that will work: its value}; None and False: not given.
+
+    Raises:
+        GramianError: naming what was given and what would be accepted.
+    """
+    accepted = f"accepted: {', '.join(targets)}"
+    if target is None:
+        raise GramianError(f"argument TARGET: none given; {accepted}")
+    if target not in targets:
+        why = "is not available yet" if target in later else "is unknown"
+        raise GramianError(f"argument TARGET: {target!r} {why}; {accepted}")
+    for name, value in options.items():
+        if value is not None and value is not False:
+            given = "" if value is True else f" {value!r}"
+            raise GramianError(f"argument {name}:{given} is not available yet; accepted: {usage}")
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
-    from gramian.cli import demo
+    from gramian.cli import demo, profile, verify
 
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gramian {gramian.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
-    for command in (demo,):
+    for command in (demo, verify, profile):
         command.add_parser(commands)
 
     arguments, unknown = parser.parse_known_args(argv)

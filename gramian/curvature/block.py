@@ -82,7 +82,8 @@ class Block:
         for side, factor, value in self._sides(damping):
             turned = out.mT if side == "A" else out
             if p == -1 and self._solves(side, factor, value, damping):
-                turned = factor.solve(turned, value, first_jitter)
+                with factor.products(value):
+                    turned = factor.solve(turned, value, first_jitter)
             else:
                 turned = factor.power(turned, p, value, damping.max_condition)
                 if damping.max_condition is not None:
@@ -104,7 +105,7 @@ class Block:
             return True
         if not factor.clips_nothing(value, damping.max_condition):
             return False
-        floor = (float(factor.largest_bound()) + value) / damping.max_condition
+        floor = (factor.bound() + value) / damping.max_condition
         self.clips.setdefault(side, Clip(0, factor.dim, 0.0, floor))
         return True
 
@@ -151,7 +152,7 @@ class Block:
         assert isinstance(self.A, Spectral) and isinstance(self.G, DiagonalLowRank)
         y = y_OM.to(torch.float64)
         alpha = self.A.spectrum.to(y)
-        top = float(self.G.largest_bound()) * (float(alpha.max()) if len(alpha) else 0.0)
+        top = self.G.bound() * (float(alpha.max()) if len(alpha) else 0.0)
         size = self.spec.outputs * self.spec.inputs
         floor = 0.0 if max_condition is None else (top + value) / max_condition
         if floor > value:

@@ -10,10 +10,11 @@ from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec
 from gramian.curvature.estimate import BlockSums
 from gramian.curvature.keyed import token_keys
-from gramian.curvature.moments import Moment
+from gramian.curvature.moments import Moment, same_tokens
 from gramian.curvature.options import Options
 from gramian.curvature.policy import Side, low_rank_up_to
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.wide import wide_mm
 
 
 class Builder:
@@ -61,6 +62,8 @@ class Builder:
                 A, G = counts, place(gradients)
                 facts.tokens, facts.kept_tokens = sums.table_gradients.seen, sums.table_gradients.kept
                 facts.reason_A, facts.reason_G = "token counts", reason
+                if spec.layout != "table":  # tied to a head that took no part: its inputs are the table's outputs
+                    A, G, facts.reason_A, facts.reason_G = G, A, facts.reason_G, facts.reason_A
             else:
                 A, G = _tied(A, G, gradients, counts)
                 facts.reason_A = f"head ({facts.reason_A}) and table ({reason}), weighted by their traces"
@@ -111,13 +114,14 @@ class Builder:
             assert moment.first_N is not None
             matrix = _augmented(moment.matrix, moment.first_N, _scalar(moment.weight)) if bias else moment.matrix
             return Dense.of(matrix * scale, dtype), "T does not allow low rank" + subset
-        rows, roots = moment.rows()
+        rows, roots, factor = moment.rows()
+        assert factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
         rows = torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows
         allowed = low_rank_up_to(side, width, is_head, self.options)
         if moment.kept <= allowed or width > WIDEST_DENSE:
             wide = f"wider than {WIDEST_DENSE}" if width > WIDEST_DENSE else f"T ≤ {allowed}"
-            return LowRank.of((rows * scale**0.5).mT, dtype), wide + subset
-        return Dense.of((rows.mT @ rows) * scale, dtype), "T does not allow low rank" + subset
+            return LowRank.of(rows.mT, dtype, factor * scale**0.5), wide + subset
+        return Dense.of(wide_mm(rows.mT, rows) * (factor**2 * scale), dtype), "T does not allow low rank" + subset
 
     def _softmax_factor(self, moment: Moment, is_head: bool, dtype: torch.dtype) -> tuple[Factor, str]:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
@@ -132,7 +136,7 @@ class Builder:
             return Dense.of(
                 (torch.diag(moment.first_N) - moment.matrix) * scale, dtype
             ), "exact, T does not allow low rank"
-        rows, roots = moment.rows()
+        rows, roots, _ = moment.rows()
         if moment.kept <= low_rank_up_to("G", moment.width, is_head, self.options) or moment.width > WIDEST_DENSE:
             return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype), "exact" + subset
         first = (rows * roots[:, None]).sum(0)
@@ -227,13 +231,8 @@ def _same_sums(left: Moment, right: Moment) -> bool:
     if left.matrix is not None and right.matrix is not None:
         return left.matrix is right.matrix
     if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
-        pairs = zip(left.chunks, right.chunks, strict=True)
-        return all(_same_tokens(a.rows_TN, b.rows_TN) and a.weights_T is b.weights_T for a, b in pairs)
+        return all(map(same_tokens, left.chunks, right.chunks))
     return False
-
-
-def _same_tokens(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
 
 
 def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:

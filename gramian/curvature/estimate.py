@@ -323,7 +323,7 @@ class RemainderSums:
         gradient = record.gradient
         fractional = weights_B is not None and not bool(((weights_B == 0) | (weights_B == 1)).all())
         if spec.kind == "block" or fractional:
-            g_BN = gradient.per_sample().reshape(gradient.batch, -1) * scale
+            g_BN = gradient.per_sample().reshape(gradient.batch, spec.outputs) * scale
             if fractional:
                 assert weights_B is not None
                 top_B = weights_B.to(g_BN).amax(1)

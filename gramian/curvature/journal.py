@@ -128,7 +128,7 @@ def log_refresh(kfac: KFACNaturalGradient) -> None:
     options = kfac.options
     blocks = [block for block in kfac.kfac_factors.values() if block.spec.kind == "kronecker"]
     woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
-    damping = f"{options.damping_mode} {options.damping:.3g}"
+    damping = f"{options.damping_mode} {options.joint_lambda:.3g}"
     if options.damping_mode == "factored":
         damping = f"factored (λ_A={options.lambda_A:.3g}, λ_G={options.lambda_G:.3g})"
     logger.info(

@@ -27,6 +27,8 @@ from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
 from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
+from gramian.linalg.cholesky import settle_all
+from gramian.linalg.factor import fetch_bounds, fetch_traces
 from gramian.linalg.wide import exact_float32
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import hub_of
@@ -49,10 +51,10 @@ class KFACNaturalGradient:
 
     def __init__(
         self,
-        damping: float = 1e-3,
+        damping: float = 0.1,
         damping_A: float | None = None,
         damping_G: float | None = None,
-        ema_decay: float = 0.95,
+        ema_decay: float = 0.0,
         update_freq: int = 10,
         min_layer_size: int = 1,
         use_eigenvalue_correction: bool = True,
@@ -408,9 +410,10 @@ class KFACNaturalGradient:
 
     def _settle_damping(self, blocks: Collection[Block]) -> None:
         """λ_A, λ_G and π of every block: one wait for the device for all of them."""
-        means = [[factor.trace().cpu() / factor.dim for factor in (block.A or block.G, block.G)] for block in blocks]
+        traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
+        means = [[traces[id(f)] / f.dim for f in (block.A or block.G, block.G)] for block in blocks]
         for block, (mean_A, mean_G) in zip(blocks, means, strict=True):
-            block.damping = resolve(self.options, block.A is not None, float(mean_A), float(mean_G))
+            block.damping = resolve(self.options, block.A is not None, mean_A, mean_G)
 
     def _refuse_uncovered(self) -> None:
         missing = [spec for name, spec in self._specs.items() if name not in self.kfac_factors]
@@ -506,15 +509,23 @@ class KFACNaturalGradient:
         started = time.perf_counter()
         with torch.no_grad(), exact_float32():
             if damped and power == -1:
-                for block in touched.values():
-                    assert block.damping is not None
-                    block.prepare(block.damping, self.options.kfac_eps)
+                self._prepare(touched.values())
             for block in touched.values():
                 found.update(self._apply_block(block, vector, power, damped, whole))
         self._seconds["apply"] = time.perf_counter() - started
         self._refuse_fallbacks(touched.values())
         journal.log_clips(self, touched.values())
         return {name: found[name] for name in (*vector, *(n for n in found if n not in vector)) if name in found}
+
+    def _prepare(self, blocks: Iterable[Block]) -> None:
+        """Launch every factorisation before anyone waits for the first."""
+        factors = list({id(f): f for block in blocks for f in block.factors.values()}.values())
+        if self.options.damping_mode != "joint":
+            fetch_bounds(factors)
+        for block in blocks:
+            assert block.damping is not None
+            block.prepare(block.damping, self.options.kfac_eps)
+        settle_all([system for factor in factors for system in factor.pending()])
 
     def _apply_block(
         self, block: Block, vector: Mapping[str, Tensor], power: float, damped: bool, whole: bool
@@ -673,9 +684,11 @@ def _inner(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
 
 def _not_finite(blocks: Mapping[str, Block]) -> str | None:
     """The first block with a factor that is not finite: one wait for the device."""
-    flags = [factor.trace().isfinite().cpu() for block in blocks.values() for factor in block.factors.values()]
-    names = [name for name, block in blocks.items() for _ in block.factors]
-    return next((name for name, good in zip(names, flags, strict=True) if not bool(good)), None)
+    traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
+    for name, block in blocks.items():
+        if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
+            return name
+    return None
 
 
 def _refuse_many_processes(options: Options) -> None:

@@ -6,6 +6,7 @@ Keeping the rows is exact and small while T < N (the factor is then of rank T); 
 limit keeps the `limit` tokens with the smallest keys: a random subset that does not depend on how the tokens arrive.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,19 +50,19 @@ class Products:
 
     def __init__(self) -> None:
         """Nothing yet."""
-        self._rows: Tensor | None = None
-        self._weights: Tensor | None = None
+        self._parts: Sequence[Tokens] = ()
         self._product: tuple[Tensor, Tensor] | None = None
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def square(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Σ w x xᵀ [N, N] and Σ w x [N]. 2·T·N² FLOPs, none if the rows are the last ones."""
-        rows = tokens.rows_TN
-        if self._product is not None and not tokens.borrowed and self._same(rows, tokens.weights_T):
+    def square(self, parts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """Σ w x xᵀ [N, N] and Σ w x [N] over all parts. 2·T·N² FLOPs, none if the rows are the last ones."""
+        if self._product is not None and self._same(parts):
             return self._product
-        self._rows, self._weights = (None, None) if tokens.borrowed else (rows, tokens.weights_T)
-        left = rows if tokens.weights_T is None else wide(rows) * tokens.weights_T[:, None].to(wide_dtype(rows))
-        self._product = (wide_mm(left.mT, rows), left.sum(0, dtype=wide_dtype(rows)))
+        product, first = _squared(parts[0])
+        for tokens in parts[1:]:
+            more, more_first = _squared(tokens)
+            product, first = product.add_(more), first + more_first
+        self._parts, self._product = ([] if any(tokens.borrowed for tokens in parts) else parts), (product, first)
         return self._product
 
     def add(self, total: Tensor, product: Tensor) -> Tensor:
@@ -72,19 +73,30 @@ class Products:
 
     def forget(self) -> None:
         """Let the last ones go: at the end of a pass."""
-        self._rows = self._weights = self._product = self._sum = None
+        self._parts, self._product, self._sum = (), None, None
 
-    def _same(self, rows: Tensor, weights: Tensor | None) -> bool:
+    def _same(self, parts: Sequence[Tokens]) -> bool:
         """True if these are the very numbers of the last call; that one's memory is held, so an address tells."""
-        last = self._rows
-        return (
-            last is not None
-            and last.data_ptr() == rows.data_ptr()
-            and last.shape == rows.shape
-            and last.stride() == rows.stride()
-            and last.dtype == rows.dtype
-            and self._weights is weights
-        )
+        return len(parts) == len(self._parts) and all(map(same_tokens, self._parts, parts))
+
+
+def same_tokens(left: Tokens, right: Tokens) -> bool:
+    """True if both are the same memory, weighted alike; inputs, which are what is shared, have no scale."""
+    a, b = left.rows_TN, right.rows_TN
+    same = a is b or (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    )
+    return same and left.weights_T is right.weights_T
+
+
+def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Σ w x xᵀ and Σ w x."""
+    rows, scale = tokens.rows_TN, tokens.scale
+    left = rows if tokens.weights_T is None else wide(rows) * tokens.weights_T[:, None].to(wide_dtype(rows))
+    product, first = wide_mm(left.mT, rows), left.sum(0, dtype=wide_dtype(rows))
+    if isinstance(scale, float) and scale == 1.0:
+        return product, first
+    return product * scale**2, first * scale
 
 
 @dataclass
@@ -125,10 +137,8 @@ class Moment:
         elif self.matrix is None and self.seen <= self.keep.rows_up_to:
             self._keep_rows(tokens)
         else:
-            chunks, self.chunks = self.chunks, []
-            for chunk in chunks:
-                self._add_product(chunk, Products())
-            self._add_product(tokens, products)
+            waiting, self.chunks = self.chunks, []
+            self._add_product([*waiting, tokens], products)
 
     def _keep_rows(self, tokens: Tokens) -> None:
         if tokens.borrowed:
@@ -163,31 +173,25 @@ class Moment:
                 weights = None if chunk.weights_T is None else chunk.weights_T[index]
                 self.chunks[i] = Tokens(chunk.rows_TN[index], weights, chunk.keys_T[index], chunk.scale, owned=True)
 
-    def _add_product(self, tokens: Tokens, products: Products) -> None:
-        product, first = products.square(tokens)
-        scale = tokens.scale
-        if not (isinstance(scale, float) and scale == 1.0):
-            product, first = product * scale**2, first * scale
+    def _add_product(self, parts: Sequence[Tokens], products: Products) -> None:
+        product, first = products.square(parts)
         if self.matrix is None or self.first_N is None:
             self.matrix, self.first_N = product, first
         else:
             self.matrix, self.first_N = products.add(self.matrix, product), self.first_N + first
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """√w_t x_t [T, N] and √w_t [T], wide, of the tokens kept."""
+    def rows(self) -> tuple[Tensor, Tensor, float]:
+        """√w_t x_t [T, N] and √w_t [T] of the tokens kept, and a number that the rows are still to be multiplied by."""
+        if len(self.chunks) == 1 and self.chunks[0].weights_T is None and isinstance(self.chunks[0].scale, float):
+            rows = self.chunks[0].rows_TN  # as they came, in half precision too
+            return rows, rows.new_ones(len(rows)), self.chunks[0].scale
         parts, roots = [], []
         for chunk in self.chunks:
             rows = wide(chunk.rows_TN)
-            root = (
-                rows.new_ones(len(rows))
-                if chunk.weights_T is None
-                else chunk.weights_T.to(rows.dtype).clamp(min=0).sqrt()
-            )
-            if chunk.weights_T is not None or not (isinstance(chunk.scale, float) and chunk.scale == 1.0):
-                rows = rows * (root * chunk.scale)[:, None]
-            parts.append(rows)
-            roots.append(root)
-        return (parts[0], roots[0]) if len(parts) == 1 else (torch.cat(parts), torch.cat(roots))
+            weights = rows.new_ones(len(rows)) if chunk.weights_T is None else chunk.weights_T.to(rows.dtype)
+            roots.append(weights.clamp(min=0).sqrt())
+            parts.append(rows * (roots[-1] * chunk.scale)[:, None])
+        return torch.cat(parts), torch.cat(roots), 1.0
 
     def kept_weight(self) -> float | Tensor:
         """Σ w over the tokens kept."""

@@ -1,5 +1,6 @@
 """Solving a small symmetric system that ought to be positive definite, and saying what it took."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +43,14 @@ class Cholesky:
         self._first_jitter = first_jitter
         self._attempts: list[Attempt] = []
         self._eigen: tuple[Tensor, Tensor] | None = None
-        self._lower: Tensor
-        self._info: Tensor
-        self._lower, self._info = torch.linalg.cholesky_ex(matrix)
+        self._inverse: Tensor | None = None
+        self._logdet: Tensor | None = None
+        self._factorise(matrix)
+
+    def _factorise(self, matrix: Tensor) -> None:
+        self._lower: Tensor | None
+        self._lower, info = torch.linalg.cholesky_ex(matrix)
+        self._good = (info == 0) & self._lower.diagonal().isfinite().all()
 
     @property
     def attempts(self) -> tuple[Attempt, ...]:
@@ -55,26 +61,38 @@ class Cholesky:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        held = (self._lower, self._matrix) if self._eigen is None else self._eigen
+        held = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
         return sum(t.nbytes for t in held if t is not None)
 
     def solve(self, y_NK: Tensor) -> Tensor:
-        """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs."""
+        """M⁻¹ Y = L⁻ᵀ(L⁻¹ Y), in the matrix's dtype. n³/3 FLOPs for L⁻¹ once, then 2·n²·k, as plain products.
+
+        Products with L⁻¹ are several times as fast as triangular solves on a GPU, and as accurate: L has the square root of
+        M's condition number.
+        """
         self._settle()
-        if self._eigen is None:
-            return torch.cholesky_solve(y_NK.to(self._lower.dtype), self._lower)
-        values, vectors = self._eigen
-        return vectors @ ((vectors.mT @ y_NK.to(vectors.dtype)) / values[:, None])
+        if self._eigen is not None:
+            values, vectors = self._eigen
+            return vectors @ ((vectors.mT @ y_NK.to(vectors.dtype)) / values[:, None])
+        if self._inverse is None:
+            assert self._lower is not None
+            eye = torch.eye(len(self._lower), dtype=self._lower.dtype, device=self._lower.device)
+            self._logdet = self.logdet()
+            self._inverse, self._lower = torch.linalg.solve_triangular(self._lower, eye, upper=False), None
+        return self._inverse.mT @ (self._inverse @ y_NK.to(self._inverse.dtype))
 
     def logdet(self) -> Tensor:
         """log det M."""
         self._settle()
-        if self._eigen is None:
-            return 2 * self._lower.diagonal().log().sum()
-        return self._eigen[0].log().sum()
+        if self._eigen is not None:
+            return self._eigen[0].log().sum()
+        if self._logdet is not None:
+            return self._logdet
+        assert self._lower is not None
+        return 2 * self._lower.diagonal().log().sum()
 
-    def _settle(self) -> None:
-        """Look at the result, and go on until there is one.
+    def _settle(self, good: bool | None = None) -> None:
+        """Look at the result, unless somebody has, and go on until there is one.
 
         Raises:
             GramianError: if M holds NaN or infinity.
@@ -82,7 +100,7 @@ class Cholesky:
         if self._matrix is None:
             return
         self._attempts = []
-        if not self._succeeded(0.0):
+        if not self._succeeded(0.0, good):
             self._repair(self._matrix)
         self._matrix = None
 
@@ -94,7 +112,7 @@ class Cholesky:
         while jitter <= LARGEST_JITTER:
             shifted = matrix.clone()
             shifted.diagonal().add_(jitter * scale)
-            self._lower, self._info = torch.linalg.cholesky_ex(shifted)
+            self._factorise(shifted)
             if self._succeeded(jitter * scale):
                 return
             jitter *= 10
@@ -104,7 +122,18 @@ class Cholesky:
         self._eigen = (values.clamp(min=floor), vectors)
         self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
 
-    def _succeeded(self, jitter: float) -> bool:
-        good = int(self._info) == 0 and bool(self._lower.diagonal().isfinite().all())
+    def _succeeded(self, jitter: float, good: bool | None = None) -> bool:
+        good = bool(self._good) if good is None else good
         self._attempts.append(Attempt(jitter, "ok" if good else "not positive definite"))
         return good
+
+
+def settle_all(systems: Sequence[Cholesky]) -> None:
+    """Look at the results of many factorisations, waiting for the device once."""
+    waiting = [system for system in systems if system._matrix is not None]
+    by_device: dict[torch.device, list[Cholesky]] = {}
+    for system in waiting:
+        by_device.setdefault(system._good.device, []).append(system)
+    for together in by_device.values():
+        for system, good in zip(together, torch.stack([s._good for s in together]).tolist(), strict=True):
+            system._settle(good)

@@ -140,6 +140,10 @@ class Dense(Spectral):
         matrix.diagonal().add_(damping)
         self._cholesky = {damping: Cholesky(matrix, first_jitter)}
 
+    def pending(self) -> list[Cholesky]:
+        """The launched ones."""
+        return list(self._cholesky.values())
+
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """n³/3 FLOPs once, then 2·n²·k."""
         self.prepare_solve(damping, first_jitter)

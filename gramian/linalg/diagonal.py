@@ -272,7 +272,7 @@ class DiagonalLowRank(Factor):
         whole = -int(-p // 1)  # ceiling
         fraction, out = p - whole, y_NK.to(torch.float64)
         if fraction:
-            fit = rational_power(fraction, damping, float(self.largest_bound()) + damping)
+            fit = rational_power(fraction, damping, self.bound() + damping)
             total = fit.constant * out
             for weight, shift in zip(fit.weights, fit.shifts, strict=True):
                 total = total + weight * self._solve(out, damping + shift, keep=False)
@@ -293,7 +293,7 @@ class DiagonalLowRank(Factor):
         """
         whole = -int(-p // 1)
         fraction, out, scales = p - whole, y_NK.to(torch.float64), scales_K.to(y_NK.device, torch.float64)
-        top_K = float(self.largest_bound()) * scales + damping
+        top_K = self.bound() * scales + damping
         error_K, bound = torch.zeros_like(scales), 0.0
         if fraction:
             fit = rational_power(fraction, damping, float(top_K.max()))
@@ -353,7 +353,7 @@ class DiagonalLowRank(Factor):
         if self.clips_nothing(damping, max_condition):
             return damping
         assert max_condition is not None
-        raised_to = (float(self.largest_bound()) + damping) / max_condition
+        raised_to = (self.bound() + damping) / max_condition
         self.work.clip_note = (
             f"damping raised to the clip's floor {raised_to:.3g}, from a bound on the largest eigenvalue"
         )
@@ -362,7 +362,7 @@ class DiagonalLowRank(Factor):
     def clip(self, damping: float, max_condition: float) -> Clip:
         """Nothing, where the bound shows it; else from the matrix written out, or all, by raising the damping."""
         if self.clips_nothing(damping, max_condition):
-            return Clip(0, self.dim, 0.0, (float(self.largest_bound()) + damping) / max_condition)
+            return Clip(0, self.dim, 0.0, (self.bound() + damping) / max_condition)
         if self.dim <= WIDEST_DENSE:
             return self._written_out().clip(damping, max_condition)
         floor = self._clipped_damping(damping, max_condition)
@@ -377,6 +377,10 @@ class DiagonalLowRank(Factor):
         small = self.columns.gram(1.0 / (self.values_N.double() + damping)) * self.sign
         small.diagonal().add_(1.0)
         return Cholesky(small, first_jitter)
+
+    def pending(self) -> list[Cholesky]:
+        """The launched ones."""
+        return list(self._small.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
         """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""

@@ -7,15 +7,22 @@ The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to i
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.linalg.cholesky import Cholesky
+from gramian.linalg.stored import HALF
+from gramian.linalg.wide import exact_float32, tensor_float32
 
 WIDEST_DENSE = 16_384
 """Sides wider than this are never held, or formed, as n×n."""
+TENSOR_FLOAT = 2.0**-11
+"""Rounding of operands in TF32 products."""
 TRUSTED = 1e-3
 """Largest relative error ε·κ that float32 products may cost; above it the algebra runs in float64."""
 
@@ -62,6 +69,8 @@ class Factor(ABC):
     dim: int
     """n."""
     work: Work
+    _bound: float | None = None
+    _trace: float | None = None
 
     # ---- what each representation answers --------------------------------------------------------------------------
 
@@ -171,14 +180,23 @@ class Factor(ABC):
             raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
         return self.dense()
 
+    def bound(self) -> float:
+        """`largest_bound` as a number, read from the device once; exact once M is decomposed."""
+        known = self.extremes()
+        if known is not None:
+            return known[1]
+        if self._bound is None:
+            self._bound = float(self.largest_bound())
+        return self._bound
+
     def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
         """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
-        return max_condition is None or damping * max_condition >= float(self.largest_bound()) + damping
+        return max_condition is None or damping * max_condition >= self.bound() + damping
 
     def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
         """κ of the damped, clipped matrix, and True; where nothing was decomposed a bound of it, and False."""
         known = self.extremes()
-        low, high = (0.0, float(self.largest_bound())) if known is None else known
+        low, high = (0.0, self.bound()) if known is None else known
         if not low + damping > 0:
             return (float("inf") if max_condition is None else max_condition), known is not None
         kappa = (high + damping) / (low + damping)
@@ -186,7 +204,7 @@ class Factor(ABC):
 
     def condition_bound(self, damping: float) -> float:
         """A number that the condition of M + λI does not exceed."""
-        return float(self.largest_bound()) / damping + 1.0 if damping > 0 else float("inf")
+        return self.bound() / damping + 1.0 if damping > 0 else float("inf")
 
     def working_dtype(self, damping: float) -> torch.dtype:
         """The dtype in which products at this damping keep three digits or so: ε·κ decides."""
@@ -194,6 +212,21 @@ class Factor(ABC):
             return torch.float64
         trusted = torch.finfo(torch.float32).eps * self.condition_bound(damping) <= TRUSTED
         return torch.float32 if trusted else torch.float64
+
+    def products(self, damping: float) -> AbstractContextManager[None]:
+        """The precision of float32 products on tensor cores while this factor is applied at this damping.
+
+        A half-precision factor is rounded to 2⁻¹¹ or worse; products that round their operands alike (TF32) add no more than
+        that where ε·κ is small. Everything else is multiplied in float32 proper.
+        """
+        coarse = self.storage_dtype in HALF and self.device.type == "cuda"
+        if coarse and TENSOR_FLOAT * self.condition_bound(damping) <= TRUSTED:
+            return tensor_float32()
+        return exact_float32()
+
+    def pending(self) -> list[Cholesky]:
+        """Factorisations that were launched and not looked at."""
+        return []
 
 
 class Spectral(Factor):
@@ -259,6 +292,31 @@ class Spectral(Factor):
             return 0.0
         top = float(self.spectrum.max()) if len(self.spectrum) else 0.0
         return (top + damping) / max_condition
+
+
+def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
+    """{id of a factor: its trace}, waiting for each device once; what was read before is not read again."""
+    by_device: dict[torch.device, list[Factor]] = {}
+    for factor in factors:
+        if factor._trace is None:
+            by_device.setdefault(factor.device, []).append(factor)
+    for together in by_device.values():
+        traces = torch.stack([factor.trace().double() for factor in together]).tolist()
+        for factor, trace in zip(together, traces, strict=True):
+            factor._trace = trace
+    return {id(factor): factor._trace for factor in factors if factor._trace is not None}
+
+
+def fetch_bounds(factors: Sequence[Factor]) -> None:
+    """Read the bounds of many factors, waiting for each device once."""
+    unknown = [factor for factor in factors if factor._bound is None and factor.extremes() is None]
+    by_device: dict[torch.device, list[Factor]] = {}
+    for factor in unknown:
+        by_device.setdefault(factor.device, []).append(factor)
+    for together in by_device.values():
+        bounds = torch.stack([factor.largest_bound().double() for factor in together]).tolist()
+        for factor, bound in zip(together, bounds, strict=True):
+            factor._bound = bound
 
 
 def raised(values: Tensor, floor: float) -> Tensor:

@@ -32,19 +32,21 @@ class LowRank(Spectral):
         self._largest: Tensor | None = None
 
     @classmethod
-    def of(cls, columns_NR: Tensor, storage: torch.dtype | None = None) -> "LowRank":
+    def of(cls, columns_NR: Tensor, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
         """Store U.
 
         Args:
             columns_NR: U, one column per direction (token).
             storage: dtype at rest; None: its own.
+            scale: what U is meant to be multiplied by.
 
         Raises:
             GramianError: if it is not a matrix.
         """
         if columns_NR.dim() != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
-        return cls(store_columns(columns_NR, storage or columns_NR.dtype))
+        stored = store_columns(columns_NR, storage or columns_NR.dtype)
+        return cls(stored if scale == 1.0 else stored.scaled(scale))
 
     @property
     def rank(self) -> int:
@@ -155,6 +157,10 @@ class LowRank(Spectral):
         gram.diagonal().add_(damping)
         self._cholesky = {damping: Cholesky(gram.to(dtype), first_jitter)}
         self.columns.forget()
+
+    def pending(self) -> list[Cholesky]:
+        """The launched ones."""
+        return list(self._cholesky.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""

@@ -21,6 +21,17 @@ def exact_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+@contextmanager
+def tensor_float32() -> Iterator[None]:
+    """Products of float32 matrices on tensor cores, operands rounded to 2⁻¹¹ (TF32), where the device has them."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype in which sums over these tensors are kept: float64 if one of them is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32

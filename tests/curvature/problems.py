@@ -66,7 +66,13 @@ def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: 
 def mlp() -> nn.Module:
     """A bias that trains, none, a frozen one, and a head."""
     net = nn.Sequential(
-        nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 11, bias=False), nn.Tanh(), nn.Linear(11, 6), nn.Tanh(), nn.Linear(6, 5)
+        nn.Linear(7, 9),
+        nn.Tanh(),
+        nn.Linear(9, 11, bias=False),
+        nn.Tanh(),
+        nn.Linear(11, 6),
+        nn.Tanh(),
+        nn.Linear(6, 5),
     )
     net[4].bias.requires_grad_(False)
     return net
@@ -163,7 +169,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "conv2d": Problem(conv2d, normal(2, 3, 5, 4), classes(5, 2), ("0", "2", "5"), "5"),
     "conv1d": Problem(conv1d, normal(2, 3, 11), classes(5, 2), ("0", "2", "5"), "5"),
-    "embedding": Problem(embedding, classes(13, 4, 3), classes(5, 4, 3), ("0", "2"), "2"),
+    "embedding": Problem(embedding, classes(13, 4, 2), classes(5, 4, 2), ("0", "2"), "2"),
 }  # fmt: skip
 
 
@@ -203,15 +209,28 @@ def sides(module: nn.Module, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """One call as tokens: a [B, T, I] and g [B, T, O]; patches by `F.unfold`, indices as one-hot rows."""
     if isinstance(module, nn.Embedding):
         return F.one_hot(a, module.num_embeddings).double().flatten(1, -2), g.flatten(1, -2)
-    if isinstance(module, nn.Conv1d | nn.Conv2d):
-        flat = isinstance(module, nn.Conv1d)
-        sizes = [(1, *t) if flat else t for t in (module.kernel_size, module.dilation, module.stride)]
-        padding = (0, *module.padding) if flat else module.padding
-        image = a[:, :, None] if flat else a
-        patches = F.unfold(image, sizes[0], dilation=sizes[1], padding=padding, stride=sizes[2])
-        return patches.transpose(1, 2), g.flatten(2).transpose(1, 2)
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        image = a
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            mode = module.padding_mode.replace("zeros", "constant")
+            image = F.pad(a, module._reversed_padding_repeated_twice, mode=mode)
+        return _patches(module, image, padded=image is not a), g.flatten(2).transpose(1, 2)
     a, g = (t[:, None] if t.dim() == 2 else t for t in (a, g))
     return a.flatten(1, -2), g.flatten(1, -2)
+
+
+def _patches(module: nn.Module, image: Tensor, padded: bool) -> Tensor:
+    """[B, positions, channels·kernel]; in three dimensions by a convolution with the identity."""
+    padding = (0,) * len(module.kernel_size) if padded else module.padding
+    if isinstance(module, nn.Conv3d):
+        width = module.weight[0].numel()
+        kernel = torch.eye(width).to(image).reshape(width, *module.weight.shape[1:])
+        found = F.conv3d(image, kernel, stride=module.stride, padding=padding, dilation=module.dilation)
+        return found.flatten(2).transpose(1, 2)
+    flat = isinstance(module, nn.Conv1d)
+    sizes = [(1, *t) if flat else t for t in (module.kernel_size, module.dilation, module.stride)]
+    padding, image = ((0, *padding), image[:, :, None]) if flat else (padding, image)
+    return F.unfold(image, sizes[0], dilation=sizes[1], padding=padding, stride=sizes[2]).transpose(1, 2)
 
 
 def tokens(module: nn.Module, uses: list[tuple[Tensor, Tensor]], sharing: str = "expand") -> Tokens:
@@ -247,7 +266,7 @@ def oracle(name: str, sharing: str = "expand") -> dict[str, tuple[Tensor, Tensor
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
     """The same shape, and a difference within a tolerance relative to the norm."""
     assert actual.shape == expected.shape, f"{what}: {list(actual.shape)} instead of {list(expected.shape)}"
-    error, size = float((actual.double() - expected).norm()), float(expected.norm())
+    error, size = float((actual.detach().double() - expected.detach()).norm()), float(expected.detach().norm())
     assert error <= tolerance * size, f"{what}: off by {error:.3g} of {size:.3g}"
 
 

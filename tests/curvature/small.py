@@ -105,3 +105,50 @@ def one_line(error: BaseException, *words_: str) -> None:
 def free(model: nn.Module) -> bool:
     """True if no instance carries a forward that is not its class's."""
     return all("forward" not in vars(module) for module in model.modules())
+
+
+# ---- written out -----------------------------------------------------------------------------------------------------
+
+
+def damped(matrix: Tensor, value: float, kappa: float | None) -> Tensor:
+    """M + λI with eigenvalues raised to the largest over κ."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    values = values.clamp(min=0) + value
+    if kappa is not None:
+        values = values.clamp(min=float(values.max()) / kappa)
+    return (vectors * values) @ vectors.mT
+
+
+def raised(matrix: Tensor, power: float) -> Tensor:
+    """M^p of a positive definite M."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.pow(power)) @ vectors.mT
+
+
+def sides(kfac: gramian.KFACNaturalGradient, layer: str) -> tuple[Tensor, Tensor]:
+    """A and G of a layer, float64."""
+    block = kfac.kfac_factors[layer]
+    assert block.A is not None
+    return block.A.to_dense().double(), block.G.to_dense().double()
+
+
+def gradient_matrix(model: nn.Module, layer: str) -> Tensor:
+    """[∂W | ∂b] of a layer, float64."""
+    module = model.get_submodule(layer)
+    parts = [module.weight.grad] if module.bias is None else [module.weight.grad, module.bias.grad[:, None]]
+    return torch.cat(parts, dim=1).double()
+
+
+def natural_matrix(kfac: gramian.KFACNaturalGradient, model: nn.Module, layer: str, power: float = -1.0) -> Tensor:
+    """The library's natural gradient of a layer in the same form."""
+    found = kfac.compute_natural_gradient(model, power=power)
+    parts = [found[f"{layer}.weight"]]
+    if f"{layer}.bias" in found:
+        parts.append(found[f"{layer}.bias"][:, None])
+    return torch.cat(parts, dim=1).double()
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Within a tolerance relative to the norm."""
+    error, size = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
+    assert error <= tolerance * size, f"off by {error:.3g} of {size:.3g}"

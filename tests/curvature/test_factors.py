@@ -110,7 +110,9 @@ TABLE: list[tuple[dict[str, Any], int, str, str]] = [
 
 @pytest.mark.parametrize("options, count, side, kind", TABLE)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_the_representation_is_the_policy_s(options: dict[str, Any], count: int, side: str, kind: str, parts: int) -> None:
+def test_the_representation_is_the_policy_s(
+    options: dict[str, Any], count: int, side: str, kind: str, parts: int
+) -> None:
     layer, side = side.split()
     model = seeded(lambda: nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 6)))
     x, y, found = normal(count, 10), classes(6, count), kfac(**options)
@@ -202,7 +204,7 @@ def test_the_subset_does_not_depend_on_the_split(cuts: list[int], options: str) 
         for bounds in ([0, 6], [0, *sorted(cuts), 6]):
             found = kfac(**chosen)
             with found.capture(model, num_terms=0, token_weights=weights[:0], loss_reduction="sum") as cap:
-                for i, (start, end) in enumerate(itertools.pairwise(bounds)):
+                for start, end in itertools.pairwise(bounds):
                     part = slice(start, end)
                     cap.next(token_weights=weights[part])
                     (F.cross_entropy(model(x[part]).flatten(0, 1), y[part].flatten(), reduction="none")

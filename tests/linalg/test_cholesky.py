@@ -120,6 +120,17 @@ def test_an_indefinite_matrix_has_its_eigenvalues_raised() -> None:
     assert len(factorisation.attempts) >= 7
 
 
+def test_a_matrix_without_a_scale_of_its_own_counts_as_one() -> None:
+    factorisation = Cholesky(MATRICES["zero"], FIRST)
+    assert [(a.jitter, a.result) for a in factorisation.attempts[1:]] == [(FIRST, "ok")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_eigenvalue_is_left_below_what_rounding_can_tell_from_zero(dtype: torch.dtype) -> None:
+    m = torch.tensor([[1e-30, 1.0], [1.0, 1e-30]], dtype=dtype)
+    assert Cholesky(m, FIRST).attempts[-1].jitter == pytest.approx(torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [(0, 0), (5, 2), (7, 7)])
 def test_what_is_not_finite_is_refused_every_time(value: float, place: tuple[int, int]) -> None:

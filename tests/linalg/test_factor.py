@@ -144,6 +144,18 @@ def test_the_right_hand_side_is_left_alone(case: Case) -> None:
     assert torch.equal(case.factor.to_dense(), matrix)
 
 
+@pytest.mark.parametrize(
+    "name, rank",
+    [("low rank wide", 7), ("low rank duplicates", 3), ("low rank zero columns", 3), ("low rank all zero", 0)],
+)
+def test_directions_that_are_rounding_are_left_out(name: str, rank: int) -> None:
+    factor = CASES[name]().factor
+    assert isinstance(factor, LowRank)
+    assert len(factor.spectrum) == rank
+    basis = factor.from_basis(torch.eye(rank, dtype=torch.float64))
+    assert distance(basis.mT @ basis, torch.eye(rank, dtype=torch.float64)) <= 1e-10
+
+
 def test_a_negative_power_of_a_singular_matrix_needs_damping() -> None:
     factor = LowRank.of(normal(6, 2))
     with pytest.raises(gramian.GramianError, match="^damping: expected more than 0"):

@@ -87,6 +87,15 @@ def test_directions_far_below_the_largest_are_not_dropped() -> None:
     assert float(factor.eigenvalues()[-2]) == pytest.approx(1e-8, rel=1e-5)
 
 
+@pytest.mark.parametrize("p", [-1.0, -0.5, 0.5])
+def test_directions_far_below_the_damping_cost_no_digits_in_float32(p: float) -> None:
+    q, rotation = torch.linalg.qr(normal(N, R)).Q, torch.linalg.qr(normal(R, R)).Q
+    factor = LowRank.of((q * torch.logspace(0, -6, R, dtype=torch.float64) @ rotation).float())
+    assert factor.working_dtype(0.1) == torch.float32
+    y = normal(N, 3, seed=1)
+    assert distance(factor.power(y, p, 0.1), damped_power(stored_matrix(factor), y, p, 0.1)) <= 1e-6
+
+
 @pytest.mark.parametrize("storage", STORAGE)
 def test_a_dense_solve_keeps_three_digits_of_the_stored_matrix(storage: torch.dtype) -> None:
     u = _columns(1.0, 1.0).double()

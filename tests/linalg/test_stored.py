@@ -87,8 +87,7 @@ def test_columns_that_arrive_in_half_precision_are_kept_exactly(storage: torch.d
     assert float(stored.relative_error) == 0
     assert torch.equal(stored.load(dtype=torch.float64), u.double())
     m = _symmetric(-5, -2).to(storage)
-    m = (m + m.mT) / 2
-    assert distance(store_symmetric(m, storage).load(dtype=torch.float64), m.double()) <= LARGEST_ERROR[storage]
+    assert_stored(store_symmetric(m, storage), m, storage)
 
 
 @half
@@ -173,12 +172,9 @@ def test_a_wide_confident_softmax_head_stays_positive_in_float16() -> None:
     u = p * w.sqrt()
     factor = DiagonalLowRank.softmax(u.float(), torch.float16)
     assert_positive(stored_matrix(factor))
-    rounded = store_columns(u, torch.float16).load(
-        dtype=torch.float64
-    )  # with the diagonal of the exact columns instead
-    naive = torch.diag(p @ w) - rounded @ rounded.mT
-    one = torch.ones(2000, dtype=torch.float64)
-    assert float(one @ naive @ one) < -1e-9 or float((p @ w - rounded.square().sum(1)).min()) < -1e-9
+    rounded = store_columns(u, torch.float16).load(dtype=torch.float64)
+    naive = torch.linalg.eigvalsh(torch.diag(p @ w) - rounded @ rounded.mT)  # with the diagonal of the exact columns
+    assert float(naive[0]) < -1e-6 * float(naive[-1])
 
 
 @half

@@ -6,7 +6,8 @@ A run may import every room. It computes and returns plain data; how that is sho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ class Comparison:
     case: str
     """Under which options."""
     error: float
+    declared: str = ""
+    """What the library's own record says it does in place of the exact thing, where it is held to that."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Check:
     tolerance: float
     """Largest error that passes."""
     measure: Callable[[], Iterable[Comparison]]
+    unit: str = ""
+    """Of error and tolerance; empty: relative errors."""
 
     @property
     def title(self) -> str:
@@ -70,7 +75,8 @@ class Outcome:
         if self.worst is None:
             return "compared nothing"
         at = ", ".join(part for part in (self.worst.layer, self.worst.case) if part)
-        return f"error {self.worst.error:.2g}, tolerance {self.check.tolerance:g}, at {at}"
+        unit = f" {self.check.unit}" if self.check.unit else ""
+        return f"error {self.worst.error:.2g}{unit}, tolerance {self.check.tolerance:g}{unit}, at {at}"
 
 
 def run_checks(
@@ -86,17 +92,29 @@ def run_checks(
         One outcome per check.
     """
     outcomes = []
-    for done, check in enumerate(checks):
-        on_progress(done, check)
-        seen: list[Comparison] = []
-        crash = ""
-        try:
-            for comparison in check.measure():
-                seen.append(comparison)
-        except Exception as problem:
-            crash = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-        outcomes.append(Outcome(check, tuple(seen), crash))
+    with _one_thread():
+        for done, check in enumerate(checks):
+            on_progress(done, check)
+            seen: list[Comparison] = []
+            crash = ""
+            try:
+                for comparison in check.measure():
+                    seen.append(comparison)
+            except Exception as problem:
+                crash = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+            outcomes.append(Outcome(check, tuple(seen), crash))
     return outcomes
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small matrices: several threads only wait for each other, ten times as long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Subject:
             torch.manual_seed(0)
             model = self.build().double()
             for p in model.parameters():
-                p += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+                p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=0.3)
         return model.to(device, dtype)
 
     def batch(self, device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -176,8 +176,8 @@ class _Patches(nn.Module):
         g = self.geometry
         sizes = zip(x_BCHW.shape[2:], g["kernel_size"], g["stride"], g["padding"], g["dilation"], strict=True)
         places = [(side + 2 * pad - hop * (size - 1) - 1) // step + 1 for side, size, step, pad, hop in sizes]
-        y_BTO: Tensor = self.linear(F.unfold(x_BCHW, **g).mT)
-        return y_BTO.mT.unflatten(2, places)
+        y_BOHW: Tensor = self.linear(F.unfold(x_BCHW, **g).mT).mT.unflatten(2, places)
+        return y_BOHW
 
 
 def _linear_with(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
@@ -352,7 +352,7 @@ def _capture(
 
 
 def _matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The parameters of a block as Y [O, M], written out here rather than asked of the library."""
+    """The parameters of a block as Y [O, M], bias last."""
     weight, *bias = (tensors[name] for name in block.spec.parameters)
     if block.A is None:
         return weight.reshape(-1, 1)
@@ -371,11 +371,12 @@ def _compare_factors(kfac: KFACNaturalGradient, expected: Mapping[str, _Expected
         yield Comparison(f"{name} G", case, relative_error(block.G.to_dense(), wanted.G))
 
 
-def _raised_damping(block: Block, mode: str) -> float:
-    """The damping that the block's record declares: the clip's floor where it says that it is an approximation."""
+def _raised_damping(block: Block, mode: str) -> float | None:
+    """The damping with which the block's record says that it stands in for the clip; None: the clip is exact."""
     joint = block.clips.get("joint")
-    noted = mode == "joint" and joint is not None and block.G.work.clip_note.startswith("damping raised")
-    return joint.floor if noted and joint is not None else DAMPING
+    if mode != "joint" or joint is None or not block.G.work.clip_note.startswith("damping raised"):
+        return None
+    return joint.floor
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -388,7 +389,16 @@ class _Bench:
     subject: Subject
     device: torch.device
     cases: tuple[Case, ...]
-    reference: Callable[..., Reference]
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The oracle's word, shared by all checks."""
+        return Reference(self.subject)
+
+    @property
+    def policies(self) -> list[str]:
+        """Those of the cases."""
+        return list(dict.fromkeys(case.policy for case in self.cases))
 
     def library(
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float64
@@ -400,20 +410,20 @@ class _Bench:
     def factors(self) -> Iterator[Comparison]:
         """A and G under every policy."""
         model, x, y = self.library()
-        for policy in dict.fromkeys(case.policy for case in self.cases):
+        for policy in self.policies:
             kfac = _kfac(policy=policy)
             _capture(kfac, model, x, y)
-            yield from _compare_factors(kfac, self.reference().blocks, policy)
+            yield from _compare_factors(kfac, self.reference.blocks, policy)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
         """(F + damping)^p ∇ under every policy and power, with the clip and without."""
-        yield from self._natural([case for case in self.cases if case.mode == mode], self.reference())
+        yield from self._natural([case for case in self.cases if case.mode == mode], self.reference)
 
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax, and what is made of it."""
         model, x, y = self.library()
-        reference = self.reference(exact_head=True)
-        for policy in dict.fromkeys(case.policy for case in self.cases):
+        reference = Reference(self.subject, exact_head=True)
+        for policy in self.policies:
             kfac = _kfac(policy=policy, kfac_true_fisher_head=True)
             _capture(kfac, model, x, y)
             yield from _compare_factors(kfac, reference.blocks, policy)
@@ -431,20 +441,20 @@ class _Bench:
                 natural = kfac.compute_natural_gradient(model, case.power)
                 for name, block in kfac.kfac_factors.items():
                     damping = _raised_damping(block, mode)
-                    declared = damping != DAMPING
-                    wanted = reference.natural(name, mode, case.power, clip and not declared, damping)
-                    label = f"{case.label} (as recorded: damping {damping:.3g})" if declared else case.label
-                    yield Comparison(name, label, relative_error(_matrix(block, natural), wanted))
+                    exact = damping is None
+                    wanted = reference.natural(name, mode, case.power, clip and exact, damping or DAMPING)
+                    error = relative_error(_matrix(block, natural), wanted)
+                    yield Comparison(name, case.label, error, "" if exact else "clip by a larger damping")
 
     # ---- Monte Carlo labels ----
 
     def mc_labels(self) -> Iterator[Comparison]:
         """Factors from drawn labels are those of these labels, and they stand where the batch has labels."""
-        logits, gradients, counted, kfac = self._drawn(1)
+        _, gradients, counted, kfac = self._drawn(1)
         labels = gradients[0].argmin(-1).masked_fill(~gradients[0].any(-1), IGNORE)
         wrong = int((labels != IGNORE).ne(counted).sum())
         yield Comparison("labelled positions", "mc", float(wrong))
-        yield from _compare_factors(kfac, self.reference(labels=labels).blocks, "mc")
+        yield from _compare_factors(kfac, Reference(self.subject, labels).blocks, "mc")
 
     def mc_frequencies(self) -> Iterator[Comparison]:
         """Σ log p(label) over draws and positions against its mean, in standard errors: p is that of the own position."""
@@ -540,7 +550,7 @@ class _Bench:
     def devices_float32(self) -> Iterator[Comparison]:
         """Factors of a float32 model stored in float32, here and on the CPU."""
         with _no_tf32():
-            for policy in dict.fromkeys(case.policy for case in self.cases):
+            for policy in self.policies:
                 sides = []
                 for device in (self.device, torch.device("cpu")):
                     kfac = _kfac(policy=policy, woodbury_dtype="fp32")
@@ -581,26 +591,14 @@ def plan(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     for name in models:
-        subject = SUBJECTS[name]
-
-        @cache
-        def plain(exact_head: bool, subject: Subject = subject) -> Reference:
-            return Reference(subject, exact_head=exact_head)
-
-        def reference(
-            labels: Tensor | None = None, exact_head: bool = False, subject: Subject = subject, plain: Any = plain
-        ) -> Reference:
-            known: Reference = plain(exact_head) if labels is None else Reference(subject, labels, exact_head)
-            return known
-
-        bench = _Bench(subject, device, tuple(cases), reference)
+        bench = _Bench(SUBJECTS[name], device, tuple(cases))
         found += [Check(name, "factors A and G", TOLERANCE, bench.factors)]
         for mode in dict.fromkeys(case.mode for case in cases):
-            found += [Check(name, f"natural gradient, {mode} damping", TOLERANCE, lambda b=bench, m=mode: b.natural(m))]
+            found += [Check(name, f"natural gradient, {mode} damping", TOLERANCE, partial(bench.natural, mode))]
         found += [
             Check(name, "exact softmax head", TOLERANCE, bench.exact_head),
-            Check(name, "labels drawn by Monte Carlo", TOLERANCE, bench.mc_labels),
-            Check(name, "frequencies of drawn labels (standard errors)", STANDARD_ERRORS, bench.mc_frequencies),
+            Check(name, "Monte Carlo labels", TOLERANCE, bench.mc_labels),
+            Check(name, "Monte Carlo frequencies", STANDARD_ERRORS, bench.mc_frequencies, unit="s.e."),
             Check(name, "the batch twice", TOLERANCE, bench.twice),
             Check(name, "mean, sum, coefficient, loss scale", TOLERANCE, bench.reductions),
         ]

@@ -1,0 +1,198 @@
+"""`gramian profile`: measure on this machine what a feature costs in time and memory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gramian.cli import RunFailed, refuse_unavailable
+from gramian.errors import GramianError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console, RenderableType
+
+    from gramian.models import GPTConfig
+    from gramian.verify.runs.kfac_profile import Profile
+
+TARGETS = ("kfac",)
+LATER = ("clipping", "train")
+USAGE = "gramian profile kfac [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] [--cpu]"
+# Columns where the output is not a terminal.
+PLAIN_WIDTH = 100
+SEQUENCE_LENGTHS = [128, 256]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what a feature costs in time and memory",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", nargs="?", metavar="TARGET", help=f"what to measure: {', '.join(TARGETS)}")
+    parser.add_argument(
+        "--seq-lengths", type=_count, nargs="+", default=SEQUENCE_LENGTHS, metavar="T", help="tokens per sequence"
+    )
+    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="sequences per step (default: 8)")
+    parser.add_argument("--layers", type=_count, default=4, metavar="L", help="blocks of the GPT (default: 4)")
+    parser.add_argument("--width", type=_count, default=128, metavar="W", help="of its residual stream (default: 128)")
+    parser.add_argument("--vocabulary", type=_count, default=256, metavar="V", help="token ids (default: 256)")
+    parser.add_argument("--cpu", action="store_true", help="stay on the CPU where a GPU is there")
+    parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--fsdp", action="store_true", help=argparse.SUPPRESS)
+    for option in ("--mode", "--algorithm"):
+        parser.add_argument(option, nargs="?", const=True, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure every sequence length and print the tables."""
+    options = {
+        "CONFIG": arguments.config,
+        "--fsdp": arguments.fsdp,
+        "--mode": arguments.mode,
+        "--algorithm": arguments.algorithm,
+    }
+    refuse_unavailable(USAGE, arguments.target, TARGETS, LATER, options)
+
+    import torch
+    from rich.console import Console
+
+    from gramian.verify.runs import kfac_profile
+
+    lengths: list[int] = arguments.seq_lengths
+    try:
+        config = kfac_profile.model_config(arguments.layers, arguments.width, arguments.vocabulary, max(lengths))
+    except GramianError as problem:
+        raise GramianError(f"argument --{problem}") from None
+    device = torch.device("cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+
+    profiles: list[Profile] = []
+    failure = ""
+    rounds = kfac_profile.WARM_UP + kfac_profile.ROUNDS
+    with _progress(console, rounds * len(lengths)) as advance:
+        for length in lengths:
+            try:
+                measured = kfac_profile.profile_kfac(
+                    config, length, arguments.batch_size, device, on_progress=partial(advance, length)
+                )
+            except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
+                failure = f"sequence length {length}: {_first_line(problem)}"
+                break
+            profiles.append(measured)
+    if profiles:
+        for part in _report(profiles, config, arguments.batch_size, device):
+            console.print(part)
+    if failure:
+        raise RunFailed(f"profile {arguments.target}: {failure}")
+    return 0
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: an integer of at least 1")
+    return count
+
+
+def _first_line(problem: BaseException) -> str:
+    lines = str(problem).splitlines() or [""]
+    return f"{type(problem).__name__}: {lines[0]}"
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a live bar on a terminal, and nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda length: None
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("warming up", total=total)
+        yield lambda length: bar.update(task, advance=1, description=f"sequence length {length}")
+
+
+def _report(
+    profiles: Sequence[Profile], config: GPTConfig, batch_size: int, device: torch.device
+) -> Iterator[RenderableType]:
+    import torch
+
+    from gramian.verify.runs.kfac_profile import ROUNDS
+
+    where, memory = f"CPU, {torch.get_num_threads()} threads", "resident in the process, peak since it began"
+    if device.type == "cuda":
+        where = f"{torch.cuda.get_device_name(device)}, bfloat16 autocast"
+        memory = "allocated on the GPU, peak within the stage, reserved by the allocator"
+    yield f"K-FAC on {where}"
+    yield f"GPT: {config.layers} layers, width {config.width}, vocabulary {config.vocabulary}; batch {batch_size}"
+    yield _stage_table(profiles, cuda=device.type == "cuda")
+    yield "plain step: forward and backward. capture: the same inside kfac.capture, factors made."
+    yield "decompose: what the first natural gradient takes more than a second one. apply: the second."
+    yield f"Medians of {ROUNDS} rounds after warm-up. MB {memory}."
+    yield _factor_table(profiles)
+    yield "Factors from kfac.record(), with its default options, a refresh on every step and no moving average."
+
+
+def _stage_table(profiles: Sequence[Profile], cuda: bool) -> RenderableType:
+    """A row per sequence length and stage."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("sequence", justify="right", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
+    headings = ["ms", "x plain step", "MB before", "after", "peak"] + ["reserved"] * cuda
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for profile in profiles:
+        for number, stage in enumerate(profile.stages):
+            memory = stage.memory
+            cells = [memory.before, memory.after, memory.peak] + [memory.reserved] * cuda
+            table.add_row(
+                "" if number else f"{profile.length:,}",
+                stage.name,
+                f"{1e3 * stage.seconds:,.2f}",
+                f"{stage.ratio:.2f}",
+                *(_megabytes(cell) for cell in cells),
+            )
+        table.add_section()
+    return table
+
+
+def _factor_table(profiles: Sequence[Profile]) -> RenderableType:
+    """A row per sequence length."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("sequence", "tokens", "MB of factors", "x parameters", "with decompositions"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("sides")
+    for profile in profiles:
+        table.add_row(
+            f"{profile.length:,}",
+            f"{profile.tokens:,}",
+            _megabytes(profile.factor_bytes),
+            f"{profile.factor_bytes / profile.parameter_bytes:.2f}",
+            _megabytes(profile.used_bytes),
+            ", ".join(f"{count} {name}" for name, count in profile.representations.items()),
+        )
+    return table
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:,.1f}"

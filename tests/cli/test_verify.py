@@ -1,0 +1,243 @@
+"""`gramian verify kfac`: it passes here, and a library that computes something else does not pass."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from gramian.cli import main
+from gramian.curvature import build, fisher
+from gramian.curvature.block import Block
+from gramian.curvature.estimate import KroneckerSums
+from gramian.verify.runs import Check, Comparison, Outcome, kfac_matrix, relative_error, run_checks
+
+# A sample: every policy, mode, power and state of the clip is in it, but not every combination.
+SAMPLE = kfac_matrix.CASES[::7]
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models and a sample of the cases."""
+    plan = partial(kfac_matrix.plan, torch.device("cpu"), models=("mlp", "gpt"), cases=SAMPLE)
+    monkeypatch.setattr(kfac_matrix, "plan", plan)
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    status = main(["verify", "kfac", *options])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_sample_holds_every_option():
+    for field in ("policy", "mode", "clip", "power"):
+        wanted = {getattr(case, field) for case in kfac_matrix.CASES}
+        assert {getattr(case, field) for case in SAMPLE} == wanted
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ([], ["TARGET", "accepted: kfac"]),
+        (["everything"], ["'everything'", "unknown", "accepted: kfac"]),
+        (["clipping"], ["'clipping'", "not available yet", "accepted: kfac"]),
+        (["distill"], ["'distill'", "not available yet"]),
+        (["resume"], ["'resume'", "not available yet"]),
+        (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian verify kfac [--verbose]"]),
+        (["kfac", "--tp"], ["--tp", "not available yet"]),
+        (["kfac", "--profile"], ["--profile", "not available yet"]),
+        (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
+        (["kfac", "--verbos"], ["--verbos", "accepted", "--verbose"]),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_that_says_what_is_accepted(argv, names, capsys):
+    assert main(["verify", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    for name in names:
+        assert name in captured.err
+
+
+def test_help_shows_what_works_and_nothing_else(capsys):
+    assert main(["verify", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--verbose" in shown and "kfac" in shown
+    assert "--fsdp" not in shown
+
+
+def test_bad_input_loads_neither_rich_nor_the_model():
+    check = (
+        "import sys; from gramian.cli import main; main(['verify', 'x']); main(['profile', 'kfac', '--width', '0']);"
+        "sys.exit(any(name in sys.modules for name in ('rich', 'gramian.models', 'gramian.verify')))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+# ---- a good library --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_whole_matrix_passes_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "gramian", "verify", "kfac"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    count = len(kfac_matrix.plan())
+    assert done.stdout.splitlines()[-1] == f"{count} of {count} checks passed"
+
+
+@pytest.mark.usefixtures("sample")
+def test_the_table_has_a_row_per_check_with_error_tolerance_and_verdict(capsys):
+    status, out, err = run(capsys)
+    assert (status, err) == (0, "")
+    assert all(character == "\n" or character.isprintable() for character in out)
+    for check in kfac_matrix.plan():
+        assert check.name in out
+    rows = [line for line in out.splitlines() if line.rstrip().endswith(" ok")]
+    assert len(rows) == len(kfac_matrix.plan()) == 18
+    assert all(re.search(r"\d\.\de-\d\d +1e-10  ok|s\.e\. +4 s\.e\.  ok", row) for row in rows)
+    assert out.splitlines()[-1] == "18 of 18 checks passed"
+
+
+@pytest.mark.usefixtures("sample")
+def test_verbose_has_a_row_per_layer_and_case(capsys):
+    status, out, _ = run(capsys, "--verbose")
+    assert status == 0
+    for case in SAMPLE:
+        mode = out.split(f"gpt: natural gradient, {case.mode} damping")[1].split("gpt:")[0]
+        for layer in ("token_embedding", "blocks.0.fc", "blocks.0.norm_mlp.weight", "head"):
+            assert any(line.split()[0] == layer and case.label in line for line in mode.splitlines() if line.strip())
+
+
+def test_the_progress_bar_is_for_terminals(capsys, monkeypatch):
+    monkeypatch.setattr(kfac_matrix, "plan", lambda: [_check(0.0)])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    status, out, _ = run(capsys)
+    assert status == 0
+    assert "\x1b[" in out and "model: a check" in out
+
+
+# ---- a broken library ------------------------------------------------------------------------------------------------
+
+
+def scaled(function: Callable[..., Any], by: float) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs) * by
+
+
+def rolled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Labels that belong to the position before."""
+    return lambda *args, **kwargs: function(*args, **kwargs).roll(1, -1)
+
+
+def unshifted(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda asked, shape: function(dataclasses.replace(asked, shifted=False), shape)
+
+
+def weightless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tokens without a loss term count as well."""
+    return lambda *args, **kwargs: None
+
+
+def offset(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A bias column of 1.001."""
+    return lambda matrix, first, weight: function(matrix, 1.001 * first, weight)
+
+
+BUGS = {
+    "the power of a block": ((Block, "power", partial(scaled, by=1.001)), ["mlp: natural gradient, pi damping"]),
+    "drawn labels": ((fisher, "draw_labels", rolled), ["mlp: Monte Carlo frequencies", "gpt: Monte Carlo frequencies"]),
+    "the causal shift": ((fisher, "positions", unshifted), ["gpt: Monte Carlo labels"]),
+    "tokens that count": ((KroneckerSums, "_weights", weightless), ["mlp: Monte Carlo labels"]),
+    "the bias": ((build, "_augmented", offset), ["gpt: factors A and G"]),
+    "terms of a pass": ((build, "_scalar", partial(scaled, by=1.001)), ["mlp: factors A and G"]),
+}
+
+
+@pytest.mark.usefixtures("sample")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_broken_library_exits_1_and_the_check_is_named(bug, capsys, monkeypatch):
+    (owner, name, broken), failing = BUGS[bug]
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    status, out, err = run(capsys)
+    assert status == 1
+    assert err.count("\n") == 1
+    for title in failing:
+        assert f"FAILED {title}: error" in out
+    first = re.findall(r"^FAILED ([^:]+: [^:]+):", out, re.MULTILINE)[0]
+    assert first in err
+    passed, total = re.fullmatch(r"(\d+) of (\d+) checks passed", out.splitlines()[-1]).groups()
+    assert int(passed) == int(total) - out.count("FAILED gpt:") - out.count("FAILED mlp:")
+
+
+@pytest.mark.usefixtures("sample")
+def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypatch):
+    def crash(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no labels\ntoday")
+
+    monkeypatch.setattr(fisher, "draw_labels", crash)
+    status, out, err = run(capsys, "--verbose")
+    assert status == 1
+    assert out.splitlines()[-1] == "14 of 18 checks passed"
+    assert "FAILED mlp: Monte Carlo labels: crashed: RuntimeError: no labels today" in out
+    assert "mlp: Monte Carlo labels" in err and "and 1 more" in err
+
+
+# ---- the frame -------------------------------------------------------------------------------------------------------
+
+
+def _check(*errors: float) -> Check:
+    return Check("model", "a check", 1e-3, lambda: [Comparison("layer", "case", error) for error in errors])
+
+
+@pytest.mark.parametrize(
+    ("errors", "passed"), [((0.0, 1e-3), True), ((2e-3,), False), ((float("nan"), 0.0), False), ((), False)]
+)
+def test_a_check_passes_if_it_compared_something_and_every_error_is_within_the_tolerance(errors, passed):
+    (outcome,) = run_checks([_check(*errors)])
+    assert outcome.passed == passed
+    assert bool(outcome.problem) != passed
+
+
+def test_nan_is_the_worst_error():
+    outcome = Outcome(_check(), (Comparison("a", "", 1.0), Comparison("b", "", float("nan"))))
+    assert outcome.worst is not None and outcome.worst.layer == "b"
+
+
+def test_a_run_leaves_threads_and_random_state_as_they_were():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    run_checks(kfac_matrix.plan(torch.device("cpu"), ("mlp",), SAMPLE[:1]))
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_errors_are_relative_and_shapes_must_agree():
+    assert relative_error(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0])) == 1.0
+    assert relative_error(torch.tensor([0.5]), torch.zeros(1)) == 0.5
+    with pytest.raises(ValueError, match="shape"):
+        relative_error(torch.zeros(2), torch.zeros(3))
+
+
+def test_the_checks_between_devices_agree_with_themselves_on_one():
+    bench = kfac_matrix._Bench(kfac_matrix.SUBJECTS["mlp"], torch.device("cpu"), SAMPLE)
+    for measure in (bench.devices_float64, bench.devices_float32):
+        assert {comparison.error for comparison in measure()} == {0.0}
+    titles = [check.name for check in kfac_matrix.plan(torch.device("cuda"), ("mlp",), SAMPLE)]
+    assert "CPU and CUDA, natural gradient" in titles and "CPU and CUDA, fp32 factors" in titles
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_whole_matrix_passes_on_a_gpu(capsys):
+    status, out, err = run(capsys)
+    assert (status, err) == (0, ""), out
+    assert "CPU and CUDA" in out
