@@ -10,6 +10,7 @@ from gramian.curvature.damping import Damping
 from gramian.errors import GramianError
 from gramian.linalg import Clip, DiagonalLowRank, Factor, Spectral
 from gramian.linalg.factor import raised
+from gramian.linalg.wide import padded
 
 
 @dataclass
@@ -78,9 +79,9 @@ class Block:
         """(F + damping)^p Y, with the clip if there is one; [o, m] in the factors' dtype, on Y's device."""
         if damping.joint and self.A is not None:
             return self._joint(y_OM, p, damping)
-        out = y_OM
+        out = padded(y_OM)  # the columns are solved each for itself, and cut off before they become rows
         for side, factor, value in self._sides(damping):
-            turned = out.mT if side == "A" else out
+            turned = out[:, : y_OM.shape[1]].mT if side == "A" else out
             if p == -1 and self._solves(side, factor, value, damping):
                 with factor.products(value):
                     turned = factor.solve(turned, value, first_jitter)
@@ -89,7 +90,7 @@ class Block:
                 if damping.max_condition is not None:
                     self._clip(side, factor, value, damping.max_condition)
             out = turned.mT if side == "A" else turned
-        return out
+        return out[:, : y_OM.shape[1]]
 
     def _clip(self, side: str, factor: Factor, value: float, max_condition: float) -> None:
         if side not in self.clips:

@@ -191,10 +191,13 @@ Merged = dict[tuple[int, int], tuple[Factor, float]]
 def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
     """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
 
+    The average starts anew where the kind of estimate changed (empirical, drawn, exact): it would be one of nothing.
     Low-rank sides grow by the columns of the new estimate until they are as many as the rows, and are dense from there on.
     Sides too wide for that keep a keyed, rescaled subset of `most_columns`; where columns are subtracted (the exact head)
     the others are left out, and their trace is in the facts.
     """
+    if old is not None and old.facts.estimate != new.facts.estimate:
+        old = None
     k = 1 if old is None else old.facts.refreshes + 1
     facts = replace(new.facts, refreshes=k)
     if old is None or decay == 0:

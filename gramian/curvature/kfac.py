@@ -290,8 +290,8 @@ class KFACNaturalGradient:
                 exact_head=exact_head,
                 estimate="mc" if drawn else "empirical",
             )
-            around.enter_context(cap)
             around.enter_context(hub_of(root).governed_by(Withheld()))
+            around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
             for draw in range(n_samples if drawn else 1):
                 if draw:
                     cap.next(num_terms=found.terms, token_weights=weights)

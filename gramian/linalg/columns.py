@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gramian.linalg.stored import HALF, Stored
-from gramian.linalg.wide import wide_mm
+from gramian.linalg.stored import Stored
 
 BLOCK = 2**25
 """Entries of U that are widened at a time."""
@@ -20,7 +19,6 @@ class Columns:
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
-        self._exact = False
 
     @property
     def nbytes(self) -> int:
@@ -47,30 +45,20 @@ class Columns:
             torch.mm(self.stored.load(rows, c_RK.dtype, c_RK.device), c_RK, out=out[rows])
         return out
 
-    def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
-        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
+    def gram(self, weights_N: Tensor | None = None) -> Tensor:
+        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs, in float64.
 
-        Args:
-            weights_N: None: 1.
-            exact: multiply in float64. Else a half-precision U without weights is multiplied as it is, with float32
-                accumulators: good for a damping that float32 is good for.
+        Also for a half-precision U: tensor cores add with fewer bits than float32 has, which takes up to 1e-4 of every entry,
+        and a solve multiplies that by σ/λ.
         """
-        if weights_N is None and self._gram is not None and (self._exact or not exact):
+        if weights_N is None and self._gram is not None:
             return self._gram.clone()
-        body, right = self.stored.body, self.stored.right
-        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=body.device)
-        narrow = not exact and weights_N is None and body.dtype in HALF and self.stored.left is None
-        if narrow:
-            for rows in self.blocks():
-                total += wide_mm(body[rows].mT, body[rows])
-            if right is not None:
-                total *= right.double()[:, None] * right.double()[None, :]
-        else:
-            for rows in self.blocks():
-                block = self.stored.load(rows, torch.float64)
-                total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
+        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.stored.body.device)
+        for rows in self.blocks():
+            block = self.stored.load(rows, torch.float64)
+            total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
         if weights_N is None:
-            self._gram, self._exact = total.clone(), not narrow
+            self._gram = total.clone()
         return total
 
     def forget(self) -> None:

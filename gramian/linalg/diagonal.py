@@ -249,7 +249,7 @@ class DiagonalLowRank(Factor):
         top = self.values_N.max().double()
         if self.sign < 0:
             return top
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
         return top + norm
 
     def eigenvalues(self) -> Tensor:

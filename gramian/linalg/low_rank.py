@@ -94,7 +94,7 @@ class LowRank(Spectral):
 
     def frobenius(self) -> Tensor:
         """‖UᵀU‖_F."""
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
+        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
         return norm
 
     def largest_bound(self) -> Tensor:
@@ -153,7 +153,7 @@ class LowRank(Spectral):
         if damping in self._cholesky:
             return
         dtype = self.working_dtype(damping)
-        gram = self.columns.gram(exact=dtype == torch.float64)
+        gram = self.columns.gram()
         gram.diagonal().add_(damping)
         self._cholesky = {damping: Cholesky(gram.to(dtype), first_jitter)}
         self.columns.forget()

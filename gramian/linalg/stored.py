@@ -73,7 +73,7 @@ def store_columns(matrix_NR: Tensor, dtype: torch.dtype) -> Stored:
     matrix_NR = wide(matrix_NR)
     top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_ones(matrix_NR.shape[1]).double()
     scale_R = _powers_of_two(top_R / 2**10)
-    body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype)
+    body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype).contiguous()
     return _with_error(matrix_NR, body, None, scale_R.float())
 
 
@@ -100,7 +100,7 @@ def join_columns(left: Stored, right: Stored) -> Stored:
 
 
 def _plain(matrix: Tensor, dtype: torch.dtype) -> Stored:
-    body = matrix.to(dtype)
+    body = matrix.to(dtype).contiguous()
     if body.dtype.itemsize >= matrix.dtype.itemsize:
         return Stored(body, None, None, torch.zeros((), device=body.device))
     return _with_error(matrix, body, None, None)

@@ -71,3 +71,16 @@ def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
 def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """Matrix product with the accumulator of `wide_bmm`. Cost: 2·M·K·N FLOPs."""
     return wide_bmm(left_MK[None], right_KN[None])[0]
+
+
+def padded(matrix_NK: Tensor) -> Tensor:
+    """The matrix with columns of zeros added, so that its rows begin at multiples of 16 bytes, as tensor cores want them.
+
+    On other devices, and where the rows begin there anyway, the matrix itself.
+    """
+    width, step = matrix_NK.shape[1], 16 // matrix_NK.element_size()
+    if not matrix_NK.is_cuda or width % step == 0:
+        return matrix_NK
+    wider = matrix_NK.new_zeros(matrix_NK.shape[0], -(-width // step) * step)
+    wider[:, :width] = matrix_NK
+    return wider

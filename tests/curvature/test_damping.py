@@ -306,7 +306,10 @@ def test_damping_options_that_do_not_fit_are_refused() -> None:
     for options, message in (
         ({"damping_A": 0.1}, 'damping_A: damping_mode "pi" splits damping by itself'),
         ({"damping_G": 0.1}, 'damping_G: damping_mode "pi" splits damping by itself'),
-        ({"damping_mode": "joint", "damping_A": 0.1, "damping_G": 0.2}, "damping_A, damping_G: joint damping has one λ"),
+        (
+            {"damping_mode": "joint", "damping_A": 0.1, "damping_G": 0.2},
+            "damping_A, damping_G: joint damping has one λ",
+        ),
         ({"damping": 0.0}, "damping: expected a number above 0"),
         ({"damping_mode": "both"}, "damping_mode: expected one of"),
     ):

@@ -36,7 +36,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def make(**options: Any) -> gramian.KFACNaturalGradient:
-    return gramian.KFACNaturalGradient(**{"update_freq": 1, **options})
+    return gramian.KFACNaturalGradient(**{"update_freq": 1, "damping": 1e-3, "ema_decay": 0.9, **options})
 
 
 def fails_at(number: int, function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:

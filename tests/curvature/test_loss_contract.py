@@ -279,10 +279,12 @@ def test_fractional_weights_are_those_of_the_terms() -> None:
         (torch.ones(18), r"token_weights: expected shape \[3, T\], got \[18\]"),
         (torch.ones(3, 1, 6), r"token_weights: expected shape \[3, T\]"),
         ([[1.0] * 6] * 3, "token_weights: expected a tensor"),
+        (1.0 - torch.eye(3).repeat(1, 2) * 2, "token_weights: hold a negative number or NaN"),
+        (torch.full((3, 6), float("nan")), "token_weights: hold a negative number or NaN"),
     ],
-    ids=["too few", "sequence first", "flat", "4-D mask", "list"],
+    ids=["too few", "sequence first", "flat", "4-D mask", "list", "negative", "nan"],
 )
-def test_weights_of_another_shape_are_refused(weights: Any, message: str) -> None:
+def test_weights_that_are_none_are_refused(weights: Any, message: str) -> None:
     p = PROBLEMS["gpt"]
     model, found = p.model(), kfac()
     with pytest.raises(gramian.GramianError, match=message), found.capture(model, token_weights=weights, num_terms=18):
@@ -300,7 +302,12 @@ class Late(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.late, self.norm, self.head = nn.Linear(20, 30), nn.Linear(30, 30), nn.LayerNorm(30), nn.Linear(30, 25)
+        self.first, self.late, self.norm, self.head = (
+            nn.Linear(20, 30),
+            nn.Linear(30, 30),
+            nn.LayerNorm(30),
+            nn.Linear(30, 25),
+        )
         self.on = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,6 +355,22 @@ def test_a_layer_that_comes_late_counts_its_own_refreshes() -> None:
     share = (1 - decay) / (1 - decay**2)
     for key in ("late A", "late G", "norm.weight G"):
         assert_close(got[key], (1 - share) * alone[1][key] + share * alone[3][key], what=key)
+
+
+@pytest.mark.parametrize(
+    "first, second", [("empirical", "true"), ("true", "empirical"), ("mc", "true"), ("mc", "empirical")]
+)
+@pytest.mark.parametrize("count", [3, 40], ids=["low rank", "dense"])
+def test_the_average_starts_anew_where_the_kind_of_estimate_changes(first: str, second: str, count: int) -> None:
+    model, found, alone = seeded(Late), kfac(ema_decay=0.6), kfac()
+    batch = (normal(count, 20), classes(25, count))
+    found.collect_kfac_factors(model, batch, first)
+    found.collect_kfac_factors(model, batch, second, generator=torch.Generator().manual_seed(1))
+    alone.collect_kfac_factors(model, batch, second, generator=torch.Generator().manual_seed(1))
+    head = found.record()["layers"]["head"]
+    assert (head["refreshes"], head["estimate"]) == (1, "exact softmax" if second == "true" else second)
+    for side, factor in alone.kfac_factors["head"].factors.items():
+        assert_close(found.kfac_factors["head"].factors[side].to_dense(), factor.to_dense())
 
 
 # ---- which steps refresh ---------------------------------------------------------------------------------------------

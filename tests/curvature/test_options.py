@@ -45,7 +45,7 @@ def shows(*options: str) -> Callable[[Any], Any]:
 
 
 def make(**options: Any) -> gramian.KFACNaturalGradient:
-    return gramian.KFACNaturalGradient(**{"update_freq": 1, **options})
+    return gramian.KFACNaturalGradient(**{"update_freq": 1, "damping": 1e-3, "ema_decay": 0.9, **options})
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
