@@ -136,7 +136,7 @@ def _report(
     where, memory = f"CPU, {torch.get_num_threads()} threads", "resident in the process, peak since it began"
     if device.type == "cuda":
         where = f"{torch.cuda.get_device_name(device)}, bfloat16 autocast"
-        memory = "allocated on the GPU, peak within the stage, reserved by the allocator"
+        memory = "allocated on the GPU, peak in the stage, reserved by its allocator"
     yield f"K-FAC on {where}"
     yield f"GPT: {config.layers} layers, width {config.width}, vocabulary {config.vocabulary}; batch {batch_size}"
     yield _stage_table(profiles, cuda=device.type == "cuda")

@@ -541,7 +541,7 @@ class KFACNaturalGradient:
             out = block.matvec(y)
         parts = block.spec.tensors(out)
         kept = parts if whole else {name: parts[name] for name in given}
-        return {name: t.to(given.get(name, like)) for name, t in kept.items()}
+        return {name: _as(t, given.get(name, like)) for name, t in kept.items()}
 
     def _trained(self, name: str) -> bool:
         return any(name in spec.parameters for spec in self._specs.values())
@@ -673,6 +673,13 @@ def _unique(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
             seen.add(id(p))
             found.append((name, p))
     return found
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides."""
+    t = t.to(like)
+    alike = t.shape != like.shape or t.stride() == like.stride()
+    return t if alike else torch.empty_like(like).copy_(t)
 
 
 def _inner(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gramian.linalg.stored import Stored
+from gramian.linalg.stored import HALF, Stored
+from gramian.linalg.wide import wide_mm
 
 BLOCK = 2**25
 """Entries of U that are widened at a time."""
@@ -19,6 +20,7 @@ class Columns:
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
+        self._exact = False
 
     @property
     def nbytes(self) -> int:
@@ -45,20 +47,29 @@ class Columns:
             torch.mm(self.stored.load(rows, c_RK.dtype, c_RK.device), c_RK, out=out[rows])
         return out
 
-    def gram(self, weights_N: Tensor | None = None) -> Tensor:
-        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs, in float64.
+    def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
+        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
 
-        Also for a half-precision U: tensor cores add with fewer bits than float32 has, which takes up to 1e-4 of every entry,
-        and a solve multiplies that by σ/λ.
+        Args:
+            weights_N: None: 1.
+            exact: multiply in float64. Else a half-precision U on a GPU goes through the tensor cores, whose float32
+                accumulators cost up to 1e-4 of an entry: no more than having been stored in half precision did.
         """
-        if weights_N is None and self._gram is not None:
+        coarse = not exact and weights_N is None and self.stored.body.is_cuda and self.stored.body.dtype in HALF
+        if weights_N is None and self._gram is not None and (self._exact or coarse):
             return self._gram.clone()
         total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.stored.body.device)
         for rows in self.blocks():
-            block = self.stored.load(rows, torch.float64)
-            total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
+            if coarse:
+                total += wide_mm(self.stored.body[rows].mT, self.stored.body[rows])
+            else:
+                block = self.stored.load(rows, torch.float64)
+                total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
+        if coarse and self.stored.right is not None:
+            scale_R = self.stored.right.double()
+            total *= scale_R[:, None] * scale_R[None, :]
         if weights_N is None:
-            self._gram = total.clone()
+            self._gram, self._exact = total.clone(), not coarse
         return total
 
     def forget(self) -> None:

@@ -23,6 +23,8 @@ WIDEST_DENSE = 16_384
 """Sides wider than this are never held, or formed, as n×n."""
 TENSOR_FLOAT = 2.0**-11
 """Rounding of operands in TF32 products."""
+COARSE = 0.1
+"""Largest relative error ε·κ that such products may cost a factor whose storage cost as much."""
 TRUSTED = 1e-3
 """Largest relative error ε·κ that float32 products may cost; above it the algebra runs in float64."""
 
@@ -213,16 +215,18 @@ class Factor(ABC):
         trusted = torch.finfo(torch.float32).eps * self.condition_bound(damping) <= TRUSTED
         return torch.float32 if trusted else torch.float64
 
-    def products(self, damping: float) -> AbstractContextManager[None]:
-        """The precision of float32 products on tensor cores while this factor is applied at this damping.
+    def coarse(self, damping: float) -> bool:
+        """True if tensor cores may multiply where this factor is applied at this damping.
 
-        A half-precision factor is rounded to 2⁻¹¹ or worse; products that round their operands alike (TF32) add no more than
-        that where ε·κ is small. Everything else is multiplied in float32 proper.
+        Being stored in half precision has rounded M by 2⁻¹¹ or more, and a solve multiplies that by κ. Products that round
+        their operands alike (TF32) cost as much again; they are used while that is a small error.
         """
-        coarse = self.storage_dtype in HALF and self.device.type == "cuda"
-        if coarse and TENSOR_FLOAT * self.condition_bound(damping) <= TRUSTED:
-            return tensor_float32()
-        return exact_float32()
+        half = self.storage_dtype in HALF and self.device.type == "cuda"
+        return half and TENSOR_FLOAT * self.condition_bound(damping) <= COARSE
+
+    def products(self, damping: float) -> AbstractContextManager[None]:
+        """The precision of float32 products while this factor is applied at this damping: TF32 or float32 proper."""
+        return tensor_float32() if self.coarse(damping) else exact_float32()
 
     def pending(self) -> list[Cholesky]:
         """Factorisations that were launched and not looked at."""

@@ -102,7 +102,8 @@ class LowRank(Spectral):
         if self._eigen is not None:
             return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
         if self._largest is None:
-            self._largest = self.frobenius()
+            norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
+            self._largest = norm * (1 + 1e-3)  # the Gram may be off by 1e-4
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
@@ -153,7 +154,7 @@ class LowRank(Spectral):
         if damping in self._cholesky:
             return
         dtype = self.working_dtype(damping)
-        gram = self.columns.gram()
+        gram = self.columns.gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
         self._cholesky = {damping: Cholesky(gram.to(dtype), first_jitter)}
         self.columns.forget()

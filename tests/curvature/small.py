@@ -150,5 +150,6 @@ def natural_matrix(kfac: gramian.KFACNaturalGradient, model: nn.Module, layer: s
 
 def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Within a tolerance relative to the norm."""
-    error, size = float((actual.double() - expected.double()).norm()), float(expected.double().norm())
+    actual, expected = actual.detach().double(), expected.detach().double()
+    error, size = float((actual - expected).norm()), float(expected.norm())
     assert error <= tolerance * size, f"off by {error:.3g} of {size:.3g}"

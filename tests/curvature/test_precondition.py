@@ -75,9 +75,30 @@ def test_preconditioned_steps_descend() -> None:
     losses = []
     for _ in range(15):
         refresh(kfac, model, batch)
-        losses.append(float(loss_of(model, batch)))
+        losses.append(float(loss_of(model, batch).detach()))
         optimizer.step()
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_natural_gradients_lie_in_memory_as_gradients_do(kind: type[Any]) -> None:
+    # A fused step reads the memory of a gradient, whatever its strides say.
+    model, kfac = net(), make()
+    refresh(kfac, model)
+    natural, start = kfac.compute_natural_gradient(model), copy.deepcopy(model)
+    assert all(natural[name].stride() == p.grad.stride() for name, p in model.named_parameters())
+    vector = {name: p.grad for name, p in model.named_parameters()}
+    product = kfac.compute_fisher_vector_product(vector)
+    assert all(product[name].stride() == p.grad.stride() for name, p in model.named_parameters())
+    stepped = []
+    for fused in (False, True):
+        twin = copy.deepcopy(start)
+        for name, p in twin.named_parameters():
+            p.grad = natural[name].clone()
+        kind(twin.parameters(), lr=0.1, fused=fused).step()
+        stepped.append(_parameters(twin))
+    for name, p in stepped[0].items():
+        assert_near(stepped[1][name], p, 1e-6)
 
 
 # ---- around it -------------------------------------------------------------------------------------------------------
@@ -116,9 +137,6 @@ def test_a_state_dict_goes_to_another_preconditioned_optimizer_and_back(
         refresh(its, one, words(seed=5))
         stepping.step()
     assert_same(_parameters(other_model), _parameters(model))
-    torch.optim.SGD(net().parameters(), lr=0.1).load_state_dict(
-        torch.optim.SGD(net().parameters(), lr=0.1).state_dict()
-    )
 
 
 def test_the_users_own_hooks_stay_in_order() -> None:
@@ -168,7 +186,8 @@ def test_a_grad_scaler_changes_nothing(
     start = _parameters(net())
     for name, p in found[0][0].items():
         assert_near(found[1][0][name] - start[name], p - start[name], 1e-4)
-    assert_same(found[1][1], found[0][1]) if kind is torch.optim.SGD and "fused" not in options else None
+    if options == {"lr": 0.1}:  # a scale is a power of two, so nothing is rounded otherwise
+        assert_same(found[1][1], found[0][1])
 
 
 @OPTIMIZERS
@@ -187,7 +206,7 @@ def test_a_batch_that_overflows_is_skipped_by_the_scaler_and_dropped_by_the_curv
     _scaled_step(model, kfac, optimizer, scaler, words(seed=3), False, bad=False)
     assert kfac.refreshes == 2
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert float((model.q.weight - before["q.weight"]).norm()) > 0
+    assert not torch.equal(model.q.weight, before["q.weight"])
 
 
 # ---- trust region ----------------------------------------------------------------------------------------------------

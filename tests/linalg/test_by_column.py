@@ -51,7 +51,7 @@ def test_no_columns_are_no_trouble() -> None:
     assert case.factor.power_by_column(normal(12, 0), -1.0, SCALES[:0], 0.1).shape == (12, 0)
 
 
-@pytest.mark.parametrize("p", [-1.0, -0.5, -1.7])
+@pytest.mark.parametrize("p", [-1.0, -0.5, -1.7, 0.3, 1.5])
 def test_the_bound_holds_where_the_steps_run_out(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagonal, "CG_STEPS", 3)
     case = CASES["plus"]()

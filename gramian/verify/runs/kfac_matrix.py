@@ -401,6 +401,11 @@ class _Bench:
         """Those of the cases."""
         return list(dict.fromkeys(case.policy for case in self.cases))
 
+    @property
+    def extremes(self) -> list[Case]:
+        """Cases with the most low-rank factors, and with none."""
+        return [case for case in self.cases if case.policy in ("all", "small_only")]
+
     def library(
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float64
     ) -> tuple[nn.Module, Tensor, Tensor]:
@@ -428,8 +433,7 @@ class _Bench:
             kfac = _kfac(policy=policy, kfac_true_fisher_head=True)
             _capture(kfac, model, x, y)
             yield from _compare_factors(kfac, reference.blocks, policy)
-        cases = [case for case in self.cases if case.policy in ("all", "small_only")]
-        for comparison in self._natural(cases, reference, kfac_true_fisher_head=True):
+        for comparison in self._natural(self.extremes, reference, kfac_true_fisher_head=True):
             if comparison.layer in (self.subject.head, "token_embedding"):
                 yield comparison
 
@@ -540,7 +544,7 @@ class _Bench:
 
     def devices_float64(self) -> Iterator[Comparison]:
         """Natural gradients in float64, here and on the CPU."""
-        for (policy, mode, clip), group in itertools.groupby(self.cases, lambda c: (c.policy, c.mode, c.clip)):
+        for (policy, mode, clip), group in itertools.groupby(self.extremes, lambda c: (c.policy, c.mode, c.clip)):
             sides = []
             for device in (self.device, torch.device("cpu")):
                 model, x, y = self.library(device)

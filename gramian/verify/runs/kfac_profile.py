@@ -110,7 +110,7 @@ def profile_kfac(
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randint(config.vocabulary, (2, batch_size, length), generator=generator).to(device)
     kfac = KFACNaturalGradient(update_freq=1, ema_decay=0.0)
-    stored = 0
+    measure = _Meter(device)
 
     def step() -> None:
         with _autocast(device):
@@ -127,20 +127,21 @@ def profile_kfac(
     seen: dict[str, list[_Measured]] = {"plain step": [], "capture": [], "first": [], "apply": []}
     for _ in range(WARM_UP + rounds):
         model.zero_grad()
-        seen["plain step"].append(_measure(step, device))
+        seen["plain step"].append(measure(step))
         model.zero_grad()
-        seen["capture"].append(_measure(captured, device))
-        stored = kfac.record()["bytes"]
-        seen["first"].append(_measure(natural, device))
-        seen["apply"].append(_measure(natural, device))
+        seen["capture"].append(measure(captured))
+        seen["first"].append(measure(natural))
+        seen["apply"].append(measure(natural))
         on_progress()
     record = kfac.record()
+    captured()  # factors as they are before their first use; asking earlier would have done work that is being measured
+    at_rest = kfac.record()["bytes"]
     sides = [side["representation"] for layer in record["layers"].values() for side in layer["sides"].values()]
     return Profile(
         length=length,
         tokens=batch_size * length,
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
-        factor_bytes=stored,
+        factor_bytes=at_rest,
         used_bytes=record["bytes"],
         representations=dict(Counter(sides).most_common()),
         stages=tuple(_stages({name: all_[WARM_UP:] for name, all_ in seen.items()})),
@@ -162,22 +163,31 @@ def _stages(seen: dict[str, list[_Measured]]) -> Iterator[Stage]:
         yield Stage(name, statistics.median(seconds), ratio, measured[-1].memory)
 
 
-def _measure(action: Callable[[], None], device: torch.device) -> _Measured:
-    """Seconds until the device is done, and memory around it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    before = _in_use(device)
-    started = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - started
-    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
-    after, peak = _in_use(device), _peak(device)
-    if peak is not None:  # the kernel updates its own record of the peak with some delay
-        peak = max(peak, before or 0, after or 0)
-    return _Measured(seconds, Memory(before, after, peak, reserved))
+@dataclass
+class _Meter:
+    """Measures what is done on one device."""
+
+    device: torch.device
+    highest: int = 0
+    """Most memory of the process that was seen; the kernel's own record follows with some delay."""
+
+    def __call__(self, action: Callable[[], None]) -> _Measured:
+        """Seconds until the device is done, and memory around it."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before = _in_use(self.device)
+        started = time.perf_counter()
+        action()
+        if cuda:
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - started
+        after, peak = _in_use(self.device), _peak(self.device)
+        if not cuda and peak is not None:
+            peak = self.highest = max(self.highest, peak, before or 0, after or 0)
+        reserved = torch.cuda.memory_reserved(self.device) if cuda else None
+        return _Measured(seconds, Memory(before, after, peak, reserved))
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[object]:
