@@ -8,7 +8,7 @@ from torch import Tensor
 from gramian.curvature.blocks import Spec
 from gramian.curvature.damping import Damping
 from gramian.errors import GramianError
-from gramian.linalg import Clip, DiagonalLowRank, Factor, Spectral
+from gramian.linalg import WIDEST_DENSE, Clip, DiagonalLowRank, Factor, Spectral
 from gramian.linalg.factor import raised
 from gramian.linalg.wide import padded
 
@@ -124,20 +124,24 @@ class Block:
                 f"{self.spec.name}: its inputs have a {self.A.kind} factor; expected damping_mode pi or factored"
             )
         assert isinstance(self.A, Spectral)
-        value = damping.lambda_G
-        if isinstance(self.G, DiagonalLowRank):
-            return self._joint_by_column(y_OM, p, value, damping.max_condition)
-        assert isinstance(self.G, Spectral)
-        sigma, alpha = self.G.spectrum, self.A.spectrum
+        value, G = damping.lambda_G, self.G
+        if isinstance(G, DiagonalLowRank):
+            top = G.bound() * self.A.bound()
+            clipped = damping.max_condition is not None and value * damping.max_condition < top + value
+            if not clipped or G.dim > WIDEST_DENSE:
+                return self._joint_by_column(y_OM, p, value, damping.max_condition)
+            G = G.written_out()  # single eigenvalues have to be raised
+        assert isinstance(G, Spectral)
+        sigma, alpha = G.spectrum, self.A.spectrum
         top = float(sigma.max()) * float(alpha.max()) if len(sigma) and len(alpha) else 0.0
         floor = 0.0 if damping.max_condition is None else (top + value) / damping.max_condition
         stable = torch.finfo(torch.float32).eps * (top + value) / max(value, floor) <= 1e-2
-        y = y_OM.to(torch.float32 if stable and self.G.dtype == self.A.dtype == torch.float32 else torch.float64)
-        c_RS = self.A.to_basis(self.G.to_basis(y).mT).mT
+        y = y_OM.to(torch.float32 if stable and G.dtype == self.A.dtype == torch.float32 else torch.float64)
+        c_RS = self.A.to_basis(G.to_basis(y).mT).mT
         products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
-        out = self.A.from_basis(self.G.from_basis(raised(products, floor).pow(p) * c_RS).mT).mT
-        if not (self.G.complete and self.A.complete):
-            inside = self.A.from_basis(self.G.from_basis(c_RS).mT).mT
+        out = self.A.from_basis(G.from_basis(raised(products, floor).pow(p) * c_RS).mT).mT
+        if not (G.complete and self.A.complete):
+            inside = self.A.from_basis(G.from_basis(c_RS).mT).mT
             out = out + max(value, floor) ** p * (y - inside)
         if damping.max_condition is not None and "joint" not in self.clips:
             low = products.double() < floor
@@ -146,7 +150,7 @@ class Block:
             if value < floor:
                 count, mass = count + unseen, mass + unseen * (floor - value)
             self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
-        return out.to(self.G.dtype)
+        return out.to(G.dtype)
 
     def _joint_by_column(self, y_OM: Tensor, p: float, value: float, max_condition: float | None) -> Tensor:
         """G without eigenvectors: in A's basis every column j is (α_j G + λI)^p, by conjugate gradients."""
@@ -157,7 +161,7 @@ class Block:
         size = self.spec.outputs * self.spec.inputs
         floor = 0.0 if max_condition is None else (top + value) / max_condition
         if floor > value:
-            self.G.work.clip_note = f"damping raised to the clip's floor {floor:.3g}; eigenvalues within a factor of 2"
+            self.G.work.clip_note = f"damping raised to the clip's floor {floor:.3g}; eigenvalues within a factor of 2 of a clip there"
             self.clips["joint"] = Clip(size, size, size * (floor - value), floor)
             value = floor
         elif max_condition is not None:

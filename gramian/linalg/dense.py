@@ -103,7 +103,9 @@ class Dense(Spectral):
 
     def extremes(self) -> tuple[float, float] | None:
         """Once decomposed."""
-        return None if self._eigen is None else (float(self._eigen[0].min()), float(self._eigen[0].max()))
+        if self._eigen is None or self.work.fallback:
+            return None
+        return float(self._eigen[0].min()), float(self._eigen[0].max())
 
     @property
     def spectrum(self) -> Tensor:

@@ -264,7 +264,7 @@ class DiagonalLowRank(Factor):
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
         """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
         if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
-            return self._written_out().power(y_NK, p, damping, max_condition)
+            return self.written_out().power(y_NK, p, damping, max_condition)
         asked, damping = damping, self._clipped_damping(damping, max_condition)
         bound = 0.0
         if damping > asked:
@@ -337,7 +337,7 @@ class DiagonalLowRank(Factor):
             rz = rz_next
         return x, (b_NK - system(x)).norm(dim=0) / damping
 
-    def _written_out(self) -> Dense:
+    def written_out(self) -> Dense:
         """M as a dense factor, kept; what is done with it is on this one's record."""
         if self._whole is None:
             self._whole = Dense.of(self.to_dense())
@@ -364,7 +364,7 @@ class DiagonalLowRank(Factor):
         if self.clips_nothing(damping, max_condition):
             return Clip(0, self.dim, 0.0, (self.bound() + damping) / max_condition)
         if self.dim <= WIDEST_DENSE:
-            return self._written_out().clip(damping, max_condition)
+            return self.written_out().clip(damping, max_condition)
         floor = self._clipped_damping(damping, max_condition)
         return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
 

@@ -1,6 +1,7 @@
 """x^q for -1 < q < 0 as a sum of shifted inverses, with the largest relative error it makes on an interval."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class Rational:
     """Largest relative error seen on a fine grid of the interval."""
 
 
+@lru_cache(maxsize=64)
 def rational_power(q: float, low: float, high: float) -> Rational:
     """Fit x^q on [low, high].
 

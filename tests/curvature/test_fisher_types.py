@@ -362,6 +362,16 @@ def test_the_head_is_the_layer_whose_output_the_model_returns(form: str) -> None
     assert_close(found.kfac_factors["out"].G.to_dense(), want, tolerance)
 
 
+def test_the_head_is_what_the_model_says_it_is() -> None:
+    model, x, y = seeded(lambda: Returns(lambda y: y.log_softmax(-1))), normal(4, 7), classes(9, 4)
+    model.get_output_embeddings = lambda: model.out
+    found = kfac(kfac_true_fisher_head=True)
+    with found.capture(model, num_terms=4):
+        F.nll_loss(model(x), y).backward()
+    assert found.head == "out"
+    assert_close(found.kfac_factors["out"].G.to_dense(), dense_kfac.softmax_fisher(model(x).detach(), 4))
+
+
 def test_the_head_can_be_named() -> None:
     model, x, y = seeded(lambda: Returns(lambda y: y.log_softmax(-1))), normal(4, 7), classes(9, 4)
     lost = kfac(kfac_true_fisher_head=True)
@@ -543,6 +553,19 @@ def test_samples_without_a_label_do_not_count() -> None:
     assert_same_factors(some, rest)
 
 
+@pytest.mark.parametrize("kind", ["empirical", "mc", "true"])
+def test_positions_outside_the_attention_mask_do_not_count(kind: str, drawn: list[Any]) -> None:
+    """Also where their labels are not ignored."""
+    model, x, y = net(), normal(3, 4, 7), classes(9, 3, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    masked, ignored = kfac(), kfac()
+    masked.collect_kfac_factors(model, {"input": x, "labels": y, "attention_mask": mask}, kind, generator=generator())
+    ignored.collect_kfac_factors(model, (x, y.masked_fill(mask == 0, IGNORE)), kind, generator=generator())
+    assert_same_factors(masked, ignored)
+    assert masked.kfac_factors["2"].facts.terms == 7
+    assert all(torch.equal(counted, mask != 0) for _, _, counted in drawn)
+
+
 @pytest.mark.parametrize(
     "batch, options, message",
     [
@@ -563,8 +586,7 @@ def test_what_cannot_be_read_is_refused_by_name(batch: Any, options: dict[str, A
         kfac().collect_kfac_factors(net(), batch, **options)
 
 
-def test_oracle_and_head_agree_on_the_table() -> None:
-    """The exact head changes G of the head and nothing else."""
+def test_the_exact_head_changes_its_own_g_and_nothing_else() -> None:
     p = PROBLEMS["gpt"]
     found = p.captured(kfac_true_fisher_head=True)
     for layer, (A, G) in oracle("gpt").items():

@@ -127,7 +127,7 @@ def test_bytes_grow_as_classes_times_tokens_and_tokens_squared(use: str, exact: 
 
 # ---- on the way ------------------------------------------------------------------------------------------------------
 
-WIDE, TOKENS, WIDTH = 20_000, 32, 4
+WIDE, TOKENS, WIDTH = 20_000, 16, 4
 
 
 @pytest.mark.parametrize("mode", ["pi", "factored", "joint"])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Cholesky, Dense
+from gramian.linalg.cholesky import settle_all
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import damped_power, distance, normal, positive, spectrum
 
@@ -159,6 +160,29 @@ def test_any_symmetric_matrix_is_solved(entries: list[float], exponent: int, dty
     # pivots of a definite matrix may be as small as rounding allows, so that a solution may be as large
     assert bool(factorisation.solve(torch.eye(4, dtype=dtype) * 1e-3).isfinite().all())
     assert_settled(factorisation)
+
+
+@pytest.mark.parametrize("name", ["positive", "rank one", "indefinite", "nearly singular"])
+def test_many_columns_are_solved_as_few_are(name: str) -> None:
+    m = MATRICES[name]
+    y = normal(len(m), 2 * len(m), seed=1)
+    few, many = Cholesky(m, FIRST), Cholesky(m, FIRST)
+    expected = torch.cat([few.solve(part) for part in y.split(2, dim=1)], dim=1)
+    logdet = float(many.logdet())
+    assert distance(many.solve(y), expected) <= 1e-6
+    assert distance(many.solve(y[:, :2]), expected[:, :2]) <= 1e-6
+    assert float(many.logdet()) == logdet
+    assert many.nbytes <= m.nbytes + m[0].nbytes
+    assert many.attempts == few.attempts
+
+
+def test_many_factorisations_are_looked_at_together() -> None:
+    matrices = [m for m in MATRICES.values() if len(m)]
+    alone, together = [[Cholesky(m, FIRST) for m in matrices] for _ in range(2)]
+    together[0].solve(normal(len(matrices[0]), 1))  # looked at before
+    settle_all(together)
+    assert [system.attempts for system in together] == [system.attempts for system in alone]
+    settle_all([])
 
 
 def test_a_factor_records_what_its_solve_took() -> None:

@@ -111,6 +111,7 @@ def test_the_fallback_keeps_what_needs_no_eigenvectors(failing: Break) -> None:
     assert distance(factor.solve(y, 0.1), solution) <= 1e-11
     assert float(factor.logdet(0.1)) == pytest.approx(logdet, rel=1e-11)
     assert float(factor.largest_bound()) >= top
+    assert factor.bound() >= top
 
 
 def test_a_compressed_fallback_keeps_the_largest_of_the_diagonal(failing: Break) -> None:

@@ -11,7 +11,8 @@ from linear_operator.operators import (
 )
 
 import gramian
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, LowRank
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, LowRank, Spectral
+from gramian.linalg.factor import fetch_bounds, fetch_traces
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import (
     CASES,
@@ -122,6 +123,32 @@ def test_trace_norm_diagonal_and_eigenvalues_are_those_of_the_matrix(case: Case)
     assert float((eigenvalues - spectrum(m)).abs().max()) <= 1e-12 * top
     assert bool((eigenvalues.diff() >= 0).all())
     assert float(f.largest_bound()) >= top * (1 - 1e-12)
+
+
+def test_the_condition_is_a_bound_and_exact_once_decomposed(case: Case) -> None:
+    values = spectrum(case.matrix) + DAMPING
+    kappa = float(values[-1] / values[0])
+    decomposed = case.factor.extremes() is not None
+    for _ in range(2):
+        for limit in (None, 7.0):
+            actual, exact = case.factor.condition(DAMPING, limit)
+            want = kappa if limit is None else min(kappa, limit)
+            assert exact == decomposed
+            assert actual == pytest.approx(want, rel=1e-9) if exact else actual >= want * (1 - 1e-12)
+        assert case.factor.condition_bound(DAMPING) >= kappa * (1 - 1e-12)
+        assert case.factor.bound() >= float(spectrum(case.matrix)[-1]) * (1 - 1e-12)
+        case.factor.power(normal(case.factor.dim, 1), -0.5, DAMPING)
+        decomposed = case.factor.extremes() is not None
+    assert decomposed == (isinstance(case.factor, Spectral) and float(case.matrix.norm()) > 0)
+
+
+def test_what_is_read_from_many_factors_together_is_theirs() -> None:
+    factors = [make().factor for make in CASES.values()]
+    fetch_bounds(factors)
+    traces = fetch_traces(factors)
+    for factor, make in zip(factors, CASES.values(), strict=True):
+        assert factor.bound() == float(make().factor.largest_bound())
+        assert traces[id(factor)] == float(make().factor.trace())
 
 
 @pytest.mark.parametrize("columns", [0, 1, 5])

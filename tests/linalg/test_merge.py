@@ -182,6 +182,37 @@ def test_a_compressed_softmax_head_stays_positive_in_half_precision(storage: tor
         assert distance(stored_matrix(small.factor), stored_matrix(factor)) <= 4 * torch.finfo(storage).eps
 
 
+@pytest.mark.parametrize("storage", [torch.float64, torch.float32, torch.float16])
+def test_thinned_columns_are_scaled_so_that_nothing_is_lost_in_the_mean(storage: torch.dtype) -> None:
+    u, chosen = normal(9, 6), torch.tensor([0, 2, 5])
+    for merged in (False, True):
+        low = LowRank.of(u, storage)
+        plus = DiagonalLowRank.of(normal(9).abs(), u, +1, storage)
+        if merged:  # columns with scales of their own
+            low, plus = (
+                low.merge(LowRank.of(u[:, :1], storage), 0.7, 0.3),
+                plus.merge(Diagonal(normal(9).abs()), 0.7, 0.3),
+            )
+        for factor in (low, plus):
+            kept = factor.columns.stored.load(dtype=torch.float64)[:, chosen]
+            thin, lost = factor.thin(chosen)
+            expected = (factor.rank / 3) * kept @ kept.mT
+            if isinstance(factor, DiagonalLowRank):
+                expected = expected + torch.diag(factor.values_N.double())
+            assert lost == 0
+            assert thin.rank == 3
+            assert distance(stored_matrix(thin), expected) <= (1e-14 if storage == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("storage", [torch.float64, torch.float16])
+def test_a_thinned_softmax_head_stays_positive_and_says_what_it_lost(storage: torch.dtype) -> None:
+    factor = _softmax(40, 0, storage, tokens=12).merge(_softmax(40, 1, storage, tokens=12), *WEIGHTS)
+    thin, lost = factor.thin(torch.tensor([1, 7, 20]))
+    assert thin.rank == 3
+    assert_positive(stored_matrix(thin))
+    assert lost == pytest.approx(float(thin.trace() - factor.trace()), rel=1e-9)
+
+
 def test_a_diagonal_is_its_own_compression() -> None:
     case = CASES["diagonal"]()
     small = case.factor.compress(rank=2)
