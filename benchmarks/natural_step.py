@@ -46,7 +46,17 @@ class Problem:
 
 
 class IllConditioned(Problem):
-    """A two-layer student of a two-layer teacher; input coordinates have standard deviations from 1 down to 0.01."""
+    """A two-layer student of a two-layer teacher; inputs have standard deviations from 1 down to 0.01
+    along axes that are not the coordinates' (along coordinates a diagonal method would do).
+
+    Every batch is drawn anew, so the held-out loss measures optimisation and nothing else.
+    """
+
+    def __init__(self, device: str, small: bool) -> None:
+        super().__init__(device, small)
+        torch.manual_seed(0)
+        self._teacher = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 10))
+        self._rotation = torch.linalg.qr(torch.randn(100, 100))[0]
 
     def model(self) -> nn.Module:
         torch.manual_seed(1)
@@ -56,18 +66,15 @@ class IllConditioned(Problem):
         generator = torch.Generator().manual_seed(seed)
         scales = torch.logspace(0, -2, 100)
         z = torch.randn(count, 100, generator=generator)
-        torch.manual_seed(0)
-        teacher = nn.Sequential(nn.Linear(100, 64), nn.Tanh(), nn.Linear(64, 10))
         with torch.no_grad():
-            y = teacher(3 * z).argmax(-1)
-        return (z * scales).to(self.device), y.to(self.device)
+            y = self._teacher(3 * z).argmax(-1)
+        return (z * scales @ self._rotation).to(self.device), y.to(self.device)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = self._draw(1, 8192)
-        generator = torch.Generator().manual_seed(2)
+        step = 100
         while True:
-            index = torch.randint(len(x), (512,), generator=generator).to(self.device)
-            yield x[index], y[index]
+            step += 1
+            yield self._draw(step, 512)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         return self._draw(3, 2048)

@@ -59,7 +59,7 @@ class Builder:
             counts = Diagonal(sums.counts_V / sums.table_weight)
             gradients, reason = self._gradient_factor(sums.table_gradients, False, dtype)
             if A is None or G is None:
-                A, G = counts, place(gradients)
+                A, G = place(counts), place(gradients)
                 facts.tokens, facts.kept_tokens = sums.table_gradients.seen, sums.table_gradients.kept
                 facts.reason_A, facts.reason_G = "token counts", reason
                 if spec.layout != "table":  # tied to a head that took no part: its inputs are the table's outputs

@@ -53,7 +53,8 @@ def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
         args: tuple[Any, ...] = ()
         kwargs = rest
         if not open_ended and not all(name in known for name in rest):
-            args, kwargs = (first,), {name: v for name, v in rest.items() if name in known}
+            kwargs = {name: v for name, v in rest.items() if name in known}
+            args = () if any(v is first for v in kwargs.values()) else (first,)
     elif isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch):
         first, labels = batch
         args, kwargs, mask = (first,), {}, None

@@ -51,7 +51,7 @@ class KFACNaturalGradient:
 
     def __init__(
         self,
-        damping: float = 0.1,
+        damping: float = 0.03,
         damping_A: float | None = None,
         damping_G: float | None = None,
         ema_decay: float = 0.0,

@@ -153,20 +153,14 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) 
 
 
 def save(kfac: KFACNaturalGradient, path: str) -> None:
-    """One file: tensors as safetensors, the rest as JSON in its header.
-
-    A matrix that lies in memory by columns is written as its transpose, "number.name.mT": with another layout products would
-    round otherwise.
-    """
+    """One file: tensors as safetensors, the rest as JSON in its header."""
     from safetensors.torch import save_file
 
     whole = state_of(kfac)
     tensors: dict[str, Tensor] = {"generator": whole.pop("generator")}
     for number, parts in whole["factors"].items():
         for name in [name for name, value in parts.items() if isinstance(value, Tensor)]:
-            t = parts.pop(name)
-            turned = t.dim() == 2 and not t.is_contiguous() and t.mT.is_contiguous()
-            tensors[f"{number}.{name}.mT" if turned else f"{number}.{name}"] = (t.mT if turned else t).contiguous()
+            tensors[f"{number}.{name}"] = parts.pop(name).contiguous()
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"gramian": json.dumps(whole)})
 
 
@@ -190,8 +184,8 @@ def read(path: str) -> dict[str, Any]:
         whole: dict[str, Any] = json.loads(header)
         whole["generator"] = tensors.pop("generator")
         for name, t in tensors.items():
-            number, part, *turned = name.split(".")
-            whole["factors"][number][part] = t.mT if turned else t
+            number, _, part = name.partition(".")
+            whole["factors"][number][part] = t
     except (ValueError, KeyError, TypeError):
         raise GramianError(f"{path}: its gramian header is damaged; expected a file written by kfac.save") from None
     return whole

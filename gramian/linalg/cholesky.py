@@ -123,7 +123,7 @@ class Cholesky:
         values, vectors, where = eigendecompose(matrix)
         limits = torch.finfo(values.dtype)
         floor = max(self._first_jitter * scale, limits.eps * float(values.abs().max()), limits.tiny)
-        self._eigen = (values.clamp(min=floor), vectors)
+        self._eigen, self._lower = (values.clamp(min=floor), vectors), None
         self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
 
     def _succeeded(self, jitter: float, good: bool | None = None) -> bool:

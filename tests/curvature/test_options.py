@@ -495,8 +495,8 @@ def test_the_quantisation_error_in_the_record_is_the_one_that_was_made(dtype: st
 def test_tiny_gradients_of_a_mean_over_thousands_of_tokens_do_not_underflow(outputs: int, dtype: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, outputs, bias=False)
-    # Gradients of 1e-8 and, for every third token, a thousand times less; the mean divides them by 2048 once more.
-    c = 1e-8 * torch.randn(2, 1024, outputs) * torch.where(torch.arange(1024) % 3 == 0, 1e-3, 1.0)[:, None]
+    # Gradients of 1e-8 and, for every third token, nine orders less; the mean divides them by 2048 once more.
+    c = 1e-8 * torch.randn(2, 1024, outputs) * torch.where(torch.arange(1024) % 3 == 0, 1e-9, 1.0)[:, None]
     kfac = make(woodbury_dtype=dtype)
     with kfac.capture(model, num_terms=2048):
         ((model(torch.randn(2, 1024, 3)) * c).sum(-1).mean()).backward()

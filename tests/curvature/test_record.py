@@ -348,13 +348,13 @@ def test_a_layers_line_is_true() -> None:
 
 
 def test_memory_in_the_line_is_in_megabytes(caplog: pytest.LogCaptureFixture) -> None:
-    model = net(width=600)
+    model = net(width=900)
     with caplog.at_level(logging.INFO, "gramian.curvature"):
         refresh(make(kfac_use_woodbury=False), model)
     by_name = dict(map(_fields, _lines(caplog, logging.INFO)[:-1]))
     assert by_name["q"]["memory"] == (
         "=",
-        f"{(2 * 600 * 600 * 2 + 4 * 600 * 4) / 1e6:.1f}MB",
+        f"{(2 * 900 * 900 * 2 + 4 * 900 * 4) / 1e6:.1f}MB",
     )  # two bodies, four scales
 
 

@@ -79,8 +79,8 @@ def test_two_runs_are_bitwise_equal(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("damping", [1e-1, 1e-3])
-def test_default_storage_and_products_stay_near_float64(shape, damping):
+@pytest.mark.parametrize(("damping", "tolerance"), [(1e-1, 3e-2), (1e-3, 1e-1)])
+def test_default_storage_and_products_stay_near_float64(shape, damping, tolerance):
     """fp16 factors and TF32 products against the float64 CPU on the same float32 gradients."""
     config = SHAPES[shape]
     exact_model = GPT(config).double()
@@ -90,7 +90,7 @@ def test_default_storage_and_products_stay_near_float64(shape, damping):
     want = exact.compute_natural_gradient(exact_model)
     got = kfac.compute_natural_gradient(model)
     for name in want:
-        assert relative(got[name], want[name]) < 3e-2, name
+        assert relative(got[name], want[name]) < tolerance, name
 
 
 def test_bf16_autocast_gives_factors_to_bf16_accuracy():

@@ -145,11 +145,11 @@ def test_what_is_not_finite_is_refused_every_time(value: float, place: tuple[int
 
 @quick
 @given(
-    entries=st.lists(st.floats(-1, 1) | st.just(0.0), min_size=10, max_size=10),
-    exponent=st.integers(-30, 30),
+    entries=st.lists(st.integers(-1000, 1000) | st.integers(-1, 1), min_size=10, max_size=10),
+    exponent=st.integers(-20, 30),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_any_symmetric_matrix_is_solved(entries: list[float], exponent: int, dtype: torch.dtype) -> None:
+def test_any_symmetric_matrix_is_solved(entries: list[int], exponent: int, dtype: torch.dtype) -> None:
     m = torch.zeros(4, 4, dtype=torch.float64)
     m[tuple(torch.tril_indices(4, 4))] = torch.tensor(entries, dtype=torch.float64)
     m = m + m.tril(-1).mT
@@ -157,7 +157,7 @@ def test_any_symmetric_matrix_is_solved(entries: list[float], exponent: int, dty
     if top > 0:
         m = m / top * 10.0**exponent
     factorisation = Cholesky(m.to(dtype), FIRST)
-    # pivots of a definite matrix may be as small as rounding allows, so that a solution may be as large
+    # a pivot may be as small as rounding allows: small right-hand sides, lest a true solution leave float32
     assert bool(factorisation.solve(torch.eye(4, dtype=dtype) * 1e-3).isfinite().all())
     assert_settled(factorisation)
 
