@@ -115,7 +115,7 @@ class Block:
     def _joint(self, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
         """(G ⊗ A + λI)^p Y in the eigenbasis of both sides.
 
-        With C = Q_GᵀYQ_A: f(0)·(Y − Q_G C Q_Aᵀ) + Q_G [f(σ_iα_j) ⊙ C] Q_Aᵀ, f(x) = max(x + λ, floor)^p: outside either basis
+        With C = Q_GᵀYQ_A: f₀Y + Q_G [(f(σ_iα_j) − f₀) ⊙ C] Q_Aᵀ, f(x) = max(x + λ, floor)^p, f₀ = f(0): outside either basis
         the product's eigenvalue is 0. Cost: 4·o·m·(r_A + r_G) FLOPs once both sides are decomposed.
         """
         assert self.A is not None
@@ -139,10 +139,9 @@ class Block:
         y = y_OM.to(torch.float32 if stable and G.dtype == self.A.dtype == torch.float32 else torch.float64)
         c_RS = self.A.to_basis(G.to_basis(y).mT).mT
         products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
-        out = self.A.from_basis(G.from_basis(raised(products, floor).pow(p) * c_RS).mT).mT
-        if not (G.complete and self.A.complete):
-            inside = self.A.from_basis(G.from_basis(c_RS).mT).mT
-            out = out + max(value, floor) ** p * (y - inside)
+        outside = 0.0 if G.complete and self.A.complete else max(value, floor) ** p
+        out = self.A.from_basis(G.from_basis((raised(products, floor).pow(p) - outside) * c_RS).mT).mT
+        out = out + outside * y if outside else out
         if damping.max_condition is not None and "joint" not in self.clips:
             low = products.double() < floor
             unseen = self.spec.outputs * self.spec.inputs - products.numel()
@@ -161,7 +160,9 @@ class Block:
         size = self.spec.outputs * self.spec.inputs
         floor = 0.0 if max_condition is None else (top + value) / max_condition
         if floor > value:
-            self.G.work.clip_note = f"damping raised to the clip's floor {floor:.3g}; eigenvalues within a factor of 2 of a clip there"
+            self.G.work.clip_note = (
+                f"damping raised to the clip's floor {floor:.3g}; eigenvalues within a factor of 2 of a clip there"
+            )
             self.clips["joint"] = Clip(size, size, size * (floor - value), floor)
             value = floor
         elif max_condition is not None:

@@ -218,8 +218,9 @@ class Factor(ABC):
     def coarse(self, damping: float) -> bool:
         """True if tensor cores may multiply where this factor is applied at this damping.
 
-        Being stored in half precision has rounded M by 2⁻¹¹ or more, and a solve multiplies that by κ. Products that round
-        their operands alike (TF32) cost as much again; they are used while that is a small error.
+        Being stored in half precision has rounded M by 2⁻¹¹ or so, and a solve multiplies that by up to κ. Products that round
+        their operands alike (TF32), and a Gram summed with float32 accumulators, cost of the same order again; they are used
+        while κ·2⁻¹¹ stays below `COARSE`.
         """
         half = self.storage_dtype in HALF and self.device.type == "cuda"
         return half and TENSOR_FLOAT * self.condition_bound(damping) <= COARSE
