@@ -58,7 +58,7 @@ def captured(
     """A float32 model and its factors from so many tokens."""
     torch.manual_seed(0)
     model = Head(classes, width)
-    kfac = gramian.KFACNaturalGradient(**{"damping": 1e-2, **options})
+    kfac = gramian.KFACNaturalGradient(**{"damping": 1e-2, "ema_decay": 0.9, **options})
     x, y = torch.randn(2, tokens // 2, width), torch.randint(classes, (tokens,))
     with kfac.capture(model, num_terms=tokens):
         F.cross_entropy(model(x).flatten(0, 1), y).backward()

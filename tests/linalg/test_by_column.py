@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.linalg import DiagonalLowRank, diagonal
+from gramian.linalg import DiagonalLowRank, diagonal_low_rank
 from gramian.linalg.rational import rational_power
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import CASES, POWERS, damped_power, distance, normal
@@ -53,7 +53,7 @@ def test_no_columns_are_no_trouble() -> None:
 
 @pytest.mark.parametrize("p", [-1.0, -0.5, -1.7, 0.3, 1.5])
 def test_the_bound_holds_where_the_steps_run_out(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagonal, "CG_STEPS", 3)
+    monkeypatch.setattr(diagonal_low_rank, "CG_STEPS", 3)
     case = CASES["plus"]()
     worst = _worst(case.factor, case.matrix, normal(case.factor.dim, len(SCALES), seed=1), p, 0.1)
     assert 1e-6 < worst <= case.factor.work.error_bound

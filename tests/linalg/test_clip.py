@@ -5,7 +5,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gramian.linalg import Clip, Dense, DiagonalLowRank, LowRank, diagonal
+from gramian.linalg import Clip, Dense, DiagonalLowRank, LowRank, diagonal_low_rank
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import CASES, brute_clip, damped_power, distance, normal, probabilities
 
@@ -86,7 +86,7 @@ def test_the_shortcut_is_taken_where_the_damping_is_large() -> None:
 @pytest.fixture
 def wide_softmax(monkeypatch: pytest.MonkeyPatch) -> DiagonalLowRank:
     """A softmax head that counts as too wide to be written out."""
-    monkeypatch.setattr(diagonal, "WIDEST_DENSE", 4)
+    monkeypatch.setattr(diagonal_low_rank, "WIDEST_DENSE", 4)
     p, w = probabilities(12, 5)
     return DiagonalLowRank.softmax(p * w.sqrt(), torch.float64)
 
