@@ -1,6 +1,8 @@
 """From the sums of a refresh to stored factors."""
 
+import math
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -8,13 +10,16 @@ from torch import Tensor
 
 from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec
+from gramian.curvature.damping import resolve
 from gramian.curvature.estimate import BlockSums
 from gramian.curvature.keyed import token_keys
 from gramian.curvature.moments import Moment, same_tokens
 from gramian.curvature.options import Options
 from gramian.curvature.policy import Side, low_rank_up_to
+from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.linalg.wide import wide_mm
+from gramian.linalg.factor import fetch_traces
+from gramian.linalg.wide import exact_float32, wide_mm
 
 
 class Builder:
@@ -182,6 +187,68 @@ def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor
     inputs = A.merge(table_G, head / total, table / total * traces[0] / traces[2])
     outputs = G.merge(counts, 1.0, table / head * traces[1] / traces[3])
     return inputs, outputs
+
+
+def make_blocks(
+    options: Options,
+    specs: Mapping[str, Spec],
+    builder: Builder,
+    kronecker: Mapping[str, BlockSums],
+    remainder: Mapping[str, Tensor],
+    before: Mapping[str, Block],
+) -> dict[str, Block]:
+    """Blocks of one refresh, averaged with those from before, damping resolved: everything, or an error.
+
+    Args:
+        options: placement, average and damping.
+        specs: the model's blocks.
+        builder: makes factors of sums.
+        kronecker: sums of K-FAC blocks.
+        remainder: sums of the others.
+        before: blocks from before.
+
+    Returns:
+        {name: block} for every block that saw data.
+
+    Raises:
+        NotFinite: naming the first block whose sums are not finite.
+    """
+    place = Placement(options, next(iter(specs.values())).device)
+    fresh: dict[str, Block] = {}
+    with torch.no_grad(), exact_float32():
+        for name, spec in specs.items():
+            if spec.kind == "kronecker":
+                block = builder.kronecker(spec, kronecker[name], place)
+            else:
+                block = builder.remainder(spec, remainder[name], place) if name in remainder else None
+            if block is not None:
+                fresh[name] = block
+        _refuse_not_finite(fresh)
+        merged: Merged = {}
+        decay, columns = options.ema_decay, options.kfac_auto_t_max
+        fresh = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
+        settle_damping(fresh.values(), options)
+    return fresh
+
+
+class NotFinite(GramianError):
+    """A refresh whose sums hold NaN or infinity."""
+
+
+def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
+    """One wait for the device for all of them."""
+    traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
+    for name, block in blocks.items():
+        if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
+            raise NotFinite(f"{name}: its sums are not finite")
+
+
+def settle_damping(blocks: Collection[Block], options: Options) -> None:
+    """λ_A, λ_G and π of every block: one wait for the device for all of them."""
+    traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
+    for block in blocks:
+        mean_A, mean_G = (traces[id(f)] / f.dim for f in (block.A or block.G, block.G))
+        block.damping = resolve(options, block.A is not None, mean_A, mean_G)
 
 
 Merged = dict[tuple[int, int], tuple[Factor, float]]

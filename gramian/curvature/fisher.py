@@ -4,7 +4,8 @@ Legend: B samples, T tokens, V classes. A position is a place of the logits; in 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gramian.curvature.capture import KFACCapture
 from gramian.curvature.keyed import token_uniforms
+from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
+from gramian.taps.hub import hub_of
+from gramian.taps.names import named_parameters
+from gramian.taps.statistic import Withheld
 
 IGNORE = -100
 ROWS = 2**26
@@ -153,3 +159,54 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Ten
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.dtype == torch.float64 else rows.float()
     return F.cross_entropy(rows, wanted, ignore_index=IGNORE, reduction="sum")
+
+
+def run_passes(
+    root: nn.Module,
+    asked: Question,
+    capture: Callable[[Positions, Tensor | None], KFACCapture],
+    draws: int | None,
+    seed: int,
+    sample_ids: Tensor | None,
+) -> None:
+    """One captured pass over a batch with its own labels, or one for every draw; the user's model is left as it was.
+
+    Args:
+        root: the user's module, unwrapped.
+        asked: the batch.
+        capture: opens a capture for these positions and token weights.
+        draws: how often labels are drawn; None: the batch's own labels.
+        seed: of the draws.
+        sample_ids: [B], what the draws are keyed by; None: the rows' numbers.
+
+    Raises:
+        GramianError: if labels and logits do not fit, or a gradient reaches a parameter past its layer.
+    """
+    with ExitStack() as around:
+        around.enter_context(untouched(root))
+        shape = None
+        if asked.labels is None and not asked.shifted:
+            with torch.no_grad():
+                shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
+        found = positions(asked, shape)
+        weights = token_weights(asked, found)
+        samples = torch.arange(found.counted.shape[0]) if sample_ids is None else sample_ids
+        cap = capture(found, weights)
+        around.enter_context(hub_of(root).governed_by(Withheld()))
+        around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
+        for draw in range(draws or 1):
+            if draw:
+                cap.next(num_terms=found.terms, token_weights=weights)
+            logits = logits_of(root(*asked.args, **asked.kwargs))
+            if logits.shape[:-1] != found.counted.shape:
+                raise GramianError(
+                    f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
+                )
+            labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
+            assert labels is not None
+            summed_cross_entropy(logits, labels, found.counted).backward()
+        stray = [name for name, p in named_parameters(root) if p.grad is not None]
+        if stray:
+            raise GramianError(
+                f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
+            )

@@ -9,31 +9,24 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gramian.curvature import fisher, journal, state
+from gramian.curvature.application import apply, inner
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.build import Builder, Merged, Placement, average
+from gramian.curvature.build import Builder, NotFinite, make_blocks
 from gramian.curvature.capture import Idle, KFACCapture, check_terms
-from gramian.curvature.damping import resolve
+from gramian.curvature.consistency import check_spec, has_factors, refuse_many_processes, unique_parameters
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
-from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
-from gramian.linalg.cholesky import settle_all
-from gramian.linalg.factor import fetch_bounds, fetch_traces
-from gramian.linalg.wide import exact_float32
 from gramian.taps.coverage import Cover, Coverage
-from gramian.taps.hub import hub_of
-from gramian.taps.names import named_modules, named_parameters, unwrap
-from gramian.taps.statistic import Withheld
+from gramian.taps.names import named_modules, unwrap
 
 FISHER_TYPES = ("empirical", "mc", "true")
 
@@ -207,13 +200,13 @@ class KFACNaturalGradient:
     def _capture(
         self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
     ) -> KFACCapture:
-        _refuse_many_processes(self.options)
+        refuse_many_processes(self.options)
         root = unwrap(model)
         if any(hasattr(p, "placements") for p in root.parameters()):
             raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
         specs = self._check_model(root)
         found = self._known_head(root, head)
-        if exact_head and head is not None and not _has_factors(head, specs):
+        if exact_head and head is not None and not has_factors(head, specs):
             raise GramianError(
                 f"head: {head!r} is no trained layer with K-FAC factors; expected the linear layer whose outputs are the logits"
             )
@@ -270,16 +263,9 @@ class KFACNaturalGradient:
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
         seed = self._draw_seed(generator)
-        with ExitStack() as around:
-            around.enter_context(untouched(root))
-            shape = None
-            if asked.labels is None and not asked.shifted:
-                with torch.no_grad():
-                    shape = fisher.logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
-            found = fisher.positions(asked, shape)
-            weights = fisher.token_weights(asked, found)
-            samples = torch.arange(found.counted.shape[0]) if sample_ids is None else sample_ids
-            cap = self._capture(
+
+        def capture(found: fisher.Positions, weights: Tensor | None) -> KFACCapture:
+            return self._capture(
                 root,
                 loss_reduction="sum",
                 num_terms=found.terms,
@@ -290,25 +276,8 @@ class KFACNaturalGradient:
                 exact_head=exact_head,
                 estimate="mc" if drawn else "empirical",
             )
-            around.enter_context(hub_of(root).governed_by(Withheld()))
-            around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
-            for draw in range(n_samples if drawn else 1):
-                if draw:
-                    cap.next(num_terms=found.terms, token_weights=weights)
-                logits = fisher.logits_of(root(*asked.args, **asked.kwargs))
-                if logits.shape[:-1] != found.counted.shape:
-                    raise GramianError(
-                        f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
-                    )
-                labels = fisher.draw_labels(logits, seed, samples, draw) if drawn else found.labels
-                assert labels is not None
-                fisher.summed_cross_entropy(logits, labels, found.counted).backward()
-            stray = [name for name, p in named_parameters(root) if p.grad is not None]
-            if stray:
-                raise GramianError(
-                    f"{stray[0]}: got a gradient past its layer; "
-                    "expected the weight to be used through its own module only"
-                )
+
+        fisher.run_passes(root, asked, capture, n_samples if drawn else None, seed, sample_ids)
         return self.kfac_factors
 
     def _refuse_nested(self) -> None:
@@ -341,7 +310,7 @@ class KFACNaturalGradient:
         return names.get(id(module)) if module is not None else None
 
     def _seen_head(self, layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-        if layer is not None and _has_factors(layer, specs):
+        if layer is not None and has_factors(layer, specs):
             return layer
         if exact_head:
             raise GramianError(
@@ -370,28 +339,15 @@ class KFACNaturalGradient:
         if cap.kronecker.exact_head and head is None:
             self._abandon("no head was found")
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
-        fresh: dict[str, Block] = {}
+        builder = Builder(self.options, cap.terms, head, cap.estimate)
         try:
-            builder = Builder(self.options, cap.terms, head, cap.estimate)
-            place = Placement(self.options, next(iter(self._specs.values())).device)
-            with torch.no_grad(), exact_float32():
-                for name, spec in self._specs.items():
-                    if spec.kind == "kronecker":
-                        block = builder.kronecker(spec, kronecker[name], place)
-                    else:
-                        block = builder.remainder(spec, remainder[name], place) if name in remainder else None
-                    if block is not None:
-                        fresh[name] = block
-                bad = _not_finite(fresh)
-                if bad is None:
-                    fresh = self._averaged(fresh)
-                    self._settle_damping(fresh.values())
+            fresh = make_blocks(self.options, self._specs, builder, kronecker, remainder, self.kfac_factors)
+        except NotFinite as problem:
+            self._abandon(str(problem), lenient=True)
+            return
         except BaseException as error:
             self._abandon(f"{type(error).__name__} while factors were made")
             raise
-        if bad is not None:
-            self._abandon(f"{bad}: its sums are not finite", lenient=True)
-            return
         self.head = head
         self.refreshes += 1
         self._last_refresh = self.steps - 1
@@ -402,18 +358,6 @@ class KFACNaturalGradient:
         self._seconds = {"build": time.perf_counter() - started}
         self._refuse_uncovered()
         journal.log_refresh(self)
-
-    def _averaged(self, fresh: dict[str, Block]) -> dict[str, Block]:
-        merged: Merged = {}
-        decay, columns = self.options.ema_decay, self.options.kfac_auto_t_max
-        return {n: average(self.kfac_factors.get(n), block, decay, columns, merged) for n, block in fresh.items()}
-
-    def _settle_damping(self, blocks: Collection[Block]) -> None:
-        """λ_A, λ_G and π of every block: one wait for the device for all of them."""
-        traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
-        means = [[traces[id(f)] / f.dim for f in (block.A or block.G, block.G)] for block in blocks]
-        for block, (mean_A, mean_G) in zip(blocks, means, strict=True):
-            block.damping = resolve(self.options, block.A is not None, mean_A, mean_G)
 
     def _refuse_uncovered(self) -> None:
         missing = [spec for name, spec in self._specs.items() if name not in self.kfac_factors]
@@ -440,11 +384,14 @@ class KFACNaturalGradient:
         """
         if gradients is None:
             root = unwrap(model)
-            gradients = {n: p.grad for n, p in _unique(root) if p.requires_grad and p.grad is not None}
+            gradients = {n: p.grad for n, p in unique_parameters(root) if p.requires_grad and p.grad is not None}
             if not gradients:
                 raise GramianError("model: no parameter has a gradient; expected loss.backward() before")
         self._check_model(unwrap(model))
-        return self._apply(gradients, power, damped=True)
+        plain = self._without_curvature(gradients)
+        measured = {name: gradient for name, gradient in gradients.items() if name not in plain}
+        found = self._apply(self._touched(measured), measured, power) if measured else {}
+        return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
 
     def compute_fisher_vector_product(self, vector: Mapping[str, Tensor], damped: bool = False) -> dict[str, Tensor]:
         """F v, or with `damped` (F + damping) v, clip included: what power -1 inverts.
@@ -458,19 +405,19 @@ class KFACNaturalGradient:
         """
         if self._model is not None and (root := self._model()) is not None:
             self._check_model(root)
-        if damped:
-            return self._apply(vector, 1.0, damped=True, whole=True)
-        return self._apply(vector, 1.0, damped=False, whole=True)
+        return self._apply(self._touched(vector), vector, 1.0 if damped else None)
 
     def quadratic_form(self, vector: Mapping[str, Tensor], damped: bool = False) -> float:
         """vᵀ F v, or vᵀ (F + damping) v."""
-        return _inner(vector, self.compute_fisher_vector_product(vector, damped))
+        return inner(vector, self.compute_fisher_vector_product(vector, damped))
 
     def natural_gradient_norm(self, model: nn.Module, gradients: Mapping[str, Tensor] | None = None) -> float:
         """√(∇ᵀ (F + damping)⁻¹ ∇)."""
         if gradients is None:
-            gradients = {n: p.grad for n, p in _unique(unwrap(model)) if p.requires_grad and p.grad is not None}
-        squared = _inner(gradients, self.compute_natural_gradient(model, gradients=gradients))
+            gradients = {
+                n: p.grad for n, p in unique_parameters(unwrap(model)) if p.requires_grad and p.grad is not None
+            }
+        squared = inner(gradients, self.compute_natural_gradient(model, gradients=gradients))
         return math.sqrt(max(squared, 0.0))
 
     def trust_region_scale(self, step: Mapping[str, Tensor], kl: float) -> float:
@@ -485,76 +432,38 @@ class KFACNaturalGradient:
         moved = 0.5 * self.quadratic_form(step)
         return min(1.0, (kl / moved) ** 0.5) if moved > 0 else 1.0
 
-    def _apply(
-        self, vector: Mapping[str, Tensor], power: float, damped: bool, whole: bool = False
-    ) -> dict[str, Tensor]:
+    def _touched(self, vector: Mapping[str, Tensor]) -> dict[str, Block]:
+        """The blocks that have a part in a vector."""
         if not self.kfac_factors:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
         by_parameter = {p: block for block in self.kfac_factors.values() for p in block.spec.parameters}
-        found: dict[str, Tensor] = {}
         touched: dict[str, Block] = {}
         for name, value in vector.items():
             if hasattr(value, "placements"):
                 raise GramianError(f"{name}: is sharded; expected a whole tensor (many processes come later)")
-            if name in by_parameter:
-                block = by_parameter[name]
-                touched[block.spec.name] = block
-            elif self._trained(name) and not whole:
-                if self.options.strict:
-                    raise GramianError(f"{name}: has a gradient but no curvature; expected it in the captured backward")
-                self._identity.add(name)
-                found[name] = value.clone()
-            else:
+            if name not in by_parameter:
                 raise GramianError(f"{name}: is no parameter with curvature; expected names of the captured model")
+            touched[by_parameter[name].spec.name] = by_parameter[name]
+        return touched
+
+    def _without_curvature(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of trained parameters that no capture has seen: they are handed on as they are, and recorded."""
+        covered = {p for block in self.kfac_factors.values() for p in block.spec.parameters}
+        trained = {p for spec in self._specs.values() for p in spec.parameters}
+        plain = {n: g for n, g in gradients.items() if self.kfac_factors and n in trained and n not in covered}
+        if plain and self.options.strict:
+            raise GramianError(
+                f"{next(iter(plain))}: has a gradient but no curvature; expected it in the captured backward"
+            )
+        self._identity.update(plain)
+        return plain
+
+    def _apply(self, touched: dict[str, Block], vector: Mapping[str, Tensor], power: float | None) -> dict[str, Tensor]:
         started = time.perf_counter()
-        with torch.no_grad(), exact_float32():
-            if damped and power == -1:
-                self._prepare(touched.values())
-            for block in touched.values():
-                found.update(self._apply_block(block, vector, power, damped, whole))
+        found = apply(touched, vector, power, self.options)
         self._seconds["apply"] = time.perf_counter() - started
-        self._refuse_fallbacks(touched.values())
         journal.log_clips(self, touched.values())
-        return {name: found[name] for name in (*vector, *(n for n in found if n not in vector)) if name in found}
-
-    def _prepare(self, blocks: Iterable[Block]) -> None:
-        """Launch every factorisation before anyone waits for the first."""
-        factors = list({id(f): f for block in blocks for f in block.factors.values()}.values())
-        if self.options.damping_mode != "joint":
-            fetch_bounds(factors)
-        for block in blocks:
-            assert block.damping is not None
-            block.prepare(block.damping, self.options.kfac_eps)
-        settle_all([system for factor in factors for system in factor.pending()])
-
-    def _apply_block(
-        self, block: Block, vector: Mapping[str, Tensor], power: float, damped: bool, whole: bool
-    ) -> dict[str, Tensor]:
-        given = {name: vector[name] for name in block.spec.parameters if name in vector}
-        like = next(iter(given.values()))
-        wide = torch.float64 if block.G.dtype == torch.float64 or like.dtype == torch.float64 else torch.float32
-        y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
-        if damped:
-            assert block.damping is not None
-            out = block.power(y, power, block.damping, self.options.kfac_eps)
-        else:
-            out = block.matvec(y)
-        parts = block.spec.tensors(out)
-        kept = parts if whole else {name: parts[name] for name in given}
-        return {name: _as(t, given.get(name, like)) for name, t in kept.items()}
-
-    def _trained(self, name: str) -> bool:
-        return any(name in spec.parameters for spec in self._specs.values())
-
-    def _refuse_fallbacks(self, blocks: Iterable[Block]) -> None:
-        if not self.options.strict:
-            return
-        for block in blocks:
-            for side, factor in block.factors.items():
-                tried = [a for a in factor.work.attempts if a["result"] != "ok"]
-                if factor.work.fallback or tried:
-                    what = factor.work.fallback or f"{len(tried)} Cholesky attempts failed"
-                    raise GramianError(f"{block.spec.name}: {side}: {what}; expected none (strict=True)")
+        return {name: found[name] for name in (*vector, *(n for n in found if n not in vector))}
 
     def _check_model(self, root: nn.Module) -> dict[str, Spec]:
         """The model's blocks, which must be those that were captured before, biases above all."""
@@ -576,7 +485,7 @@ class KFACNaturalGradient:
             raise GramianError("coverage: no model was captured yet; expected a capture before")
         specs = {p: spec for spec in self._specs.values() for p in spec.parameters}
         covers: dict[str, Cover] = {}
-        for name, p in _unique(root):
+        for name, p in unique_parameters(root):
             spec = specs.get(name)
             if spec is None:
                 covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
@@ -637,71 +546,3 @@ class KFACNaturalGradient:
             GramianError: always.
         """
         raise GramianError("plan: is not available yet")
-
-
-def check_spec(before: Spec, now: Spec) -> None:
-    """Raise, naming the layer, if a block is not what it was.
-
-    Raises:
-        GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
-    """
-    if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
-        return
-    if before.has_bias != now.has_bias:
-        what = "had a trained bias and has none now" if before.has_bias else "had no trained bias and has one now"
-        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new object")
-    raise GramianError(
-        f"{before.name}: was {before.kind} of {_shapes(before)} and is {now.kind} of {_shapes(now)}; "
-        "expected the layer as at the capture"
-    )
-
-
-def _has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
-    return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
-
-
-def _shapes(spec: Spec) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in zip(spec.parameters, spec.shapes, strict=True))
-
-
-def _unique(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter once, under its first name."""
-    seen: set[int] = set()
-    found = []
-    for name, p in named_parameters(root):
-        if id(p) not in seen:
-            seen.add(id(p))
-            found.append((name, p))
-    return found
-
-
-def _as(t: Tensor, like: Tensor) -> Tensor:
-    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides."""
-    t = t.to(like)
-    alike = t.shape != like.shape or t.stride() == like.stride()
-    return t if alike else torch.empty_like(like).copy_(t)
-
-
-def _inner(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    total = 0.0
-    for name, value in left.items():
-        total += float((value.double() * right[name].double()).sum())
-    return total
-
-
-def _not_finite(blocks: Mapping[str, Block]) -> str | None:
-    """The first block with a factor that is not finite: one wait for the device."""
-    traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
-    for name, block in blocks.items():
-        if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
-            return name
-    return None
-
-
-def _refuse_many_processes(options: Options) -> None:
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if many and options.kfac_distributed_reduce != "none":
-        raise GramianError(
-            f'kfac_distributed_reduce: "{options.kfac_distributed_reduce}" over several processes is not available yet; '
-            'expected "none" (each process by itself)'
-        )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec, find_blocks
+from gramian.curvature.build import settle_damping
+from gramian.curvature.consistency import check_spec
 from gramian.errors import GramianError
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.stored import Stored
@@ -88,7 +90,7 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
         blocks = _blocks(saved, specs, device)
         counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
         generator.set_state(saved["generator"].cpu())
-        kfac._settle_damping(blocks.values())
+        settle_damping(blocks.values(), kfac.options)
     except GramianError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -108,8 +110,6 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
 
 def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None) -> dict[str, Block]:
     """The blocks of a state, each checked against the model's own."""
-    from gramian.curvature.kfac import check_spec
-
     made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():

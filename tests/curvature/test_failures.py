@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.curvature import kfac as kfac_module
-from gramian.curvature import moments
+from gramian.curvature import Block, damping, moments
 from gramian.linalg import Dense, LowRank
 from tests.curvature.small import (
     FEW,
@@ -292,7 +291,7 @@ def test_no_memory_in_the_middle_of_building_drops_the_refresh(
 
 
 @pytest.mark.parametrize("number", [1, 3, 8])
-@pytest.mark.parametrize("owner, name", [(Dense, "merge"), (kfac_module, "average"), (kfac_module, "resolve")])
+@pytest.mark.parametrize("owner, name", [(Dense, "merge"), (Block, "with_factors"), (damping, "Damping")])
 def test_an_error_while_factors_are_averaged_or_damped_drops_the_refresh(
     owner: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,16 +227,12 @@ class Watched(Net):
 
 
 @pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
-@pytest.mark.parametrize("dtype", [None, "fp32"], ids=["fp16", "fp32"])
-@pytest.mark.parametrize("options", [{}, {"kfac_true_fisher_head": True, "head": "head"}, {"max_tokens": 4}], ids=str)
-def test_no_activation_outlives_the_capture(options: dict[str, Any], dtype: str | None, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("options", [{}, {"kfac_true_fisher_head": True}, {"max_tokens": 4}], ids=str)
+def test_no_activation_outlives_the_capture(options: dict[str, Any], shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    asked = dict(options)
-    head = asked.pop("head", None)
     model, batch = Watched(), words(shape)
-    kfac = gramian.KFACNaturalGradient(update_freq=1, woodbury_dtype=dtype, **asked)
-    with opened(kfac, model, batch, head=head) as cap:  # the user's variable stays
-        # Cross entropy would be that of an identity of the head's outputs, so the head is told.
+    kfac = gramian.KFACNaturalGradient(update_freq=1, woodbury_dtype="fp32", **options)  # nothing is rounded, so copied
+    with opened(kfac, model, batch, head="head") as cap:  # the user's variable stays
         F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()).backward()
     gc.collect()
     assert len(model.arrays) == 5 and [array() for array in model.arrays] == [None] * 5

@@ -1,0 +1,87 @@
+"""Factors applied to a vector over parameters: block by block, factorisations launched before anyone waits."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gramian.curvature.block import Block
+from gramian.curvature.options import Options
+from gramian.errors import GramianError
+from gramian.linalg.cholesky import settle_all
+from gramian.linalg.factor import fetch_bounds
+from gramian.linalg.wide import exact_float32
+
+Vector = Mapping[str, Tensor]
+"""{parameter: tensor of its shape}."""
+
+
+def apply(blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
+    """(F + damping)^power v, or F v, on every block that v touches.
+
+    Args:
+        blocks: {name: block}.
+        vector: v; parameters of a block that are missing count as zero.
+        power: any real number; None: F itself, undamped and unclipped.
+        options: for the damping mode and the first jitter.
+
+    Returns:
+        {parameter: tensor} for all parameters of the blocks touched, like v in dtype, device and memory layout.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad(), exact_float32():
+        if power == -1:
+            _prepare(blocks.values(), options)
+        for block in blocks.values():
+            found.update(_apply_block(block, vector, power, options))
+    if options.strict:
+        _refuse_fallbacks(blocks.values())
+    return found
+
+
+def _prepare(blocks: Iterable[Block], options: Options) -> None:
+    """Launch every factorisation before anyone waits for the first."""
+    factors = list({id(f): f for block in blocks for f in block.factors.values()}.values())
+    if options.damping_mode != "joint":
+        fetch_bounds(factors)
+    for block in blocks:
+        assert block.damping is not None
+        block.prepare(block.damping, options.kfac_eps)
+    settle_all([system for factor in factors for system in factor.pending()])
+
+
+def _apply_block(block: Block, vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
+    given = {name: vector[name] for name in block.spec.parameters if name in vector}
+    like = next(iter(given.values()))
+    wide = torch.float64 if block.G.dtype == torch.float64 or like.dtype == torch.float64 else torch.float32
+    y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
+    if power is None:
+        out = block.matvec(y)
+    else:
+        assert block.damping is not None
+        out = block.power(y, power, block.damping, options.kfac_eps)
+    return {name: _as(t, given.get(name, like)) for name, t in block.spec.tensors(out).items()}
+
+
+def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        for side, factor in block.factors.items():
+            tried = [attempt for attempt in factor.work.attempts if attempt["result"] != "ok"]
+            if factor.work.fallback or tried:
+                what = factor.work.fallback or f"{len(tried)} Cholesky attempts failed"
+                raise GramianError(f"{block.spec.name}: {side}: {what}; expected none (strict=True)")
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides."""
+    t = t.to(like)
+    alike = t.shape != like.shape or t.stride() == like.stride()
+    return t if alike else torch.empty_like(like).copy_(t)
+
+
+def inner(left: Vector, right: Vector) -> float:
+    """⟨left, right⟩ over the parameters of the left one, in float64."""
+    total = 0.0
+    for name, value in left.items():
+        total += float((value.double() * right[name].double()).sum())
+    return total

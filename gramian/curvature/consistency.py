@@ -1,0 +1,62 @@
+"""What must hold between a model and its factors, and who may be asked for them."""
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from gramian.curvature.blocks import Spec
+from gramian.curvature.options import Options
+from gramian.errors import GramianError
+from gramian.taps.names import named_parameters
+
+
+def check_spec(before: Spec, now: Spec) -> None:
+    """Raise, naming the layer, if a block is not what it was.
+
+    Raises:
+        GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
+    """
+    if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
+        return
+    if before.has_bias != now.has_bias:
+        what = "had a trained bias and has none now" if before.has_bias else "had no trained bias and has one now"
+        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new object")
+    raise GramianError(
+        f"{before.name}: was {before.kind} of {_shapes(before)} and is {now.kind} of {_shapes(now)}; "
+        "expected the layer as at the capture"
+    )
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in zip(spec.parameters, spec.shapes, strict=True))
+
+
+def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
+    """True if a layer has a K-FAC block."""
+    return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
+
+
+def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its first name."""
+    seen: set[int] = set()
+    found = []
+    for name, p in named_parameters(root):
+        if id(p) not in seen:
+            seen.add(id(p))
+            found.append((name, p))
+    return found
+
+
+def refuse_many_processes(options: Options) -> None:
+    """Raise where factors would have to be reduced.
+
+    Raises:
+        GramianError: with several processes, unless each is by itself.
+    """
+    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if many and options.kfac_distributed_reduce != "none":
+        raise GramianError(
+            f'kfac_distributed_reduce: "{options.kfac_distributed_reduce}" over several processes is not available yet; '
+            'expected "none" (each process by itself)'
+        )
