@@ -190,11 +190,12 @@ def main() -> None:
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         }
         results["rows"][name] = row
+        path = write("kfac_refresh" if cuda else "kfac_refresh_cpu", results)  # after every row: peers may take long
         print(
             f"{name}: {row['milliseconds']:.1f} ms = {row['ratio']:.2f} x plain ({row['plain_milliseconds']:.1f} ms)",
             flush=True,
         )
-    print(write("kfac_refresh" if cuda else "kfac_refresh_cpu", results))
+    print(path)
 
 
 if __name__ == "__main__":
