@@ -18,7 +18,7 @@ class Facts:
     """How the estimate came about, for the record."""
 
     tokens: int = 0
-    """T of the refresh."""
+    """T of the refresh; of a block that is no Kronecker product its samples."""
     kept_tokens: int = 0
     """Tokens that entered, where a subset was taken."""
     terms: float = 0.0

@@ -25,16 +25,18 @@ from gramian.linalg.wide import exact_float32, wide_mm
 class Builder:
     """Makes the factors of one refresh, layer after layer; sides with the same tokens become one factor."""
 
-    def __init__(self, options: Options, terms: float, head: str | None, estimate: str) -> None:
+    def __init__(self, options: Options, terms: float, samples: int, head: str | None, estimate: str) -> None:
         """Set what holds for all layers.
 
         Args:
             options: policy and storage.
             terms: N, loss terms of the refresh.
+            samples: B, samples of the refresh.
             head: the layer whose outputs are the logits.
             estimate: "empirical" or "mc".
         """
-        self.options, self.terms, self.head, self.estimate = options, terms, head, estimate
+        self.options, self.terms, self.samples = options, terms, samples
+        self.head, self.estimate = head, estimate
         self._inputs: list[tuple[Moment, bool, Factor, str]] = []
 
     def kronecker(self, spec: Spec, sums: BlockSums, place: "Placement") -> Block | None:
@@ -81,7 +83,8 @@ class Builder:
     def remainder(self, spec: Spec, total: Tensor, place: "Placement") -> Block:
         """An exact block or diagonal."""
         dtype = self.options.storage_dtype(spec.dtype)
-        facts = Facts(terms=self.terms, reason_G=spec.why or "no matrix between tokens", estimate=self.estimate)
+        reason = spec.why or "no matrix between tokens"
+        facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
         mean = total / self.terms
         factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
         return Block(spec, None, place(factor), facts)
@@ -259,9 +262,9 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
     """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
 
     The average starts anew where the kind of estimate changed (empirical, drawn, exact): it would be one of nothing.
-    Low-rank sides grow by the columns of the new estimate until they are as many as the rows, and are dense from there on.
-    Sides too wide for that keep a keyed, rescaled subset of `most_columns`; where columns are subtracted (the exact head)
-    the others are left out, and their trace is in the facts.
+    Low-rank sides grow by the columns of the new estimate while these are fewer than the rows and than `most_columns`, and are
+    dense from there on. Sides too wide for that keep `most_columns` of them, drawn anew at every refresh: of the old and of
+    the new ones as many as their shares of the average, rescaled. So the average is unbiased and no column's weight grows.
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
@@ -275,10 +278,7 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
         before = old.factors[side]
         pair = (id(before), id(factor))
         if pair not in merged:
-            total, lost = before.to(factor.device).merge(factor, 1 - share, share), 0.0
-            if isinstance(total, LowRank | DiagonalLowRank) and total.rank > most_columns:
-                total, lost = total.thin(_subset(total.rank, most_columns, total.device))
-            merged[pair] = (total, lost)
+            merged[pair] = _mixed(before.to(factor.device), factor, share, most_columns, k)
         sides[side], lost = merged[pair]
         facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
     G = sides["G"]
@@ -286,9 +286,29 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
     return new.with_factors(sides["A"], G, facts)
 
 
-def _subset(columns: int, kept: int, device: torch.device) -> Tensor:
-    """Numbers of the columns that stay: a fixed random choice."""
-    keys = token_keys(columns, torch.zeros(1, dtype=torch.long), columns)[0]
+def _mixed(before: Factor, factor: Factor, share: float, most_columns: int, key: int) -> tuple[Factor, float]:
+    """(1-share)·before + share·factor, and the trace that taking a subset of columns cost it (in the mean none)."""
+    thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
+    if not thin or before.rank + factor.rank <= most_columns:
+        return before.merge(factor, 1 - share, share), 0.0
+    if factor.dim <= WIDEST_DENSE:
+        dtype = torch.promote_types(before.dtype, factor.dtype)
+        whole = (1 - share) * before.dense().to(dtype) + share * factor.dense().to(dtype)
+        return Dense.of(whole, factor.storage_dtype), 0.0
+    assert isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
+    room = max(1, min(factor.rank, round(share * most_columns)))
+    of_before = min(before.rank, most_columns - room)
+    room = min(factor.rank, most_columns - of_before)
+    kept = before.thin(_subset(before.rank, of_before, key, before.device)) if of_before else None
+    fresh = factor.thin(_subset(factor.rank, room, -key, factor.device))
+    total = fresh if kept is None else kept.merge(fresh, 1 - share, share)
+    whole_trace = (1 - share) * float(before.trace()) + share * float(factor.trace())
+    return total, whole_trace - float(total.trace())
+
+
+def _subset(columns: int, kept: int, key: int, device: torch.device) -> Tensor:
+    """Numbers of the columns that stay: a random choice that follows from the key."""
+    keys = token_keys(key, torch.zeros(1, dtype=torch.long), columns)[0]
     return keys.topk(kept, largest=False).indices.sort().values.to(device)
 
 

@@ -51,6 +51,8 @@ class KFACCapture(Capture):
         self._tellings = 0
         self._counted: dict[int, int] = {}
         self._samples = 0
+        self.samples = 0
+        """Samples whose backward is over."""
         self._tell(num_terms, token_weights)
 
     def next(self, *, num_terms: float | None = None, token_weights: Tensor | None = None) -> None:  # type: ignore[override]
@@ -104,7 +106,7 @@ class KFACCapture(Capture):
         if weights is not None and not bool((weights >= 0).all()):
             raise GramianError("token_weights: hold a negative number or NaN; expected weights of 0 or more")
         count = float(weights.sum()) if terms is None and weights is not None else float(terms or 0)
-        mean = max(count, 1.0)  # a pass without terms has no gradient either
+        mean = count if count > 0 else 1.0  # a pass without terms has no gradient either
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
         first, self._samples = self._samples, self._samples + batch
@@ -120,6 +122,7 @@ class KFACCapture(Capture):
             self.terms += info.num_terms
         elif self._counted[info.telling] != backward:
             raise GramianError(ONE_BACKWARD)
+        self.samples += info.batch
         self._told = None
 
     def output_layer(self) -> str | None:

@@ -48,11 +48,11 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def refuse_many_processes(options: Options) -> None:
-    """Raise where factors would have to be reduced.
+def by_itself_of_many(options: Options) -> bool:
+    """True if this is one of several processes and none of them hears of the others' factors.
 
     Raises:
-        GramianError: with several processes, unless each is by itself.
+        GramianError: if there are several and factors would have to be reduced.
     """
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if many and options.kfac_distributed_reduce != "none":
@@ -60,3 +60,4 @@ def refuse_many_processes(options: Options) -> None:
             f'kfac_distributed_reduce: "{options.kfac_distributed_reduce}" over several processes is not available yet; '
             'expected "none" (each process by itself)'
         )
+    return many

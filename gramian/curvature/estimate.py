@@ -92,6 +92,8 @@ class KroneckerSums:
     _by_layer: dict[str, Spec] = field(default_factory=dict)
     _products: Products = field(default_factory=Products)
     _chosen: dict[Any, Chosen] = field(default_factory=dict)
+    _inferred: dict[int, Tensor] = field(default_factory=dict)
+    """{pass: which tokens have a loss term}, where it had to be seen from the head's gradient."""
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
@@ -113,6 +115,8 @@ class KroneckerSums:
         if record.layer in spec.tables:
             self._add_table(block, spec, sides, info, record)
             return
+        if record.layer == self.head:
+            self._see_ignored(sides, info)
         whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
@@ -141,6 +145,7 @@ class KroneckerSums:
         self._products.forget()
         self._chosen.clear()
         self._last_rows.clear()
+        self._inferred.clear()
 
     def merge(self, left: Any, right: Any) -> Any:
         """Sums of several processes come with many processes.
@@ -223,12 +228,27 @@ class KroneckerSums:
         )
         return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
 
+    def _see_ignored(self, sides: Sides, info: RefreshPass) -> None:
+        """Tokens with no loss term, where the user named none: those that send nothing back through the head.
+
+        Looked at only where there are fewer terms than tokens (`ignore_index`), and believed only if exactly as many tokens
+        as terms are left. The head is the first layer of a backward, so every other one hears of it.
+        """
+        if info.token_weights is not None or not info.num_terms < sides.gradients_BTO.shape[:2].numel():
+            return
+        counted_BT = (sides.gradients_BTO != 0).any(-1)
+        if float(counted_BT.sum()) == info.num_terms:
+            self._inferred[info.number] = counted_BT.double()
+
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
     def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
         """[B, T] for this layer; None: all tokens count alike."""
         batch, tokens = sides.gradients_BTO.shape[:2]
         weights = info.token_weights
+        if weights is None and info.number in self._inferred:
+            seen = self._inferred[info.number]
+            weights = seen if tokens in (1, seen.shape[1]) else None
         if weights is not None:
             weights = weights.to(sides.gradients_BTO.device).double()
             if tokens == 1:

@@ -175,6 +175,13 @@ def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
             logger.debug("%s: clipped %d/%d eigenvalues (%s)", block.spec.name, clip.count, clip.total, side)
 
 
+def log_by_itself() -> None:
+    """Every process has factors of its own data alone."""
+    logger.warning(
+        'kfac_distributed_reduce="none": the factors of this process are those of its own data, of no other\'s'
+    )
+
+
 def log_dropped(step: int, reason: str, again: bool) -> None:
     """A refresh came to nothing: a warning for the first of several in a row."""
     level = logging.DEBUG if again else logging.WARNING

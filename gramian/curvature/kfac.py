@@ -21,11 +21,12 @@ from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
 from gramian.curvature.build import Builder, NotFinite, make_blocks
 from gramian.curvature.capture import Idle, KFACCapture, check_terms
-from gramian.curvature.consistency import check_spec, has_factors, refuse_many_processes, unique_parameters
+from gramian.curvature.consistency import by_itself_of_many, check_spec, has_factors, unique_parameters
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
 from gramian.errors import GramianError
 from gramian.taps.coverage import Cover, Coverage
+from gramian.taps.hub import hub_of
 from gramian.taps.names import named_modules, unwrap
 
 FISHER_TYPES = ("empirical", "mc", "true")
@@ -148,6 +149,7 @@ class KFACNaturalGradient:
         self._model: weakref.ref[nn.Module] | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._open = False
+        self._warned = False
         self._softmax_checked = False
         self._identity: set[str] = set()
         self._seconds: dict[str, float] = {}
@@ -200,7 +202,9 @@ class KFACNaturalGradient:
     def _capture(
         self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
     ) -> KFACCapture:
-        refuse_many_processes(self.options)
+        if by_itself_of_many(self.options) and not self._warned:
+            self._warned = True
+            journal.log_by_itself()
         root = unwrap(model)
         if any(hasattr(p, "placements") for p in root.parameters()):
             raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
@@ -259,6 +263,11 @@ class KFACNaturalGradient:
         if not drawn and asked.labels is None and not asked.shifted:
             raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
         self._refuse_nested()
+        if hub_of(root).live:
+            raise GramianError(
+                "model: is inside an open capture, which would take these passes for its own; "
+                "expected collect_kfac_factors outside of it"
+            )
         if not self._begin_step(force):
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
@@ -339,7 +348,7 @@ class KFACNaturalGradient:
         if cap.kronecker.exact_head and head is None:
             self._abandon("no head was found")
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
-        builder = Builder(self.options, cap.terms, head, cap.estimate)
+        builder = Builder(self.options, cap.terms, cap.samples, head, cap.estimate)
         try:
             fresh = make_blocks(self.options, self._specs, builder, kronecker, remainder, self.kfac_factors)
         except NotFinite as problem:
@@ -348,6 +357,7 @@ class KFACNaturalGradient:
         except BaseException as error:
             self._abandon(f"{type(error).__name__} while factors were made")
             raise
+        self._refuse_uncovered(fresh)
         self.head = head
         self.refreshes += 1
         self._last_refresh = self.steps - 1
@@ -356,12 +366,12 @@ class KFACNaturalGradient:
         self.kfac_factors = {**self.kfac_factors, **fresh}
         self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
         self._seconds = {"build": time.perf_counter() - started}
-        self._refuse_uncovered()
         journal.log_refresh(self)
 
-    def _refuse_uncovered(self) -> None:
-        missing = [spec for name, spec in self._specs.items() if name not in self.kfac_factors]
+    def _refuse_uncovered(self, fresh: Mapping[str, Block]) -> None:
+        missing = [spec for name, spec in self._specs.items() if name not in fresh and name not in self.kfac_factors]
         if missing and self.options.strict:
+            self._abandon(f"{missing[0].parameters[0]} took no part in it")
             raise GramianError(
                 f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
                 "(strict=True)"

@@ -57,12 +57,7 @@ class DiagonalLowRank(Factor):
         of d, and for confident columns that is little.
         """
         stored = store_columns(weighted_p_NR, storage)
-        kept = Columns(stored)
-        sums_R = torch.zeros(kept.count, dtype=torch.float64, device=weighted_p_NR.device)
-        for rows in kept.blocks():
-            sums_R += stored.load(rows).sum(0, dtype=torch.float64)
-        d_N = torch.cat([stored.load(rows, torch.float64) @ sums_R for rows in kept.blocks()])
-        return cls(d_N, stored, -1)
+        return cls(_row_sums(Columns(stored)), stored, -1)
 
     @property
     def rank(self) -> int:
@@ -313,16 +308,18 @@ class DiagonalLowRank(Factor):
         stored = _within(self.values_N, low.factor.columns.stored, self.sign)
         return Compressed(DiagonalLowRank(self.values_N, stored, self.sign), low.discarded_trace)
 
-    def thin(self, chosen: Tensor) -> tuple["DiagonalLowRank", float]:
-        """These columns only, and the trace that the others had.
+    def thin(self, chosen: Tensor) -> "DiagonalLowRank":
+        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices.
 
-        Added columns are scaled by √(r/kept), which loses none in the mean. Subtracted ones are not: M must stay positive
-        semi-definite, and does, whatever is left out.
+        Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
+        semi-definite.
         """
-        scale = (self.rank / len(chosen)) ** 0.5 if self.sign > 0 else 1.0
-        thinner = DiagonalLowRank(self.values_N, self.columns.stored.select(chosen, scale), self.sign)
-        lost = 0.0 if self.sign > 0 else float(self.columns.squares_N().sum() - thinner.columns.squares_N().sum())
-        return thinner, lost
+        stored = self.columns.stored.select(chosen, (self.rank / len(chosen)) ** 0.5)
+        d_N = self.values_N
+        if self.sign < 0:
+            rest = self.values_N.double() - _row_sums(self.columns)
+            d_N = rest.clamp(min=0) + _row_sums(Columns(stored))
+        return DiagonalLowRank(d_N, stored, self.sign)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
         """Moved, or stored again."""
@@ -350,3 +347,12 @@ def _within(values_N: Tensor, stored: Stored, sign: int) -> Stored:
     d_N = values_N.double()
     largest = float(torch.linalg.eigvalsh(columns.gram(torch.where(d_N > 0, 1 / d_N, 0.0))).max())
     return stored.scaled(largest**-0.5) if largest > 1 + 1e-14 else stored
+
+
+def _row_sums(columns: Columns) -> Tensor:
+    """Σ_t u_t (1ᵀu_t), [n], float64: the diagonal that makes diag − U Uᵀ positive semi-definite for every U ≥ 0."""
+    stored = columns.stored
+    sums_R = torch.zeros(columns.count, dtype=torch.float64, device=stored.body.device)
+    for rows in columns.blocks():
+        sums_R += stored.load(rows, torch.float64).sum(0)
+    return torch.cat([stored.load(rows, torch.float64) @ sums_R for rows in columns.blocks()])

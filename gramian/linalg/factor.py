@@ -191,6 +191,12 @@ class Factor(ABC):
             self._bound = float(self.largest_bound())
         return self._bound
 
+    def _known_bound(self) -> float:
+        """`bound` where it was asked for before, else the trace, which costs no product."""
+        if self._bound is None and self._trace is None:
+            self._trace = float(self.trace())
+        return self._bound if self._bound is not None else float(self._trace or 0.0)
+
     def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
         """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
         return max_condition is None or damping * max_condition >= self.bound() + damping
@@ -198,7 +204,7 @@ class Factor(ABC):
     def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
         """κ of the damped, clipped matrix, and True; where nothing was decomposed a bound of it, and False."""
         known = self.extremes()
-        low, high = (0.0, self.bound()) if known is None else known
+        low, high = (0.0, self._known_bound()) if known is None else known
         if not low + damping > 0:
             return (float("inf") if max_condition is None else max_condition), known is not None
         kappa = (high + damping) / (low + damping)

@@ -201,10 +201,9 @@ class LowRank(Spectral):
         lost = float(descending[kept:].double().sum())
         return Compressed(LowRank.of(columns, self.storage_dtype), lost)
 
-    def thin(self, chosen: Tensor) -> tuple["LowRank", float]:
-        """These columns only, scaled by √(r/kept): unbiased if they are a random choice, so no trace counts as lost."""
-        scale = (self.rank / len(chosen)) ** 0.5
-        return LowRank(self.columns.stored.select(chosen, scale)), 0.0
+    def thin(self, chosen: Tensor) -> "LowRank":
+        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices."""
+        return LowRank(self.columns.stored.select(chosen, (self.rank / len(chosen)) ** 0.5))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Moved, or stored again."""

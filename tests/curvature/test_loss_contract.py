@@ -164,7 +164,7 @@ def ignoring(p: Problem) -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["all tokens", "weights"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["seen at the head", "weights"])
 def test_ignored_targets_are_no_terms(reduction: str, weighted: bool) -> None:
     p = PROBLEMS["mlp_tokens"]
     model, targets, found = p.model(), ignoring(p), kfac()
@@ -176,9 +176,7 @@ def test_ignored_targets_are_no_terms(reduction: str, weighted: bool) -> None:
     calls = calls_of(model, lambda: cross_entropy(model, p.inputs, targets).backward(), p.layers)
     for layer in p.layers:
         module, block = model.get_submodule(layer), found.kfac_factors[layer]
-        A, G = dense_kfac.factors(
-            tokens(module, calls[layer]), terms, 1.0, has_bias(module), weights.flatten() if weighted else None
-        )
+        A, G = dense_kfac.factors(tokens(module, calls[layer]), terms, 1.0, has_bias(module), weights.flatten())
         assert_close(block.A.to_dense(), A, what=f"{layer} A")
         assert_close(block.G.to_dense(), G, what=f"{layer} G")
         assert block.facts.terms == terms
@@ -187,7 +185,8 @@ def test_ignored_targets_are_no_terms(reduction: str, weighted: bool) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("policy", ["all", "small_only"])
-def test_a_padded_batch_is_the_ragged_one(reduction: str, sharing: str, policy: str) -> None:
+@pytest.mark.parametrize("told", ["weights", "terms"])
+def test_a_padded_batch_is_the_ragged_one(reduction: str, sharing: str, policy: str, told: str) -> None:
     """Causal attention and padding on the right, so that what is padded is seen by nobody."""
     p = PROBLEMS["gpt"]
     lengths = (6, 2, 4)
@@ -196,7 +195,8 @@ def test_a_padded_batch_is_the_ragged_one(reduction: str, sharing: str, policy: 
     for i, length in enumerate(lengths):
         targets[i, length:] = IGNORE
         weights[i, :length] = 1
-    with padded.capture(model, loss_reduction=reduction, token_weights=weights):
+    what = {"token_weights": weights} if told == "weights" else {"num_terms": sum(lengths)}
+    with padded.capture(model, loss_reduction=reduction, **what):
         cross_entropy(model, p.inputs, targets, reduction).backward()
     with ragged.capture(model, loss_reduction=reduction, num_terms=0) as cap:
         for i, length in enumerate(lengths):

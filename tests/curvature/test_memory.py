@@ -90,10 +90,7 @@ def gpt2_head() -> dict[str, int]:
     "moment",
     [
         "at rest",
-        pytest.param(
-            "captured",
-            marks=pytest.mark.xfail(reason="the float64 Gram of the bound on κ, 8 MB, stays with U", strict=True),
-        ),
+        "captured",
         "solved",
     ],
 )

@@ -1,0 +1,76 @@
+"""Bugs that were found by reading and trying, each with the smallest case that showed it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gramian
+from tests.curvature.problems import narrow
+
+
+def net(*widths: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [m for i, o in zip(widths, widths[1:], strict=False) for m in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def classify(model: nn.Module, kfac: gramian.KFACNaturalGradient, seed: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, model[0].in_features, generator=generator, dtype=torch.float64)
+    y = torch.randint(model[-1].out_features, (count,), generator=generator)
+    with kfac.capture(model, num_terms=count):
+        F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("head", [False, True], ids=["estimated head", "exact head"])
+def test_a_long_average_of_wide_sides_neither_grows_nor_fades(monkeypatch: pytest.MonkeyPatch, head: bool) -> None:
+    narrow(monkeypatch, 20)
+    model = net(40, 64, 30)
+    kfac = gramian.KFACNaturalGradient(
+        update_freq=1, ema_decay=0.9, kfac_auto_t_max=16, kfac_true_fisher_head=head, max_condition_number=1e12
+    )
+    traces = []
+    for seed in range(60):
+        classify(model, kfac, seed, 16)
+        model.zero_grad()
+        traces.append([float(f.trace()) for block in kfac.kfac_factors.values() for f in block.factors.values()])
+    late, early = torch.tensor(traces[40:]).mean(0), torch.tensor(traces[:20]).mean(0)
+    assert ((late / early - 1).abs() < 0.5).all()
+    assert kfac.kfac_factors["2"].G.rank <= 16
+
+
+def test_a_side_that_may_be_dense_becomes_so_when_an_average_has_too_many_columns() -> None:
+    model, average = net(40, 64, 30), gramian.KFACNaturalGradient(update_freq=1, ema_decay=0.5, kfac_auto_t_max=8)
+    whole = gramian.KFACNaturalGradient(update_freq=1, ema_decay=0.5, kfac_policy="small_only")
+    for seed in range(3):
+        for kfac in (average, whole):
+            classify(model, kfac, seed, 8)
+            model.zero_grad()
+    for name, block in whole.kfac_factors.items():
+        for side, factor in block.factors.items():
+            assert average.kfac_factors[name].factors[side].kind == "dense"
+            torch.testing.assert_close(average.kfac_factors[name].factors[side].to_dense(), factor.to_dense())
+
+
+def test_weights_that_sum_to_less_than_one_scale_nothing() -> None:
+    model, w = net(5, 4), torch.arange(1.0, 7.0, dtype=torch.float64)
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(4, (6,))
+    found = []
+    for scale in (1.0, 0.5 / float(w.sum())):
+        kfac = gramian.KFACNaturalGradient()
+        with kfac.capture(model, token_weights=scale * w[:, None]):
+            ((w * F.cross_entropy(model(x), y, reduction="none")).sum() / w.sum()).backward()
+        found.append(kfac.kfac_factors["0"].G.to_dense())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_passes_of_our_own_are_refused_inside_another_capture() -> None:
+    model, kfac = net(5, 4), gramian.KFACNaturalGradient()
+    batch = torch.randn(6, 5, dtype=torch.float64), torch.randint(4, (6,))
+    with gramian.per_sample_norms(model) as norms:
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        with pytest.raises(gramian.GramianError, match="model: is inside an open capture"):
+            kfac.collect_kfac_factors(model, batch)
+    assert len(norms.values) == 6
+    assert kfac.steps == 0

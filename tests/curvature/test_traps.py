@@ -1,0 +1,593 @@
+"""Traps that K-FAC codes fall into, each of which must turn a test red.
+
+A trap is put back into the package, by an edit of one function or another in its place, while a test of the suite runs; the
+same test is green without it. `docs/traps.md` is the list for people; it is checked against this one.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gramian.curvature import Block
+from gramian.curvature.estimate import KroneckerSums
+from gramian.linalg import Dense, DiagonalLowRank, Spectral
+from gramian.linalg.stored import store_columns
+from tests.curvature import (
+    test_bias,
+    test_damping,
+    test_factors,
+    test_failures,
+    test_fisher_types,
+    test_layers,
+    test_loss_contract,
+    test_options,
+    test_precondition,
+    test_record,
+)
+from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
+from tests.linalg import test_cholesky, test_clip, test_factor, test_precision, test_stored
+from tests.linalg.matrices import CASES
+from tests.test_mutations import RED, Edit, Mutation, Swap
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "traps.md"
+
+
+# ---- traps that are more than an edit --------------------------------------------------------------------------------
+
+
+def _raw_where_fractional(
+    self: Any, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None
+) -> Tensor:
+    return Spectral.power(self, y_NK, p, damping, max_condition) if p == int(p) else y_NK.to(self.dtype)
+
+
+_power = Block.power
+
+
+def _without_the_last_input(self: Block, y_OM: Tensor, *arguments: Any) -> Tensor:
+    """A without its row and column of the bias, where the bias has no gradient."""
+    if self.A is None or not self.spec.has_bias or bool(y_OM[:, -1].any()):
+        return _power(self, y_OM, *arguments)
+    smaller = replace(self, A=Dense.of(self.A.dense()[:-1, :-1], self.A.storage_dtype))
+    return torch.cat([_power(smaller, y_OM[:, :-1], *arguments), torch.zeros_like(y_OM[:, -1:])], dim=1)
+
+
+_update = KroneckerSums.update
+
+
+def _update_whatever_happens(self: KroneckerSums, *arguments: Any) -> None:
+    with suppress(RuntimeError):
+        _update(self, *arguments)
+
+
+def _diagonal_of_what_was_not_rounded(cls: Any, weighted_p_NR: Tensor, storage: torch.dtype) -> DiagonalLowRank:
+    p = weighted_p_NR.double()
+    return cls(p @ p.sum(0), store_columns(weighted_p_NR, storage), -1)
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _patched(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test that wants a monkeypatch, under its own name."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(*arguments, monkeypatch=patch)
+
+    return check
+
+
+def _labels_seen(test: Callable[..., None]) -> Callable[[], None]:
+    """A test that wants to see the labels of every loss."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(test_fisher_types.drawn.__wrapped__(patch))
+
+    return check
+
+
+def _of_case(test: Callable[..., None], name: str) -> Callable[[], None]:
+    """A test of a factor, a new one every time."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        test(CASES[name]())
+
+    return check
+
+
+def _powers(p: float, mode: str, clip: str, policy: str) -> Callable[[], None]:
+    return functools.partial(test_damping.test_powers_are_those_of_the_whole_matrix, "mlp", p, mode, clip, policy)
+
+
+def _wrong_option(name: str, value: Any) -> Callable[[], None]:
+    test = test_options.test_a_wrong_value_is_refused_by_name_with_what_would_be_accepted
+    return functools.partial(test, name, value)
+
+
+def _clipped(shape: tuple[int, int]) -> Callable[[], None]:
+    test = test_options.test_the_clip_raises_eigenvalues_to_the_largest_over_kappa
+    return functools.partial(test, -1.0, 3.0, True, shape)
+
+
+def _sequence_first() -> Callable[[], None]:
+    message = r"token_weights: expected shape \[3, T\], got \[6, 3\]"
+    return functools.partial(test_loss_contract.test_weights_that_are_none_are_refused, torch.ones(6, 3), message)
+
+
+@pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_in_half_precision_has_powers_and_products(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Its gradients are half precision numbers, its factors and what is done with them are not."""
+    model = net(dtype=dtype)
+    kfac = test_options.make(woodbury_dtype="fp32", damping_mode="factored", damping=1e-2)
+    refresh(kfac, model, words(shape))
+    a_side, g_side = sides(kfac, "q")
+    y = model.q.weight.grad.double()
+    for p in (-1.0, -0.5):
+        found = kfac.compute_natural_gradient(model, power=p)["q.weight"]
+        left, right = (test_options.raised(test_options.damped(t, 1e-2, 1e6), p) for t in (g_side, a_side))
+        assert found.dtype == dtype
+        assert_near(found, left @ y @ right, 4 * torch.finfo(dtype).eps)
+    product = kfac.compute_fisher_vector_product({"q.weight": model.q.weight.grad})["q.weight"]
+    assert product.dtype == dtype
+    assert_near(product, g_side @ y @ a_side, 4 * torch.finfo(dtype).eps)
+
+
+# ---- the list --------------------------------------------------------------------------------------------------------
+
+_CURVATURE, _LINALG = "gramian.curvature", "gramian.linalg"
+_KFAC, _SUMS = f"{_CURVATURE}.kfac:KFACNaturalGradient", f"{_CURVATURE}.estimate:KroneckerSums"
+
+TRAPS = (
+    # ---- mathematics ----
+    Mutation(
+        "G of a mean loss not rescaled",
+        (Edit(f"{_CURVATURE}.capture:KFACCapture.pass_info", '"mean": mean', '"mean": 1.0'),),
+        functools.partial(
+            test_loss_contract.test_factors_do_not_depend_on_how_the_loss_is_written,
+            test_loss_contract.mean,
+            "mlp",
+            "expand",
+        ),
+    ),
+    Mutation(
+        "columns cast to half precision as they are",
+        (Edit(f"{_LINALG}.stored:store_columns", "_powers_of_two(top_R / 2**10)", "torch.ones_like(top_R)"),),
+        functools.partial(test_stored.test_softmax_heads_stay_positive, torch.float16, 1.0),
+    ),
+    Mutation(
+        "matrices cast to half precision as they are",
+        (
+            Edit(
+                f"{_LINALG}.stored:store_symmetric",
+                "_powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())",
+                "torch.ones_like(matrix_NN.diagonal())",
+            ),
+        ),
+        functools.partial(
+            test_options.test_tiny_gradients_of_a_mean_over_thousands_of_tokens_do_not_underflow, 7, "fp16"
+        ),
+    ),
+    Mutation(
+        "joint damping put on each side",
+        (Edit(f"{_CURVATURE}.damping:Damping.joint", 'self.mode == "joint"', "False"),),
+        _powers(-1.0, "joint", "off", "all"),
+    ),
+    Mutation(
+        "damping not balanced between the sides",
+        (Edit(f"{_CURVATURE}.damping:resolve", "(mean_A / mean_G) ** 0.5", "1.0"),),
+        test_damping.test_pi_balances_the_two_sides,
+    ),
+    Mutation(
+        "parameters outside K-FAC at another scale",
+        (
+            Edit(
+                f"{_KFAC}._without_curvature",
+                "for p in block.spec.parameters}",
+                "for p in block.spec.parameters if block.A is not None}",
+            ),
+        ),
+        functools.partial(test_damping.test_blocks_without_two_sides_are_damped_whole, "pi", 1e-4, -1.0, "off"),
+    ),
+    Mutation(
+        "undamped product by subtracting λv",
+        (
+            Edit(
+                f"{_KFAC}.compute_fisher_vector_product",
+                "return self._apply(self._touched(vector), vector, 1.0 if damped else None)",
+                "found = self._apply(self._touched(vector), vector, 1.0); "
+                "return found if damped else {n: t - self.options.damping * vector[n] for n, t in found.items()}",
+            ),
+        ),
+        functools.partial(
+            test_damping.test_the_fisher_vector_product_is_undamped_unless_asked, "joint", "on", "small_only"
+        ),
+    ),
+    Mutation(
+        "drawn labels one position off",
+        (
+            Edit(
+                f"{_CURVATURE}.fisher:run_passes",
+                "draw_labels(logits, seed, samples, draw)",
+                "draw_labels(logits, seed, samples, draw).roll(-1, -1)",
+            ),
+        ),
+        _labels_seen(test_fisher_types.test_drawn_labels_are_aligned_with_the_logits_of_a_causal_model),
+    ),
+    Mutation(
+        "average that starts from the first estimate corrected once more",
+        (
+            Edit(
+                f"{_CURVATURE}.build:average",
+                "new.with_factors(new.A, new.G, facts)",
+                "new.with_factors(new.A, Dense.of(new.G.dense() / (1 - decay**k), new.G.storage_dtype), facts)",
+            ),
+        ),
+        functools.partial(test_loss_contract.test_factors_are_debiased_averages_over_refreshes, 40, 0.6),
+    ),
+    Mutation(
+        "complement of a low-rank side not clipped",
+        (Edit(f"{_LINALG}.factor:Spectral.power", "lowest = max(damping, floor)", "lowest = damping"),),
+        _clipped(FEW),
+    ),
+    Mutation(
+        "clip on the inputs' side only",
+        (
+            Edit(
+                f"{_CURVATURE}.block:Block._solves",
+                "if damping.max_condition is None:",
+                'if damping.max_condition is None or side == "G":',
+            ),
+        ),
+        _clipped(FEW),
+    ),
+    # ---- what did not work at all ----
+    Mutation(
+        "the user's own backward brings no factors",
+        (Edit(f"{_CURVATURE}.capture:KFACCapture._leave", "self._kfac._finish(self)", "self._kfac._open = False"),),
+        functools.partial(
+            test_failures.test_captures_of_other_objects_share_one_backward_and_see_what_they_see_alone, True
+        ),
+    ),
+    Mutation(
+        "no refresh at the first step",
+        (
+            Edit(
+                f"{_KFAC}._begin_step",
+                "self._last_refresh is None or step - self._last_refresh >= self.options.update_freq",
+                "(step + 1) % self.options.update_freq == 0",
+            ),
+        ),
+        test_loss_contract.test_the_first_step_refreshes_and_then_every_nth,
+    ),
+    Mutation(
+        "half-precision gradients not widened",
+        (
+            Edit(f"{_CURVATURE}.application:_apply_block", "t.detach().to(wide)", "t.detach()"),
+            Edit(f"{_LINALG}.factor:Spectral.power", "y_NK = y_NK.to(self.working_dtype(lowest))", "pass"),
+            Edit(f"{_LINALG}.dense:Dense.to_basis", "[1].to(y_NK)", "[1]"),
+        ),
+        functools.partial(test_a_model_in_half_precision_has_powers_and_products, torch.bfloat16, MANY),
+    ),
+    Mutation(
+        "product with a weight whose bias is missing",
+        (
+            Edit(
+                f"{_CURVATURE}.blocks:Spec.matrix",
+                "if not self.has_bias:",
+                "if not self.has_bias or parts[1] is None:",
+            ),
+        ),
+        functools.partial(
+            test_bias.test_a_product_with_half_a_layer_is_that_with_zeros_for_the_rest, "weight", False, MANY
+        ),
+    ),
+    Mutation(
+        "fractional power of a low-rank side left out",
+        (Swap(f"{_LINALG}.low_rank:LowRank.power", _raw_where_fractional),),
+        _powers(-0.5, "factored", "off", "all"),
+    ),
+    # ---- precision ----
+    Mutation(
+        "float32 whatever the damping",
+        (
+            Edit(
+                f"{_LINALG}.factor:Factor.working_dtype",
+                "return torch.float32 if trusted else torch.float64",
+                "return torch.float32",
+            ),
+        ),
+        functools.partial(test_precision.test_a_float32_right_hand_side_is_solved_for_what_it_is, torch.float32, 1e-6),
+    ),
+    Mutation(
+        "jitter in absolute numbers",
+        (
+            Edit(
+                f"{_LINALG}.cholesky:Cholesky._repair",
+                "scale = float(matrix.diagonal().double().abs().mean()) or 1.0",
+                "scale = 1.0",
+            ),
+        ),
+        test_cholesky.test_a_large_matrix_in_float32_would_not_feel_an_absolute_jitter,
+    ),
+    # ---- shapes, calls, masks ----
+    Mutation(
+        "U transposed",
+        (Edit(f"{_CURVATURE}.build:Builder._moment_factor", "LowRank.of(rows.mT,", "LowRank.of(rows,"),),
+        functools.partial(test_factors.test_factors_are_means_of_outer_products, "mlp", "all", "expand"),
+    ),
+    Mutation(
+        "stale inverse after another damping",
+        (
+            Edit(
+                f"{_LINALG}.dense:Dense.prepare_solve",
+                "if damping in self._cholesky:",
+                "self._cholesky = {damping: system for system in self._cholesky.values()}\n    if self._cholesky:",
+            ),
+        ),
+        _of_case(test_factor.test_solutions_are_those_of_eigh, "dense"),
+    ),
+    Mutation(
+        "identity in place of eigenvectors without the clip",
+        (
+            Edit(
+                f"{_CURVATURE}.block:Block.power",
+                "turned = factor.power(turned, p, value, damping.max_condition)",
+                "turned = factor.power(turned, p, value, damping.max_condition) if damping.max_condition else "
+                "(factor.diagonal() + value).pow(p)[:, None] * turned",
+            ),
+        ),
+        _powers(-0.5, "factored", "off", "small_only"),
+    ),
+    Mutation(
+        "clip without the damping",
+        (
+            Edit(
+                f"{_LINALG}.factor:Spectral.power",
+                "raised(self.spectrum.double() + damping, floor)",
+                "raised(self.spectrum.double() + (0.0 if floor else damping), floor)",
+            ),
+        ),
+        _clipped(MANY),
+    ),
+    Mutation(
+        "A cut down where the bias has no gradient",
+        (Swap(f"{_CURVATURE}.block:Block.power", _without_the_last_input),),
+        functools.partial(test_bias.test_a_missing_bias_gradient_counts_as_zero, MANY),
+    ),
+    Mutation(
+        "only the last call of a module kept",
+        (
+            Edit(
+                f"{_SUMS}.update",
+                "sides, block = record.sides(), sums[spec.name]",
+                "sides, block = record.sides(), sums[spec.name]; block.inputs = block.gradients = None",
+            ),
+        ),
+        functools.partial(test_layers.test_matrices_have_k_fac_factors, "reused"),
+    ),
+    Mutation(
+        "padding counted in A",
+        (
+            Edit(
+                f"{_SUMS}.update",
+                "self._choose(sides, info, record.layer, block.inputs.keep)",
+                "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
+            ),
+        ),
+        functools.partial(test_loss_contract.test_ignored_targets_are_no_terms, "mean", True),
+    ),
+    Mutation(
+        "weights of the terms ignored in G",
+        (
+            Edit(
+                f"{_SUMS}.update",
+                "self._choose(sides, info, record.layer, keep)",
+                "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
+            ),
+        ),
+        test_loss_contract.test_fractional_weights_are_those_of_the_terms,
+    ),
+    Mutation(
+        "mask matched by its number of elements",
+        (
+            Edit(
+                f"{_CURVATURE}.capture:KFACCapture.pass_info",
+                "if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):",
+                "weights = None if weights is None else weights.reshape(batch, -1)\n    if False:",
+            ),
+        ),
+        _sequence_first(),
+    ),
+    Mutation(
+        "batch with NaN in the factors",
+        (Swap(f"{_CURVATURE}.build:_refuse_not_finite", lambda blocks: None),),
+        functools.partial(
+            test_failures.test_a_batch_that_is_not_finite_is_dropped_as_a_whole, float("nan"), "loss", 30
+        ),
+    ),
+    Mutation(
+        "exceptions of the sums swallowed",
+        (Swap(f"{_SUMS}.update", _update_whatever_happens),),
+        _patched(test_failures.test_no_memory_in_the_middle_of_the_sums_drops_the_refresh, 2, MANY),
+    ),
+    Mutation(
+        "one eigendecomposition that fails ends everything",
+        (Edit(f"{_LINALG}.dense:Dense._decomposed", 'if "NaN" in str(error):', "if True:"),),
+        _patched(
+            test_failures.test_without_eigenvectors_a_dense_side_goes_by_its_diagonal,
+            torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge"),
+        ),
+    ),
+    Mutation(
+        "attention's projections left out",
+        (
+            Edit(
+                f"{_CURVATURE}.blocks:find_blocks",
+                "if name not in taken:",
+                'if name not in taken and "in_proj" not in name and "out_proj" not in name:',
+            ),
+        ),
+        test_layers.test_attention_is_covered_whole,
+    ),
+    Mutation(
+        "Conv1D of GPT-2 left out of K-FAC",
+        (Edit(f"{_CURVATURE}.blocks:_kronecker", "if form is None:", 'if form is None or form.layout == "in_out":'),),
+        functools.partial(test_layers.test_matrices_have_k_fac_factors, "hf_gpt2"),
+    ),
+    Mutation(
+        "narrow layers dropped",
+        (
+            Edit(
+                f"{_CURVATURE}.blocks:find_blocks",
+                "if isinstance(spec, str):",
+                "if isinstance(spec, str) and spec:\n                continue\n            if isinstance(spec, str):",
+            ),
+        ),
+        test_options.test_narrower_layers_are_no_kronecker_blocks,
+    ),
+    Mutation(
+        "the user's gradients lost",
+        (Edit(f"{_CURVATURE}.untouched:untouched", "p.grad = gradient", "p.grad = None"),),
+        functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "empirical", False),
+    ),
+    Mutation(
+        "the user's random state moved on",
+        (
+            Edit(
+                f"{_CURVATURE}.untouched:untouched",
+                "torch.random.fork_rng(devices=devices), torch.enable_grad()",
+                "torch.enable_grad()",
+            ),
+        ),
+        functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "mc", False),
+    ),
+    Mutation(
+        "head found by the end of its name",
+        (
+            Edit(
+                f"{_KFAC}._known_head",
+                "return names.get(id(module)) if module is not None else None",
+                'return next((name for name in names.values() if name.endswith("lm_head")), None)',
+            ),
+        ),
+        test_fisher_types.test_the_head_is_what_the_model_says_it_is,
+    ),
+    Mutation(
+        "parameters told apart by name",
+        (Edit(f"{_CURVATURE}.consistency:unique_parameters", "if id(p) not in seen:", "if name not in seen:"),),
+        test_precondition.test_a_tied_parameter_is_preconditioned_once,
+    ),
+    # ---- the exact head ----
+    Mutation(
+        "exact head without its diagonal",
+        (
+            Edit(
+                f"{_CURVATURE}.build:Builder._softmax_factor",
+                "DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype)",
+                "LowRank.of((rows * scale**0.5).mT, dtype)",
+            ),
+        ),
+        functools.partial(
+            test_fisher_types.test_the_exact_head_is_the_softmax_fisher,
+            2,
+            "all",
+            "diagonal minus low rank",
+            "all",
+            "expand",
+        ),
+    ),
+    Mutation(
+        "tokens without a loss in the exact head",
+        (Edit(f"{_SUMS}._add_head", "(g_TV != 0).any(1).to(p_TV)", "torch.ones_like(p_TV[:, 0])"),),
+        test_fisher_types.test_the_exact_head_has_the_tokens_with_a_loss_where_no_weights_are_given,
+    ),
+    Mutation(
+        "exact head indefinite after rounding",
+        (Swap(f"{_LINALG}.diagonal_low_rank:DiagonalLowRank.softmax", classmethod(_diagonal_of_what_was_not_rounded)),),
+        functools.partial(test_stored.test_softmax_heads_stay_positive, torch.float16, 10.0),
+    ),
+    # ---- options and log ----
+    Mutation(
+        "unknown words accepted as options",
+        (Swap(f"{_CURVATURE}.options:_one_of", lambda name, value, accepted: None),),
+        _wrong_option("kfac_policy", "some"),
+    ),
+    Mutation(
+        "damping of zero accepted",
+        (
+            Edit(
+                f"{_CURVATURE}.options:Options.__post_init__",
+                "if not _number(value) or not value > 0:",
+                "if not _number(value):",
+            ),
+        ),
+        _wrong_option("damping", 0.0),
+    ),
+    Mutation(
+        "device in the log that is not the factors'",
+        (Edit(f"{_CURVATURE}.journal:layer_line", 'f"storage={devices}"', '"storage=cuda"'),),
+        test_record.test_a_layers_line_is_true,
+    ),
+    Mutation(
+        "dtype in the record that is not the factors'",
+        (
+            Edit(
+                f"{_CURVATURE}.journal:_side",
+                'str(factor.storage_dtype).removeprefix("torch.")',
+                '"float16"',
+            ),
+        ),
+        functools.partial(
+            test_options.test_both_sides_rest_in_the_dtype_that_was_asked_for, "bf16", torch.float32, FEW
+        ),
+    ),
+    Mutation(
+        "clipped eigenvalues counted after the clip",
+        (
+            Edit(
+                f"{_LINALG}.factor:Spectral.clip",
+                "values = self.spectrum.double() + damping",
+                "values = raised(self.spectrum.double() + damping, floor)",
+            ),
+        ),
+        functools.partial(test_clip.test_count_mass_and_floor_are_those_of_eigh, "dense", 50.0),
+    ),
+)
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.name)
+def test_a_trap_that_is_put_back_turns_its_test_red(trap: Mutation) -> None:
+    trap.check()
+    with trap.applied(), pytest.raises(RED):
+        trap.check()
+    trap.check()
+
+
+def test_the_document_lists_every_trap_with_its_test() -> None:
+    rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
+    listed = [(row[0].removeprefix("| "), row[2].removesuffix(" |").strip("`")) for row in rows]
+    assert listed == [(trap.name, trap.test) for trap in TRAPS]
+
+
+def test_every_test_that_is_named_exists() -> None:
+    for trap in TRAPS:
+        file, _, function = trap.test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(), trap.name
+    assert len({trap.name for trap in TRAPS}) == len(TRAPS)
