@@ -268,7 +268,7 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
-    k = 1 if old is None else old.facts.refreshes + 1
+    k = 1 if old is None or decay == 0 else old.facts.refreshes + 1
     facts = replace(new.facts, refreshes=k)
     if old is None or decay == 0:
         return new.with_factors(new.A, new.G, facts)

@@ -47,7 +47,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
     sides: dict[str, Any] = {}
     for side, factor in block.factors.items():
         value = damping.lambda_A if side == "A" else damping.lambda_G
-        sides[side] = _side(side, factor, value, block, kfac.options.max_condition)
+        sides[side] = _side(side, factor, value, block, None if damping.joint else kfac.options.max_condition)
     return {
         "approximation": spec.approximation,
         "why_not_kfac": spec.why,

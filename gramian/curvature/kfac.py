@@ -25,6 +25,7 @@ from gramian.curvature.consistency import by_itself_of_many, check_spec, has_fac
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
 from gramian.errors import GramianError
+from gramian.taps.capture import check_arguments
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_modules, unwrap
@@ -183,21 +184,26 @@ class KFACNaturalGradient:
         Returns:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
+        check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
         check_terms(num_terms, token_weights)
         self._refuse_nested()
         if not self._begin_step(force):
             return Idle()
-        return self._capture(
-            model,
-            loss_reduction=loss_reduction,
-            num_terms=num_terms,
-            token_weights=token_weights,
-            loss_scale=loss_scale,
-            batch_size=batch_size,
-            head=head,
-            estimate="empirical",
-            exact_head=self.options.kfac_true_fisher_head,
-        )
+        try:
+            return self._capture(
+                model,
+                loss_reduction=loss_reduction,
+                num_terms=num_terms,
+                token_weights=token_weights,
+                loss_scale=loss_scale,
+                batch_size=batch_size,
+                head=head,
+                estimate="empirical",
+                exact_head=self.options.kfac_true_fisher_head,
+            )
+        except GramianError:
+            self.steps -= 1  # what was refused is no step
+            raise
 
     def _capture(
         self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
@@ -208,6 +214,9 @@ class KFACNaturalGradient:
         root = unwrap(model)
         if any(hasattr(p, "placements") for p in root.parameters()):
             raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
+        known = None if self._model is None else self._model()
+        if known is not None and known is not root and self.kfac_factors:
+            raise GramianError("model: the factors here are those of another model; expected one object for each model")
         specs = self._check_model(root)
         found = self._known_head(root, head)
         if exact_head and head is not None and not has_factors(head, specs):
@@ -321,9 +330,14 @@ class KFACNaturalGradient:
     def _seen_head(self, layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
         if layer is not None and has_factors(layer, specs):
             return layer
+        if exact_head and layer is not None:
+            raise GramianError(
+                f"head: {layer!r} has no K-FAC factors (frozen, or no linear layer); expected a trained one"
+            )
         if exact_head:
             raise GramianError(
-                "head: the model returns no linear layer's output as it is; expected head= with the name of its output layer"
+                "head: no trained layer was seen whose output the model returns as it is (a compiled model hides it); "
+                "expected head= with the name of its output layer"
             )
         return None
 
@@ -484,6 +498,10 @@ class KFACNaturalGradient:
                 raise GramianError(f"{name}: has factors, but is no trainable layer now; expected the captured model")
             check_spec(block.spec, now)
         return specs
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, belongs to no model until it captures one or is loaded with one."""
+        return {**self.__dict__, "_model": None}
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 

@@ -23,13 +23,14 @@ def precondition(
     """Let an optimizer step along natural gradients.
 
     Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by
-    min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ bounds how far the step moves the model's predictions.
+    min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves
+    the model's predictions.
 
     Args:
         optimizer: whose step is preconditioned; it stays the same object.
         model: whose parameters it steps.
         kfac: brings the curvature; the user wraps the backward in `kfac.capture`.
-        kl_clip: bound on KL; None: no bound.
+        kl_clip: bound on that estimate; None: no bound.
 
     Returns:
         The optimizer.

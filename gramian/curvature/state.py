@@ -84,7 +84,7 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     if saved["schema"] != SCHEMA:
         raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
     specs = find_blocks(root, kfac.options) if root is not None else dict(kfac._specs)
-    device = next(root.parameters()).device if root is not None else None
+    device = _home(kfac, root)
     generator = torch.Generator()
     try:
         blocks = _blocks(saved, specs, device)
@@ -108,6 +108,13 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     kfac._specs = specs or {name: block.spec for name, block in blocks.items()}
 
 
+def _home(kfac: KFACNaturalGradient, root: nn.Module | None) -> torch.device | None:
+    """Where loaded factors go: as the option says, else to the model; None: they stay."""
+    if kfac.options.woodbury_store_device != "auto":
+        return torch.device(kfac.options.woodbury_store_device)
+    return None if root is None else next(root.parameters()).device
+
+
 def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None) -> dict[str, Block]:
     """The blocks of a state, each checked against the model's own."""
     made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
@@ -129,13 +136,15 @@ def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.d
         for side, wanted in (("A", spec.inputs), ("G", spec.outputs)):
             if side in block.factors and block.factors[side].dim != wanted:
                 raise GramianError(f"{name}: {side} has side {block.factors[side].dim}; expected {wanted}")
+            if side in block.factors and not bool(block.factors[side].trace().isfinite()):
+                raise GramianError(f"{name}: {side} holds NaN or infinity; expected finite factors")
         blocks[name] = block
     return blocks
 
 
 def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) -> Factor:
     tensors = {
-        name: t if device is None else t.to(device) if t.device.type == "cpu" else t
+        name: t if device is None or t.device.type == device.type else t.to(device)
         for name, t in parts.items()
         if isinstance(t, Tensor)
     }

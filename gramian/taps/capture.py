@@ -64,7 +64,7 @@ class Capture:
         """
         if not isinstance(model, nn.Module):
             raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
-        _check_arguments(loss_reduction, batch_size, sample_ids, token_weights, loss_scale)
+        check_arguments(loss_reduction, batch_size, sample_ids, token_weights, loss_scale)
         if not statistics:
             raise GramianError("statistics: expected at least one")
         for statistic in statistics:
@@ -251,9 +251,7 @@ class Capture:
             self._audit = self._new_audit()
 
 
-def _check_arguments(
-    loss_reduction: Any, batch_size: Any, sample_ids: Any, token_weights: Any, loss_scale: Any
-) -> None:
+def check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, token_weights: Any, loss_scale: Any) -> None:
     """Raise GramianError for the first argument that is not what it should be."""
     if loss_reduction not in ("mean", "sum") and not (_is_number(loss_reduction) and loss_reduction):
         raise GramianError(

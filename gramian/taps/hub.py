@@ -314,6 +314,9 @@ def _maker(output: Any) -> str | None:
     node = logits.grad_fn if isinstance(logits, Tensor) else None
     while node is not None:
         use = getattr(node, "use", None)
+        if isinstance(use, Use) and use.tap.is_root:  # the root's own parameters are seen behind its last layer
+            node = node.next_functions[1][0] if len(node.next_functions) > 1 else None
+            continue
         if isinstance(use, Use):
             return use.tap.name
         if not any(word in node.name() for word in ("View", "Reshape", "Alias", "ToCopy", "Squeeze")):

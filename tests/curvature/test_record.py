@@ -277,7 +277,7 @@ class Switched(Net):
 
 def test_a_layer_that_a_refresh_did_not_reach_grows_old_alone() -> None:
     torch.manual_seed(0)
-    model, kfac = Switched(), make()
+    model, kfac = Switched(), make(ema_decay=0.5)
     refresh(kfac, model)
     model.skip = True
     refresh(kfac, model)

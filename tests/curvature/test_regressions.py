@@ -1,5 +1,8 @@
 """Bugs that were found by reading and trying, each with the smallest case that showed it."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +77,68 @@ def test_passes_of_our_own_are_refused_inside_another_capture() -> None:
             kfac.collect_kfac_factors(model, batch)
     assert len(norms.values) == 6
     assert kfac.steps == 0
+
+
+class WithPositions(nn.Module):
+    """A root with a parameter of its own, so that the root is tapped too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(5))
+        self.inner, self.head = nn.Linear(5, 6), nn.Linear(6, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x + self.offset).tanh())
+
+
+def test_the_head_is_found_behind_a_root_with_parameters_of_its_own() -> None:
+    model, kfac = WithPositions().double(), gramian.KFACNaturalGradient(kfac_true_fisher_head=True)
+    with kfac.capture(model, num_terms=6):
+        F.cross_entropy(model(torch.randn(6, 5, dtype=torch.float64)), torch.randint(40, (6,))).backward()
+    assert kfac.head == "head"
+    assert kfac.kfac_factors["head"].G.kind == "diagonal minus low rank"
+
+
+def test_a_frozen_head_is_refused_as_such() -> None:
+    model, kfac = WithPositions().double(), gramian.KFACNaturalGradient(kfac_true_fisher_head=True)
+    model.head.requires_grad_(False)
+    with (
+        pytest.raises(gramian.GramianError, match="head: no trained layer was seen"),
+        kfac.capture(model, num_terms=6),
+    ):
+        F.cross_entropy(model(torch.randn(6, 5, dtype=torch.float64)), torch.randint(40, (6,))).backward()
+
+
+def test_one_object_serves_one_model() -> None:
+    kfac, first, second = gramian.KFACNaturalGradient(update_freq=1), net(5, 4), net(5, 4)
+    classify(first, kfac, 0, 6)
+    with pytest.raises(gramian.GramianError, match="model: the factors here are those of another model"):
+        classify(second, kfac, 0, 6)
+    assert kfac.steps == 1
+
+
+def test_a_pickle_has_the_factors_and_no_model() -> None:
+    kfac, model = gramian.KFACNaturalGradient(), net(5, 4)
+    classify(model, kfac, 0, 6)
+    again = pickle.loads(pickle.dumps(kfac))
+    got, want = again.compute_natural_gradient(model), kfac.compute_natural_gradient(model)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("told", [{"loss_reduction": "median"}, {"batch_size": -1}, {"loss_scale": 0.0}])
+def test_a_step_without_a_refresh_checks_what_it_is_told(told: dict) -> None:
+    kfac, model = gramian.KFACNaturalGradient(update_freq=10), net(5, 4)
+    classify(model, kfac, 0, 6)
+    with pytest.raises(gramian.GramianError, match=next(iter(told))):
+        kfac.capture(model, num_terms=6, **told)
+    assert kfac.steps == 1
+
+
+def test_a_state_that_is_not_finite_is_refused_and_changes_nothing() -> None:
+    kfac, model = gramian.KFACNaturalGradient(), net(5, 4)
+    classify(model, kfac, 0, 6)
+    state, before = copy.deepcopy(kfac.state_dict()), kfac.kfac_factors["0"]
+    state["factors"]["0"]["body"][0, 0] = float("nan")
+    with pytest.raises(gramian.GramianError, match="0: A holds NaN"):
+        kfac.load_state_dict(state)
+    assert kfac.kfac_factors["0"] is before

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gramian.curvature import Block
 from gramian.curvature.estimate import KroneckerSums
-from gramian.linalg import Dense, DiagonalLowRank, Spectral
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.stored import store_columns
 from tests.curvature import (
     test_bias,
@@ -32,9 +32,10 @@ from tests.curvature import (
     test_record,
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
+from tests.curvature.test_memory import Largest
 from tests.linalg import test_cholesky, test_clip, test_factor, test_precision, test_stored
-from tests.linalg.matrices import CASES
-from tests.test_mutations import RED, Edit, Mutation, Swap
+from tests.linalg.matrices import CASES, normal
+from tests.test_mutations import RED, Edit, Mutation, Swap, _package
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "traps.md"
@@ -98,12 +99,12 @@ def _labels_seen(test: Callable[..., None]) -> Callable[[], None]:
     return check
 
 
-def _of_case(test: Callable[..., None], name: str) -> Callable[[], None]:
+def _of_case(test: Callable[..., None], name: str, *arguments: Any) -> Callable[[], None]:
     """A test of a factor, a new one every time."""
 
     @functools.wraps(test)
     def check() -> None:
-        test(CASES[name]())
+        test(CASES[name](), *arguments)
 
     return check
 
@@ -120,6 +121,11 @@ def _wrong_option(name: str, value: Any) -> Callable[[], None]:
 def _clipped(shape: tuple[int, int]) -> Callable[[], None]:
     test = test_options.test_the_clip_raises_eigenvalues_to_the_largest_over_kappa
     return functools.partial(test, -1.0, 3.0, True, shape)
+
+
+def _exact_head(what: str) -> Callable[[], None]:
+    test = test_fisher_types.test_the_exact_head_is_the_softmax_fisher
+    return functools.partial(test, 2, "all", "diagonal minus low rank", what, "expand")
 
 
 def _sequence_first() -> Callable[[], None]:
@@ -146,6 +152,24 @@ def test_a_model_in_half_precision_has_powers_and_products(dtype: torch.dtype, s
     assert_near(product, g_side @ y @ a_side, 4 * torch.finfo(dtype).eps)
 
 
+FACTORS: dict[str, Callable[[Tensor], Factor]] = {
+    "diagonal": lambda u: Diagonal(u[:, 0]),
+    "low rank": LowRank.of,
+    "diagonal plus low rank": lambda u: DiagonalLowRank.of(u[:, 0], u, +1),
+    "softmax": lambda u: DiagonalLowRank.softmax(u / u.sum(0), torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_products_and_powers_write_no_matrix_out(kind: str) -> None:
+    u, y = normal(300, 4).abs(), normal(300, 2, seed=1)
+    factor = FACTORS[kind](u)
+    with Largest() as largest:
+        for result in (factor.matvec(y), factor.solve(y, 0.1), *(factor.power(y, p, 0.1) for p in (1.0, -0.5))):
+            assert result.shape == y.shape
+    assert largest.elements <= 4 * 300, f"{largest.elements} elements by {largest.operator}"
+
+
 # ---- the list --------------------------------------------------------------------------------------------------------
 
 _CURVATURE, _LINALG = "gramian.curvature", "gramian.linalg"
@@ -166,7 +190,9 @@ TRAPS = (
     Mutation(
         "columns cast to half precision as they are",
         (Edit(f"{_LINALG}.stored:store_columns", "_powers_of_two(top_R / 2**10)", "torch.ones_like(top_R)"),),
-        functools.partial(test_stored.test_softmax_heads_stay_positive, torch.float16, 1.0),
+        functools.partial(
+            test_options.test_tiny_gradients_of_a_mean_over_thousands_of_tokens_do_not_underflow, 2100, "fp16"
+        ),
     ),
     Mutation(
         "matrices cast to half precision as they are",
@@ -213,7 +239,7 @@ TRAPS = (
             ),
         ),
         functools.partial(
-            test_damping.test_the_fisher_vector_product_is_undamped_unless_asked, "joint", "on", "small_only"
+            test_damping.test_the_fisher_vector_product_is_undamped_unless_asked, "pi", "off", "small_only"
         ),
     ),
     Mutation(
@@ -228,7 +254,7 @@ TRAPS = (
         _labels_seen(test_fisher_types.test_drawn_labels_are_aligned_with_the_logits_of_a_causal_model),
     ),
     Mutation(
-        "average that starts from the first estimate corrected once more",
+        "first estimate of an average corrected once more",
         (
             Edit(
                 f"{_CURVATURE}.build:average",
@@ -241,7 +267,7 @@ TRAPS = (
     Mutation(
         "complement of a low-rank side not clipped",
         (Edit(f"{_LINALG}.factor:Spectral.power", "lowest = max(damping, floor)", "lowest = damping"),),
-        _clipped(FEW),
+        _of_case(test_factor.test_clipped_powers_are_those_of_eigh, "low rank", -1.0),
     ),
     Mutation(
         "clip on the inputs' side only",
@@ -369,6 +395,17 @@ TRAPS = (
         functools.partial(test_bias.test_a_missing_bias_gradient_counts_as_zero, MANY),
     ),
     Mutation(
+        "diagonal written out as a matrix",
+        (
+            Edit(
+                f"{_LINALG}.diagonal:Diagonal.matvec",
+                "self.values_N.to(y_NK.device)[:, None] * y_NK.to(self.dtype)",
+                "torch.diag(self.values_N) @ y_NK.to(self.dtype)",
+            ),
+        ),
+        functools.partial(test_products_and_powers_write_no_matrix_out, "diagonal"),
+    ),
+    Mutation(
         "only the last call of a module kept",
         (
             Edit(
@@ -420,9 +457,20 @@ TRAPS = (
         ),
     ),
     Mutation(
+        "infinities replaced by large numbers",
+        (
+            Edit(
+                f"{_SUMS}.update",
+                "self._rows(chosen, sides.inputs_BT, record.borrowed)",
+                "self._rows(chosen, sides.inputs_BT.nan_to_num(0.0, 1e6, -1e6), record.borrowed)",
+            ),
+        ),
+        test_failures.test_one_bad_side_drops_the_sides_that_are_good,
+    ),
+    Mutation(
         "exceptions of the sums swallowed",
         (Swap(f"{_SUMS}.update", _update_whatever_happens),),
-        _patched(test_failures.test_no_memory_in_the_middle_of_the_sums_drops_the_refresh, 2, MANY),
+        _patched(test_failures.test_no_memory_in_the_middle_of_the_sums_drops_the_refresh, 1, MANY),
     ),
     Mutation(
         "one eigendecomposition that fails ends everything",
@@ -501,19 +549,18 @@ TRAPS = (
                 "LowRank.of((rows * scale**0.5).mT, dtype)",
             ),
         ),
-        functools.partial(
-            test_fisher_types.test_the_exact_head_is_the_softmax_fisher,
-            2,
-            "all",
-            "diagonal minus low rank",
-            "all",
-            "expand",
-        ),
+        _exact_head("all"),
     ),
     Mutation(
         "tokens without a loss in the exact head",
-        (Edit(f"{_SUMS}._add_head", "(g_TV != 0).any(1).to(p_TV)", "torch.ones_like(p_TV[:, 0])"),),
-        test_fisher_types.test_the_exact_head_has_the_tokens_with_a_loss_where_no_weights_are_given,
+        (
+            Edit(
+                f"{_SUMS}._add_head",
+                "self._choose(sides, info, record.layer, keep)",
+                "Chosen(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
+            ),
+        ),
+        _exact_head("masked"),
     ),
     Mutation(
         "exact head indefinite after rounding",
@@ -578,6 +625,14 @@ def test_a_trap_that_is_put_back_turns_its_test_red(trap: Mutation) -> None:
     with trap.applied(), pytest.raises(RED):
         trap.check()
     trap.check()
+
+
+def test_a_trap_leaves_nothing_behind() -> None:
+    before = _package()
+    for trap in TRAPS:
+        with trap.applied():
+            assert _package() != before, trap.name
+        assert _package() == before, trap.name
 
 
 def test_the_document_lists_every_trap_with_its_test() -> None:
