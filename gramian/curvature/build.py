@@ -294,7 +294,7 @@ def _mixed(before: Factor, factor: Factor, share: float, most_columns: int, key:
     if factor.dim <= WIDEST_DENSE:
         dtype = torch.promote_types(before.dtype, factor.dtype)
         whole = (1 - share) * before.dense().to(dtype) + share * factor.dense().to(dtype)
-        return Dense.of(whole, factor.storage_dtype), 0.0
+        return Dense.of_sum(whole, factor.storage_dtype), 0.0
     assert isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     room = max(1, min(factor.rank, round(share * most_columns)))
     of_before = min(before.rank, most_columns - room)

@@ -1,14 +1,16 @@
 """What must hold between a model and its factors, and who may be asked for them."""
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gramian.curvature.blocks import Spec
 from gramian.curvature.options import Options
 from gramian.errors import GramianError
-from gramian.taps.names import named_parameters
+from gramian.taps.names import named_parameters, unwrap
 
 
 def check_spec(before: Spec, now: Spec) -> None:
@@ -30,6 +32,41 @@ def check_spec(before: Spec, now: Spec) -> None:
 
 def _shapes(spec: Spec) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in zip(spec.parameters, spec.shapes, strict=True))
+
+
+def module_of(model: Any) -> nn.Module:
+    """The user's module inside its wrappers.
+
+    Raises:
+        GramianError: if it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+    return unwrap(model)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise unless a value is a finite real number.
+
+    Raises:
+        GramianError: naming it.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise GramianError(f"{name}: expected a finite number, got {value!r}")
+
+
+def check_vector(name: str, vector: Any) -> None:
+    """Raise unless a value is {parameter: floating-point tensor}.
+
+    Raises:
+        GramianError: naming it, or the entry.
+    """
+    if not isinstance(vector, Mapping):
+        raise GramianError(f"{name}: expected a mapping from parameter names to tensors, got {type(vector).__name__}")
+    for key, value in vector.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise GramianError(f"{name}: {key}: expected a floating-point tensor, got {got}")
 
 
 def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:

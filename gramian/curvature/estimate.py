@@ -92,8 +92,9 @@ class KroneckerSums:
     _by_layer: dict[str, Spec] = field(default_factory=dict)
     _products: Products = field(default_factory=Products)
     _chosen: dict[Any, Chosen] = field(default_factory=dict)
-    _inferred: dict[int, Tensor] = field(default_factory=dict)
-    """{pass: which tokens have a loss term}, where it had to be seen from the head's gradient."""
+    _answered: dict[int, Tensor] = field(default_factory=dict)
+    """{pass: [B, T], True for tokens that send a gradient back through the head}, where there are fewer terms than tokens."""
+    _masks: list[Tensor] = field(default_factory=list)
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
@@ -145,7 +146,8 @@ class KroneckerSums:
         self._products.forget()
         self._chosen.clear()
         self._last_rows.clear()
-        self._inferred.clear()
+        self._answered.clear()
+        self._masks.clear()
 
     def merge(self, left: Any, right: Any) -> Any:
         """Sums of several processes come with many processes.
@@ -229,16 +231,14 @@ class KroneckerSums:
         return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
 
     def _see_ignored(self, sides: Sides, info: RefreshPass) -> None:
-        """Tokens with no loss term, where the user named none: those that send nothing back through the head.
+        """Note which tokens have no loss term (`ignore_index`): those that send nothing back through the head.
 
-        Looked at only where there are fewer terms than tokens (`ignore_index`), and believed only if exactly as many tokens
-        as terms are left. The head is the first layer of a backward, so every other one hears of it.
+        Looked at only where the head sees more tokens than there are terms. It is the first layer of a backward, so every
+        other one hears of it.
         """
-        if info.token_weights is not None or not info.num_terms < sides.gradients_BTO.shape[:2].numel():
-            return
-        counted_BT = (sides.gradients_BTO != 0).any(-1)
-        if float(counted_BT.sum()) == info.num_terms:
-            self._inferred[info.number] = counted_BT.double()
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        if info.token_weights is None and tokens > 1 and info.num_terms < batch * tokens:
+            self._answered[info.number] = (sides.gradients_BTO != 0).any(-1)
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
@@ -246,9 +246,8 @@ class KroneckerSums:
         """[B, T] for this layer; None: all tokens count alike."""
         batch, tokens = sides.gradients_BTO.shape[:2]
         weights = info.token_weights
-        if weights is None and info.number in self._inferred:
-            seen = self._inferred[info.number]
-            weights = seen if tokens in (1, seen.shape[1]) else None
+        if weights is None:
+            weights = self._live(sides, info)
         if weights is not None:
             weights = weights.to(sides.gradients_BTO.device).double()
             if tokens == 1:
@@ -264,10 +263,25 @@ class KroneckerSums:
             weights = sides.counted_BT.double() * (1.0 if weights is None else weights)
         return weights
 
+    def _live(self, sides: Sides, info: RefreshPass) -> Tensor | None:
+        """[B, T], 0 for tokens without a loss term that send nothing back through this layer either: padding.
+
+        None: all count, or nothing is known. The very same tensor for layers that agree.
+        """
+        answered_BT = self._answered.get(info.number)
+        if info.token_weights is not None or answered_BT is None or answered_BT.shape != sides.gradients_BTO.shape[:2]:
+            return None
+        live_BT = (answered_BT | (sides.gradients_BTO != 0).any(-1)).double()
+        for known in self._masks:
+            if known.shape == live_BT.shape and torch.equal(known, live_BT):
+                return known
+        self._masks.append(live_BT)
+        return live_BT
+
     def _choose(self, sides: Sides, info: RefreshPass, layer: str, keep: Keep) -> Chosen:
         """The tokens that take part; once per pass for all layers with as many."""
         batch, tokens = sides.gradients_BTO.shape[:2]
-        memo = (info.number, tokens, keep.limit)
+        memo = (info.number, tokens, keep.limit, id(self._live(sides, info)))
         if sides.counted_BT is None and memo in self._chosen:
             return self._chosen[memo]
         device = sides.gradients_BTO.device

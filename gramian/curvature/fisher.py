@@ -47,6 +47,8 @@ def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
     Raises:
         GramianError: for anything else.
     """
+    if shifted is not None and not isinstance(shifted, bool):
+        raise GramianError(f"causal_shift: expected True, False or None, got {shifted!r}")
     if isinstance(batch, Mapping):
         rest = {name: value for name, value in batch.items() if name != "labels"}
         tensors = [value for value in rest.values() if isinstance(value, Tensor)]
@@ -118,6 +120,8 @@ def positions(asked: Question, shape: torch.Size | None) -> Positions:
         counted = torch.ones(shape, dtype=torch.bool, device=device)
     else:
         labels, shape = labels.to(device), labels.shape
+        if asked.shifted and labels.dim() < 2:
+            raise GramianError(f"causal_shift: labels of shape {list(labels.shape)} have no positions; expected [B, T]")
         if asked.shifted:
             last = labels.new_full((*labels.shape[:-1], 1), IGNORE)
             labels = torch.cat([labels[..., 1:], last], dim=-1)
@@ -190,7 +194,7 @@ def run_passes(
                 shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
         found = positions(asked, shape)
         weights = token_weights(asked, found)
-        samples = torch.arange(found.counted.shape[0]) if sample_ids is None else sample_ids
+        samples = _sample_ids(sample_ids, found.counted.shape[0])
         cap = capture(found, weights)
         around.enter_context(hub_of(root).governed_by(Withheld()))
         around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
@@ -204,9 +208,27 @@ def run_passes(
                 )
             labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
             assert labels is not None
+            _refuse_unknown_classes(labels, found.counted, logits.shape[-1])
             summed_cross_entropy(logits, labels, found.counted).backward()
         stray = [name for name, p in named_parameters(root) if p.grad is not None]
         if stray:
             raise GramianError(
                 f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
             )
+
+
+def _sample_ids(given: Any, batch: int) -> Tensor:
+    if given is None:
+        return torch.arange(batch)
+    if isinstance(given, Tensor) and given.shape == (batch,) and not given.is_floating_point():
+        return given
+    got = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    raise GramianError(f"sample_ids: expected integers of shape [{batch}], got {got}")
+
+
+def _refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
+    wrong = counted & ((labels < 0) | (labels >= classes))
+    if bool(wrong.any()):
+        raise GramianError(
+            f"labels: hold {int(labels[wrong][0])}; expected classes from 0 to {classes - 1}, or {IGNORE} for none"
+        )

@@ -21,7 +21,15 @@ from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
 from gramian.curvature.build import Builder, NotFinite, make_blocks
 from gramian.curvature.capture import Idle, KFACCapture, check_terms
-from gramian.curvature.consistency import by_itself_of_many, check_spec, has_factors, unique_parameters
+from gramian.curvature.consistency import (
+    by_itself_of_many,
+    check_number,
+    check_spec,
+    check_vector,
+    has_factors,
+    module_of,
+    unique_parameters,
+)
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
 from gramian.errors import GramianError
@@ -184,6 +192,7 @@ class KFACNaturalGradient:
         Returns:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
+        module_of(model)
         check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
         check_terms(num_terms, token_weights)
         self._refuse_nested()
@@ -211,7 +220,7 @@ class KFACNaturalGradient:
         if by_itself_of_many(self.options) and not self._warned:
             self._warned = True
             journal.log_by_itself()
-        root = unwrap(model)
+        root = module_of(model)
         if any(hasattr(p, "placements") for p in root.parameters()):
             raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
         known = None if self._model is None else self._model()
@@ -219,9 +228,9 @@ class KFACNaturalGradient:
             raise GramianError("model: the factors here are those of another model; expected one object for each model")
         specs = self._check_model(root)
         found = self._known_head(root, head)
-        if exact_head and head is not None and not has_factors(head, specs):
+        if exact_head and found is not None and not has_factors(found, specs):
             raise GramianError(
-                f"head: {head!r} is no trained layer with K-FAC factors; expected the linear layer whose outputs are the logits"
+                f"head: {found!r} is no trained layer with K-FAC factors; expected the linear layer that makes the logits"
             )
         kronecker = KroneckerSums(
             specs, self.options, self._draw_seed(), exact_head, head=found, check_softmax=not self._softmax_checked
@@ -266,7 +275,9 @@ class KFACNaturalGradient:
             raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
         if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
             raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
-        root = unwrap(model)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise GramianError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
+        root = module_of(model)
         asked = fisher.question(root, batch, causal_shift)
         drawn = fisher_type != "empirical"
         if not drawn and asked.labels is None and not asked.shifted:
@@ -406,13 +417,14 @@ class KFACNaturalGradient:
         Returns:
             {parameter: tensor} for every trainable parameter with a gradient, like its gradient in dtype and device.
         """
+        check_number("power", power)
+        root = module_of(model)
         if gradients is None:
-            root = unwrap(model)
             gradients = {n: p.grad for n, p in unique_parameters(root) if p.requires_grad and p.grad is not None}
             if not gradients:
                 raise GramianError("model: no parameter has a gradient; expected loss.backward() before")
-        self._check_model(unwrap(model))
-        plain = self._without_curvature(gradients)
+        check_vector("gradients", gradients)
+        plain = self._without_curvature(gradients, self._check_model(root))
         measured = {name: gradient for name, gradient in gradients.items() if name not in plain}
         found = self._apply(self._touched(measured), measured, power) if measured else {}
         return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
@@ -427,6 +439,7 @@ class KFACNaturalGradient:
         Returns:
             {parameter: tensor} for every parameter of the blocks that v touches.
         """
+        check_vector("vector", vector)
         if self._model is not None and (root := self._model()) is not None:
             self._check_model(root)
         return self._apply(self._touched(vector), vector, 1.0 if damped else None)
@@ -451,6 +464,7 @@ class KFACNaturalGradient:
             step: δ, {parameter: tensor}.
             kl: bound on the KL divergence between the model's predictions before and after, to second order.
         """
+        check_number("kl", kl)
         if not kl > 0:
             raise GramianError(f"kl: expected a number above 0, got {kl!r}")
         moved = 0.5 * self.quadratic_form(step)
@@ -470,10 +484,10 @@ class KFACNaturalGradient:
             touched[by_parameter[name].spec.name] = by_parameter[name]
         return touched
 
-    def _without_curvature(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _without_curvature(self, gradients: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[str, Tensor]:
         """Gradients of trained parameters that no capture has seen: they are handed on as they are, and recorded."""
         covered = {p for block in self.kfac_factors.values() for p in block.spec.parameters}
-        trained = {p for spec in self._specs.values() for p in spec.parameters}
+        trained = {p for spec in specs.values() for p in spec.parameters}
         plain = {n: g for n, g in gradients.items() if self.kfac_factors and n in trained and n not in covered}
         if plain and self.options.strict:
             raise GramianError(
@@ -490,13 +504,18 @@ class KFACNaturalGradient:
         return {name: found[name] for name in (*vector, *(n for n in found if n not in vector))}
 
     def _check_model(self, root: nn.Module) -> dict[str, Spec]:
-        """The model's blocks, which must be those that were captured before, biases above all."""
+        """The model's blocks, which must be those that were captured before, biases above all.
+
+        A block whose parameters are all frozen now waits until they train again.
+        """
         specs = find_blocks(root, self.options)
+        frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}
         for name, block in self.kfac_factors.items():
             now = specs.get(name)
-            if now is None:
+            if now is not None:
+                check_spec(block.spec, now)
+            elif not frozen.issuperset(block.spec.parameters):
                 raise GramianError(f"{name}: has factors, but is no trainable layer now; expected the captured model")
-            check_spec(block.spec, now)
         return specs
 
     def __getstate__(self) -> dict[str, Any]:

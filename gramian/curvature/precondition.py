@@ -43,6 +43,10 @@ def precondition(
     number = isinstance(kl_clip, int | float) and not isinstance(kl_clip, bool)
     if kl_clip is not None and not (number and kl_clip > 0):
         raise GramianError(f"kl_clip: expected a number above 0 or None, got {kl_clip!r}")
+    if not isinstance(model, nn.Module):
+        raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(kfac, KFACNaturalGradient):
+        raise GramianError(f"kfac: expected a KFACNaturalGradient, got {type(kfac).__name__}")
     if optimizer in _taken:
         raise GramianError("optimizer: is preconditioned already; expected one that is not")
     _taken.add(optimizer)

@@ -7,7 +7,7 @@ from gramian.errors import GramianError
 from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.eigen import eigendecompose
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import Stored, store_symmetric
+from gramian.linalg.stored import HALF, Stored, store_symmetric
 
 
 class Dense(Spectral):
@@ -40,6 +40,11 @@ class Dense(Spectral):
                 f"factor: expected a square matrix of side {WIDEST_DENSE} at most, got {list(matrix_NN.shape)}"
             )
         return cls(store_symmetric(matrix_NN, storage or matrix_NN.dtype))
+
+    @classmethod
+    def of_sum(cls, matrix_NN: Tensor, storage: torch.dtype) -> "Dense":
+        """Store a running sum: in float32 at least, since one rounded to half at every step would stop moving."""
+        return cls.of(matrix_NN, torch.float32 if storage in HALF else storage)
 
     @property
     def rank(self) -> int:
@@ -166,7 +171,7 @@ class Dense(Spectral):
         if other.dim != self.dim:
             raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
         total = mine * self.stored.load() + theirs * other.dense().to(device=self.device, dtype=self.dtype)
-        return Dense.of(total, self.storage_dtype)
+        return Dense.of_sum(total, self.storage_dtype)
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """The leading eigenpairs as a low-rank factor."""

@@ -282,7 +282,7 @@ class DiagonalLowRank(Factor):
             total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
             return DiagonalLowRank(total, self.columns.stored.scaled(mine**0.5), self.sign)
         if isinstance(other, Dense):
-            return Dense.of(
+            return Dense.of_sum(
                 mine * self.to_dense() + theirs * other.dense().to(self.device, self.dtype), self.storage_dtype
             )
         zero = torch.zeros_like(self.values_N)
@@ -298,7 +298,7 @@ class DiagonalLowRank(Factor):
             stored = _within(total, stored, self.sign)
         joined = DiagonalLowRank(total, stored, self.sign)
         if joined.rank >= self.dim <= WIDEST_DENSE:
-            return Dense.of(joined.dense(), self.storage_dtype)
+            return Dense.of_sum(joined.dense(), self.storage_dtype)
         return joined
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:

@@ -189,7 +189,7 @@ class LowRank(Spectral):
         if not isinstance(other, LowRank):
             return other.merge(self, theirs, mine)
         if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
-            return Dense.of(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
+            return Dense.of_sum(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
         return LowRank(join_columns(self.columns.stored.scaled(mine**0.5), other.columns.stored.scaled(theirs**0.5)))
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:

@@ -314,7 +314,8 @@ def _maker(output: Any) -> str | None:
     node = logits.grad_fn if isinstance(logits, Tensor) else None
     while node is not None:
         use = getattr(node, "use", None)
-        if isinstance(use, Use) and use.tap.is_root:  # the root's own parameters are seen behind its last layer
+        if isinstance(use, Use) and use.tap.is_root and use.tap.site is not None and use.tap.site.kind == "generic":
+            # a root with parameters of its own is seen behind its last layer
             node = node.next_functions[1][0] if len(node.next_functions) > 1 else None
             continue
         if isinstance(use, Use):

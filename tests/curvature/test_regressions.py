@@ -142,3 +142,90 @@ def test_a_state_that_is_not_finite_is_refused_and_changes_nothing() -> None:
     with pytest.raises(gramian.GramianError, match="0: A holds NaN"):
         kfac.load_state_dict(state)
     assert kfac.kfac_factors["0"] is before
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_long_average_in_half_precision_keeps_moving(dtype: str) -> None:
+    model = net(6, 4).float()
+    kfac = gramian.KFACNaturalGradient(update_freq=1, ema_decay=0.99, woodbury_dtype=dtype)
+    x, y = torch.randn(64, 6), torch.randint(4, (64,))
+    for scale in [1.0] * 20 + [1.05] * 500:
+        with kfac.capture(model, num_terms=64):
+            F.cross_entropy(model(scale * x), y).backward()
+        model.zero_grad()
+    expected = 1.05**2 * float(x.square().sum() / 64) + 1
+    assert float(kfac.kfac_factors["0"].A.trace()) == pytest.approx(expected, rel=5e-3)
+
+
+def test_tokens_whose_own_target_is_ignored_count_where_later_ones_look_at_them() -> None:
+    """A head on all tokens, a loss on the last: every token's gradient is in the hidden layers' factors."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.inner(x).tanh().cumsum(1))
+
+    torch.manual_seed(0)
+    model, kfac = Running().double(), gramian.KFACNaturalGradient()
+    x, y = torch.randn(4, 7, 5, dtype=torch.float64), torch.randint(3, (4,))
+    with kfac.capture(model, num_terms=4):
+        F.cross_entropy(model(x)[:, -1], y).backward()
+    assert kfac.record()["layers"]["inner"]["T"] == 28
+    assert kfac.record()["layers"]["head"]["T"] == 4
+
+
+def test_a_root_that_is_its_own_head_is_found() -> None:
+    model, kfac = nn.Linear(5, 40).double(), gramian.KFACNaturalGradient(kfac_true_fisher_head=True)
+    with kfac.capture(model, num_terms=6):
+        F.cross_entropy(model(torch.randn(6, 5, dtype=torch.float64)), torch.randint(40, (6,))).backward()
+    assert kfac.kfac_factors["model"].G.kind == "diagonal minus low rank"
+
+
+def test_a_layer_may_be_frozen_and_trained_again() -> None:
+    model, kfac = net(5, 4, 3), gramian.KFACNaturalGradient(update_freq=1)
+    model[0].requires_grad_(False)
+    classify(model, kfac, 0, 6)
+    model[0].requires_grad_(True)
+    model.zero_grad()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    F.cross_entropy(model(x), y).backward()
+    natural = kfac.compute_natural_gradient(model)  # "0" has no curvature yet: handed on, and recorded
+    assert torch.equal(natural["0.weight"], model[0].weight.grad)
+    assert kfac.record()["identity"] == ["0.bias", "0.weight"]
+    classify(model, kfac, 1, 6)
+    model[0].requires_grad_(False)
+    classify(model, kfac, 2, 6)
+    assert kfac.refreshes == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda k, m: k.capture(None, num_terms=1), "model"),
+        (lambda k, m: k.compute_natural_gradient("x"), "model"),
+        (lambda k, m: k.compute_natural_gradient(m, power=None), "power"),
+        (lambda k, m: k.compute_natural_gradient(m, power=float("nan")), "power"),
+        (lambda k, m: k.compute_natural_gradient(m, gradients=[1]), "gradients"),
+        (lambda k, m: k.compute_natural_gradient(m, gradients={"0.weight": None}), "gradients"),
+        (lambda k, m: k.compute_fisher_vector_product(None), "vector"),
+        (lambda k, m: k.trust_region_scale({}, kl="x"), "kl"),
+        (lambda k, m: k.collect_kfac_factors(m, BATCH, "mc", generator=5), "generator"),
+        (lambda k, m: k.collect_kfac_factors(m, BATCH, "mc", sample_ids=torch.arange(3), force=True), "sample_ids"),
+        (lambda k, m: k.collect_kfac_factors(m, BATCH, causal_shift="x"), "causal_shift"),
+        (lambda k, m: k.collect_kfac_factors(m, (BATCH[0], BATCH[1] + 100), force=True), "labels"),
+        (lambda k, m: gramian.precondition(torch.optim.SGD(m.parameters()), 5, k), "model"),
+        (lambda k, m: gramian.precondition(torch.optim.SGD(m.parameters()), m, 5), "kfac"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(call, field: str) -> None:
+    model, kfac = net(5, 4), gramian.KFACNaturalGradient()
+    classify(model, kfac, 0, 6)
+    with pytest.raises(gramian.GramianError, match=rf"^{field}: ") as caught:
+        call(kfac, model)
+    assert "\n" not in str(caught.value)
+
+
+BATCH = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(6, dtype=torch.long)

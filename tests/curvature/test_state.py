@@ -342,6 +342,9 @@ def test_a_state_of_another_model_is_refused_by_the_layers_name(other: str, tmp_
     one_line(caught.value, layer, "expected")
     assert fresh.kfac_factors == {} and fresh.state_dict()["counters"] == before["counters"]
 
+    if other == "frozen layer":
+        return  # without a model nothing is compared, and a frozen layer's factors wait until it trains again
+
     fresh.load_state_dict(saved.state_dict())  # nothing to compare with yet; the first use does
     with pytest.raises(gramian.GramianError) as caught:
         fresh.compute_natural_gradient(model, gradients={n: torch.ones_like(p) for n, p in model.named_parameters()})
