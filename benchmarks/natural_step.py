@@ -20,14 +20,16 @@ from gramian.models.gpt import GPT, GPTConfig
 from gramian.train.corpus import load_corpus
 
 GRIDS = {
-    "SGD": (0.03, 0.1, 0.3, 1.0, 3.0),
-    "natural": (0.01, 0.03, 0.1, 0.3, 1.0),
-    "AdamW": (3e-4, 1e-3, 3e-3, 1e-2),
+    "SGD": (0.03, 0.1, 0.3, 1.0),
+    "natural": (0.03, 0.1, 0.3),
+    "AdamW": (1e-3, 3e-3, 1e-2, 3e-2),
 }
 
 
 class Problem:
     """A model, an endless stream of batches, and a held-out loss."""
+
+    title = "ill-conditioned classification"
 
     def __init__(self, device: str, small: bool) -> None:
         self.device, self.small = device, small
@@ -88,6 +90,7 @@ class LanguageModel(Problem):
         self.config = GPTConfig(layers=2, width=64, context=64) if small else GPTConfig()
         self.corpus = load_corpus(2_000_000)
         self.batch = 16 if small else 32
+        self.title = f"GPT of {self.config.layers} layers, width {self.config.width}, on the embedded corpus"
 
     def model(self) -> nn.Module:
         return GPT(self.config, seed=0).to(self.device)

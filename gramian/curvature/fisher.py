@@ -47,6 +47,8 @@ def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
     Raises:
         GramianError: for anything else.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
     if shifted is not None and not isinstance(shifted, bool):
         raise GramianError(f"causal_shift: expected True, False or None, got {shifted!r}")
     if isinstance(batch, Mapping):

@@ -52,7 +52,7 @@ def precondition(
     _taken.add(optimizer)
 
     def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
             raise GramianError(
                 "closure: would bring its gradients after they were to be preconditioned; "
                 "expected step() after a backward inside kfac.capture"

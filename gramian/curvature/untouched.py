@@ -5,17 +5,16 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 
 @contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
-    """Gradients, running statistics and random states are afterwards what they were, also after an error.
+    """Gradients, buffers (running statistics) and random states are afterwards what they were, also after an error.
 
     Inside, no parameter has a gradient; modes are left as they are, so dropout drops as the user set it.
     """
     gradients = [(p, p.grad) for p in root.parameters()]
-    running = [(b, b.clone()) for m in root.modules() if isinstance(m, _NormBase) and m.training for b in m.buffers()]
+    buffers = [(buffer, buffer.clone(), buffer._version) for buffer in root.buffers()]
     devices = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
     for p, _ in gradients:
         p.grad = None
@@ -26,5 +25,6 @@ def untouched(root: nn.Module) -> Iterator[None]:
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
-            for buffer, value in running:
-                buffer.copy_(value)
+            for buffer, value, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -1,5 +1,6 @@
 """Bugs that were found by reading and trying, each with the smallest case that showed it."""
 
+import contextlib
 import copy
 import pickle
 
@@ -226,6 +227,24 @@ def test_bad_input_is_one_line_that_names_the_field(call, field: str) -> None:
     with pytest.raises(gramian.GramianError, match=rf"^{field}: ") as caught:
         call(kfac, model)
     assert "\n" not in str(caught.value)
+
+
+def test_passes_of_our_own_leave_every_buffer_as_it_was() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    model = model.double().train()
+    before = [buffer.clone() for buffer in model.buffers()]
+    with contextlib.suppress(
+        gramian.GramianError
+    ):  # a parametrised weight has no layer of its own; buffers stay all the same
+        gramian.KFACNaturalGradient().collect_kfac_factors(model, (torch.randn(8, 5).double(), torch.randint(4, (8,))))
+    assert all(torch.equal(new, old) for new, old in zip(model.buffers(), before, strict=True))
+
+
+def test_a_step_without_a_closure_may_say_so() -> None:
+    model, kfac = net(5, 4), gramian.KFACNaturalGradient()
+    optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
+    classify(model, kfac, 0, 6)
+    optimizer.step(None)
 
 
 BATCH = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(6, dtype=torch.long)
