@@ -191,11 +191,9 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results: dict[str, Any] = {}
-    for title, kind in (
-        ("ill-conditioned classification", IllConditioned),
-        ("GPT on the embedded corpus", LanguageModel),
-    ):
+    for kind in (IllConditioned, LanguageModel):
         problem = kind(device, options.small)
+        title = problem.title
         train(problem, "natural", 0.1, 12, 12)  # warm up
         results[title] = {}
         for name, grid in GRIDS.items():

@@ -14,7 +14,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
     Inside, no parameter has a gradient; modes are left as they are, so dropout drops as the user set it.
     """
     gradients = [(p, p.grad) for p in root.parameters()]
-    buffers = [(buffer, buffer.clone(), buffer._version) for buffer in root.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
     devices = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
     for p, _ in gradients:
         p.grad = None
@@ -25,6 +25,6 @@ def untouched(root: nn.Module) -> Iterator[None]:
         for p, gradient in gradients:
             p.grad = gradient
         with torch.no_grad():
-            for buffer, value, version in buffers:
-                if buffer._version != version:
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):  # writing would spoil a backward of the user's that is still to come
                     buffer.copy_(value)
