@@ -138,6 +138,7 @@ class Block:
         stable = torch.finfo(torch.float32).eps * (top + value) / max(value, floor) <= 1e-2
         y = y_OM.to(torch.float32 if stable and G.dtype == self.A.dtype == torch.float32 else torch.float64)
         c_RS = self.A.to_basis(G.to_basis(y).mT).mT
+        sigma, alpha = G.spectrum, self.A.spectrum  # now as exact as the bases
         products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
         outside = 0.0 if G.complete and self.A.complete else max(value, floor) ** p
         out = self.A.from_basis(G.from_basis((raised(products, floor).pow(p) - outside) * c_RS).mT).mT

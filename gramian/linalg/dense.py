@@ -119,16 +119,19 @@ class Dense(Spectral):
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
         """Qᵀ Y."""
-        return self._decomposed()[1].to(y_NK).mT @ y_NK
+        return self._decomposed(y_NK.dtype)[1].to(y_NK).mT @ y_NK
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
         """Q C."""
-        return self._decomposed()[1].to(c_RK) @ c_RK
+        return self._decomposed(c_RK.dtype)[1].to(c_RK) @ c_RK
 
-    def _decomposed(self) -> tuple[Tensor, Tensor]:
-        if self._eigen is None:
+    def _decomposed(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """σ and Q, in float64 from the first use that multiplies in float64 on: a float32 Q is off by ε·κ there."""
+        narrow = self._eigen is not None and self._eigen[1].dtype == torch.float32 and not self.work.fallback
+        if self._eigen is None or (narrow and dtype == torch.float64):
             try:
-                values, vectors, self.work.decomposed = eigendecompose(self.stored.load())
+                matrix = self.stored.load(dtype=torch.promote_types(self.dtype, dtype))
+                values, vectors, self.work.decomposed = eigendecompose(matrix)
             except GramianError as error:
                 if "NaN" in str(error):
                     raise

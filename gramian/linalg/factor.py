@@ -280,8 +280,8 @@ class Spectral(Factor):
         if p < 0 and lowest <= 0 and not self.complete:
             raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
         y_NK = y_NK.to(self.working_dtype(lowest))
+        c_RK = self.to_basis(y_NK)  # first: the spectrum is then as exact as the basis
         f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
-        c_RK = self.to_basis(y_NK)
         if self.complete:
             return self.from_basis(f_R[:, None] * c_RK).to(self.dtype)
         outside = float(lowest**p)

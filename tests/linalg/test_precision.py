@@ -168,3 +168,15 @@ def test_results_have_the_dtype_of_the_factor(storage: torch.dtype) -> None:
             assert {a.dtype for a in answers} == {want}, factor.kind
         numbers = [factor.trace(), factor.frobenius(), factor.logdet(0.1), factor.largest_bound()]
         assert {a.dtype for a in numbers} == {torch.float64}, factor.kind
+
+
+@pytest.mark.parametrize("kappa", [1e5, 1e6])
+@pytest.mark.parametrize("p", [-1.0, -0.5])
+def test_powers_of_a_float32_matrix_keep_three_digits_whatever_the_condition(kappa: float, p: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))
+    matrix = (q * torch.logspace(0, -8, 60, dtype=torch.float64)) @ q.mT
+    factor, y = Dense.of(matrix.float()), torch.randn(60, 5, generator=generator)
+    values, vectors = torch.linalg.eigh(factor.to_dense().double())
+    want = (vectors * (values.clamp(min=0) + 1 / kappa).pow(p)) @ (vectors.mT @ y.double())
+    assert float((factor.power(y, p, 1 / kappa).double() - want).norm() / want.norm()) < 1e-3
