@@ -103,8 +103,10 @@ class KFACCapture(Capture):
         terms, weights = self._told
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
-        if weights is not None and not bool((weights >= 0).all()):
-            raise GramianError("token_weights: hold a negative number or NaN; expected weights of 0 or more")
+        if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all()):
+            raise GramianError(
+                "token_weights: hold a negative number or NaN, or infinity; expected weights of 0 or more"
+            )
         count = float(weights.sum()) if terms is None and weights is not None else float(terms or 0)
         mean = count if count > 0 else 1.0  # a pass without terms has no gradient either
         given = self._loss_reduction

@@ -74,8 +74,26 @@ class Chosen:
         return Tokens(rows, weights, self.keys, scale, borrowed, self.seen, owned)
 
 
+class SumsOfOneCapture:
+    """What both statistics have in common: `build` makes factors of their sums, and no two captures' sums are joined."""
+
+    def merge(self, left: Any, right: Any) -> Any:
+        """Sums of several processes come with many processes.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError(
+            "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
+        )
+
+    def finish(self, sums: Any) -> Any:
+        """The sums as they are."""
+        return sums
+
+
 @dataclass
-class KroneckerSums:
+class KroneckerSums(SumsOfOneCapture):
     """Σ over tokens for every K-FAC block. A statistic over layers."""
 
     specs: Mapping[str, Spec]
@@ -148,20 +166,6 @@ class KroneckerSums:
         self._last_rows.clear()
         self._answered.clear()
         self._masks.clear()
-
-    def merge(self, left: Any, right: Any) -> Any:
-        """Sums of several processes come with many processes.
-
-        Raises:
-            GramianError: always.
-        """
-        raise GramianError(
-            "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
-        )
-
-    def finish(self, sums: dict[str, BlockSums]) -> dict[str, BlockSums]:
-        """As they are; `build` makes factors of them."""
-        return sums
 
     # ---- sides -----------------------------------------------------------------------------------------------------
 
@@ -336,7 +340,7 @@ def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dt
 
 
 @dataclass
-class RemainderSums:
+class RemainderSums(SumsOfOneCapture):
     """Σ_i g_i g_iᵀ, or its diagonal, over samples for every parameter outside K-FAC. A statistic over parameters."""
 
     specs: Mapping[str, Spec]
@@ -370,17 +374,3 @@ class RemainderSums:
 
     def count(self, sums: dict[str, Tensor], samples: int) -> None:
         """Terms are counted by the capture."""
-
-    def merge(self, left: Any, right: Any) -> Any:
-        """Sums of several processes come with many processes.
-
-        Raises:
-            GramianError: always.
-        """
-        raise GramianError(
-            "merge: K-FAC sums of several captures; expected one capture with cap.next() between backwards"
-        )
-
-    def finish(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As they are."""
-        return sums

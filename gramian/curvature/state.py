@@ -163,6 +163,7 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) 
 
 def save(kfac: KFACNaturalGradient, path: str) -> None:
     """One file: tensors as safetensors, the rest as JSON in its header."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     whole = state_of(kfac)
@@ -170,7 +171,12 @@ def save(kfac: KFACNaturalGradient, path: str) -> None:
     for number, parts in whole["factors"].items():
         for name in [name for name, value in parts.items() if isinstance(value, Tensor)]:
             tensors[f"{number}.{name}"] = parts.pop(name).contiguous()
-    save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"gramian": json.dumps(whole)})
+    try:
+        save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"gramian": json.dumps(whole)})
+    except (OSError, TypeError, SafetensorError) as error:
+        raise GramianError(
+            f"path: {path!r} cannot be written ({error}); expected a file in a folder that exists"
+        ) from None
 
 
 def read(path: str) -> dict[str, Any]:
@@ -185,7 +191,7 @@ def read(path: str) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             header = (file.metadata() or {}).get("gramian")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, TypeError, SafetensorError) as error:
         raise GramianError(f"{path}: cannot be read ({error}); expected a file written by kfac.save") from None
     if header is None:
         raise GramianError(f"{path}: has no gramian header; expected a file written by kfac.save")

@@ -7,10 +7,10 @@ from gramian.errors import GramianError
 from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.eigen import eigendecompose
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import HALF, Stored, store_symmetric
+from gramian.linalg.stored import HALF, AtRest, Stored, store_symmetric
 
 
-class Dense(Spectral):
+class Dense(AtRest, Spectral):
     """M [n, n]. Bytes: n² at rest, n² more once decomposed. Decomposition: 9n³ FLOPs; Cholesky: n³/3."""
 
     kind = "dense"
@@ -50,21 +50,6 @@ class Dense(Spectral):
     def rank(self) -> int:
         """All directions."""
         return self.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float64 if stored so, else float32."""
-        return self.stored.dtype
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Of the body."""
-        return self.stored.body.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the body."""
-        return self.stored.body.device
 
     @property
     def nbytes(self) -> int:

@@ -17,13 +17,13 @@ from gramian.linalg.diagonal import Diagonal
 from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
 from gramian.linalg.low_rank import LowRank
 from gramian.linalg.rational import rational_power
-from gramian.linalg.stored import Stored, join_columns, store_columns
+from gramian.linalg.stored import AtRest, Stored, join_columns, store_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
 
 
-class DiagonalLowRank(Factor):
+class DiagonalLowRank(AtRest, Factor):
     """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
 
     def __init__(self, values_N: Tensor, stored: Stored, sign: int) -> None:
@@ -34,7 +34,7 @@ class DiagonalLowRank(Factor):
             stored: U [n, r].
             sign: +1 or -1.
         """
-        self.values_N, self.columns, self.sign = values_N, Columns(stored), sign
+        self.values_N, self.stored, self.columns, self.sign = values_N, stored, Columns(stored), sign
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
         self.dim = len(values_N)
         self.work = Work()
@@ -63,21 +63,6 @@ class DiagonalLowRank(Factor):
     def rank(self) -> int:
         """Columns of U."""
         return self.columns.count
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float64 if stored so, else float32."""
-        return self.columns.stored.dtype
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Of U."""
-        return self.columns.stored.body.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of U."""
-        return self.columns.stored.body.device
 
     @property
     def nbytes(self) -> int:

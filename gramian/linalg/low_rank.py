@@ -14,17 +14,17 @@ from gramian.linalg.columns import Columns
 from gramian.linalg.dense import Dense
 from gramian.linalg.eigen import eigendecompose, singular_pairs
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import Stored, join_columns, store_columns
+from gramian.linalg.stored import AtRest, Stored, join_columns, store_columns
 
 
-class LowRank(Spectral):
+class LowRank(AtRest, Spectral):
     """M = U Uᵀ, U [n, r]. Bytes: n·r at rest and r² once used. First use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigen) FLOPs."""
 
     kind = "low rank"
 
     def __init__(self, stored: Stored) -> None:
         """Keep the stored columns; nothing is computed."""
-        self.columns = Columns(stored)
+        self.stored, self.columns = stored, Columns(stored)
         self.dim = stored.body.shape[0]
         self.work = Work()
         self._eigen: tuple[Tensor, Tensor] | None = None
@@ -52,21 +52,6 @@ class LowRank(Spectral):
     def rank(self) -> int:
         """Columns of U."""
         return self.columns.count
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """float64 if stored so, else float32."""
-        return self.columns.stored.dtype
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Of U."""
-        return self.columns.stored.body.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of U."""
-        return self.columns.stored.body.device
 
     @property
     def nbytes(self) -> int:

@@ -66,6 +66,27 @@ class Stored:
         return Stored(self.body, self.left, right, self.relative_error)
 
 
+class AtRest:
+    """What a factor says of itself that follows from the matrix it stores."""
+
+    stored: Stored
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of results: float64 if stored so, else float32."""
+        return self.stored.dtype
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Of the body."""
+        return self.stored.body.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the body."""
+        return self.stored.body.device
+
+
 def store_columns(matrix_NR: Tensor, dtype: torch.dtype) -> Stored:
     """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact."""
     if dtype not in HALF:

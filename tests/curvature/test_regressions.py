@@ -217,6 +217,8 @@ def test_a_layer_may_be_frozen_and_trained_again() -> None:
         (lambda k, m: k.collect_kfac_factors(m, BATCH, "mc", sample_ids=torch.arange(3), force=True), "sample_ids"),
         (lambda k, m: k.collect_kfac_factors(m, BATCH, causal_shift="x"), "causal_shift"),
         (lambda k, m: k.collect_kfac_factors(m, (BATCH[0], BATCH[1] + 100), force=True), "labels"),
+        (lambda k, m: k.save("/no such folder/x"), "path"),
+        (lambda k, m: k.load(5), "5"),
         (lambda k, m: gramian.precondition(torch.optim.SGD(m.parameters()), 5, k), "model"),
         (lambda k, m: gramian.precondition(torch.optim.SGD(m.parameters()), m, 5), "kfac"),
     ],
