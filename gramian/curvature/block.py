@@ -10,6 +10,7 @@ from gramian.curvature.damping import Damping
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Clip, DiagonalLowRank, Factor, Spectral
 from gramian.linalg.factor import raised
+from gramian.linalg.stored import HALF
 from gramian.linalg.wide import padded
 
 
@@ -71,14 +72,20 @@ class Block:
     def prepare(self, damping: Damping, first_jitter: float) -> None:
         """Launch the factorisations that power -1 at this damping will use, and wait for nothing."""
         if not damping.joint or self.A is None:
+            dtype = self._dtype(-1.0, damping)
             for side, factor, value in self._sides(damping):
                 if self._solves(side, factor, value, damping):
-                    factor.prepare_solve(value, first_jitter)
+                    factor.prepare_solve(value, first_jitter, dtype)
 
     def power(self, y_OM: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
-        """(F + damping)^p Y, with the clip if there is one; [o, m] in the factors' dtype, on Y's device."""
+        """(F + damping)^p Y, with the clip if there is one; [o, m] on Y's device.
+
+        Where one side needs float64, what it is handed and what it hands on is float64 too: the other side would multiply the
+        rounding between them by its own condition.
+        """
         if damping.joint and self.A is not None:
             return self._joint(y_OM, p, damping)
+        y_OM = y_OM.to(torch.promote_types(y_OM.dtype, self._dtype(p, damping)))
         out = padded(y_OM)  # the columns are solved each for itself, and cut off before they become rows
         for side, factor, value in self._sides(damping):
             turned = out[:, : y_OM.shape[1]].mT if side == "A" else out
@@ -91,6 +98,12 @@ class Block:
                     self._clip(side, factor, value, damping.max_condition)
             out = turned.mT if side == "A" else turned
         return out[:, : y_OM.shape[1]]
+
+    def _dtype(self, p: float, damping: Damping) -> torch.dtype:
+        """Float64 if one side needs it; not if it is stored in half precision, which cost more digits than that would save."""
+        exact = [(factor, value) for _, factor, value in self._sides(damping) if factor.storage_dtype not in HALF]
+        needed = [factor.working_dtype(value, p) for factor, value in exact]
+        return torch.float64 if torch.float64 in needed else torch.float32
 
     def _clip(self, side: str, factor: Factor, value: float, max_condition: float) -> None:
         if side not in self.clips:

@@ -112,6 +112,8 @@ class KFACCapture(Capture):
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
         first, self._samples = self._samples, self._samples + batch
+        forwards = self.kronecker.forwards
+        forwards[self._tellings] = forwards.get(self._tellings, 0) + 1
         return RefreshPass(number, batch, None, None, weights, factor, self._loss_scale, count, first, self._tellings)
 
     def end_of_pass(self, info: PassInfo) -> None:

@@ -110,8 +110,14 @@ class KroneckerSums(SumsOfOneCapture):
     _by_layer: dict[str, Spec] = field(default_factory=dict)
     _products: Products = field(default_factory=Products)
     _chosen: dict[Any, Chosen] = field(default_factory=dict)
-    _answered: dict[int, Tensor] = field(default_factory=dict)
-    """{pass: [B, T], True for tokens that send a gradient back through the head}, where there are fewer terms than tokens."""
+    forwards: dict[int, int] = field(default_factory=dict)
+    """{word on num_terms: forwards that go by it}."""
+    padded: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """{layer: (tokens counted, loss terms)} where tokens without a term could not be told from the others."""
+    _answered: dict[int, Tensor | None] = field(default_factory=dict)
+    """{pass: [B, T], True for tokens with a loss term; None: all have one}, as far as it is known."""
+    _counted: dict[tuple[int, str], int] = field(default_factory=dict)
+    """{(pass, layer): tokens so far}: a head may be called in pieces."""
     _masks: list[Tensor] = field(default_factory=list)
     _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
 
@@ -131,11 +137,13 @@ class KroneckerSums(SumsOfOneCapture):
         info = record.info
         assert isinstance(info, RefreshPass)
         sides, block = record.sides(), sums[spec.name]
-        if record.layer in spec.tables:
+        is_table = record.layer in spec.tables
+        if not is_table:
+            self._see_ignored(sides, info)
+        self._note_padding(sides, info, record.layer)
+        if is_table:
             self._add_table(block, spec, sides, info, record)
             return
-        if record.layer == self.head:
-            self._see_ignored(sides, info)
         whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
@@ -165,6 +173,7 @@ class KroneckerSums(SumsOfOneCapture):
         self._chosen.clear()
         self._last_rows.clear()
         self._answered.clear()
+        self._counted.clear()
         self._masks.clear()
 
     # ---- sides -----------------------------------------------------------------------------------------------------
@@ -235,14 +244,36 @@ class KroneckerSums(SumsOfOneCapture):
         return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
 
     def _see_ignored(self, sides: Sides, info: RefreshPass) -> None:
-        """Note which tokens have no loss term (`ignore_index`): those that send nothing back through the head.
+        """Note which tokens have no loss term (`ignore_index`): those that send nothing back through the last layers.
 
-        Looked at only where the head sees more tokens than there are terms. It is the first layer of a backward, so every
-        other one hears of it.
+        The first layer of a backward, usually the head, tells, if as many of its tokens send a gradient as there are terms,
+        or all of them do; else the next one is asked. Forwards that share a backward share its number of terms, so that
+        cannot be compared.
         """
+        if info.token_weights is not None or info.number in self._answered:
+            return
         batch, tokens = sides.gradients_BTO.shape[:2]
-        if info.token_weights is None and tokens > 1 and info.num_terms < batch * tokens:
-            self._answered[info.number] = (sides.gradients_BTO != 0).any(-1)
+        alone = self.forwards.get(info.telling, 1) == 1
+        if alone and info.num_terms == batch * tokens:
+            self._answered[info.number] = None
+            return
+        answered_BT = (sides.gradients_BTO != 0).any(-1)
+        answers = int(answered_BT.sum())
+        if answers == batch * tokens > info.num_terms:
+            self._answered[info.number] = None  # a term has several tokens
+        elif not alone or answers == info.num_terms:
+            self._answered[info.number] = answered_BT
+
+    def _note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
+        """Note a layer that counts more tokens than there are terms because nobody knows which of them have one."""
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
+        if info.token_weights is not None or counted <= info.num_terms:
+            return
+        answered_BT = self._answered.get(info.number)
+        fits = answered_BT is None or answered_BT.shape[1] in (1, tokens) or tokens == 1
+        if info.number not in self._answered or not fits:
+            self.padded[layer] = (counted, info.num_terms)
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
 
@@ -272,8 +303,12 @@ class KroneckerSums(SumsOfOneCapture):
 
         None: all count, or nothing is known. The very same tensor for layers that agree.
         """
-        answered_BT = self._answered.get(info.number)
-        if info.token_weights is not None or answered_BT is None or answered_BT.shape != sides.gradients_BTO.shape[:2]:
+        answered_BT, tokens = self._answered.get(info.number), sides.gradients_BTO.shape[1]
+        if info.token_weights is not None or answered_BT is None:
+            return None
+        if tokens == 1:  # behind a pooling, or one token for a sample
+            answered_BT = answered_BT.any(1, keepdim=True)
+        elif answered_BT.shape[1] not in (1, tokens):
             return None
         live_BT = (answered_BT | (sides.gradients_BTO != 0).any(-1)).double()
         for known in self._masks:

@@ -135,8 +135,8 @@ def positions(asked: Question, shape: torch.Size | None) -> Positions:
 
 def token_weights(asked: Question, found: Positions) -> Tensor | None:
     """Which tokens of the layers count: those with a loss term, or, where a sample has one term, those of its mask."""
-    if found.counted.dim() == 2:
-        return found.counted.double()
+    if found.counted.dim() >= 2:
+        return found.counted.flatten(1).double()
     weights = None if asked.mask_BT is None or asked.mask_BT.dim() != 2 else asked.mask_BT.double()
     if bool(found.counted.all()):
         return weights

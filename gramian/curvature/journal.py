@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gramian.curvature.block import Block
+from gramian.errors import GramianError
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "steps": kfac.steps,
         "refreshes": kfac.refreshes,
         "dropped": list(kfac.dropped),
+        "padding_counted": {layer: list(counts) for layer, counts in kfac.padding.items()},
         "head": kfac.head,
         "seconds": dict(kfac._seconds),
         "identity": sorted(kfac._identity),
@@ -186,6 +188,26 @@ def log_dropped(step: int, reason: str, again: bool) -> None:
     """A refresh came to nothing: a warning for the first of several in a row."""
     level = logging.DEBUG if again else logging.WARNING
     logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
+
+
+def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool) -> None:
+    """Tokens without a loss term are part of A: a warning for the first of several refreshes in a row.
+
+    Raises:
+        GramianError: if `strict`.
+    """
+    line = (
+        f"token_weights: {layer} counts {tokens} tokens for {terms:g} loss terms, and which of them have none cannot be seen; "
+        "expected token_weights=[B, T]"
+    )
+    if strict:
+        raise GramianError(line + " (strict=True)")
+    logger.log(logging.DEBUG if again else logging.WARNING, "%s", line)
+
+
+def log_no_step(reason: str) -> None:
+    """An optimizer was to step along a natural gradient before any refresh came to something."""
+    logger.warning("K-FAC has no factors yet (%s): this step leaves the parameters as they are", reason)
 
 
 def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:

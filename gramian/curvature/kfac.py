@@ -151,6 +151,8 @@ class KFACNaturalGradient:
         """Those of them that made new factors."""
         self.dropped: list[dict[str, Any]] = []
         """Refreshes that came to nothing: the step and why."""
+        self.padding: dict[str, list[float]] = {}
+        """{layer: [tokens counted, loss terms]} of the last refresh, where tokens without a term were counted too."""
         self.head: str | None = None
         """The layer whose outputs are the logits, as far as it is known."""
         self._specs: dict[str, Spec] = {}
@@ -373,6 +375,7 @@ class KFACNaturalGradient:
         if cap.kronecker.exact_head and head is None:
             self._abandon("no head was found")
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
+        self._note_padding(cap.kronecker.padded)
         builder = Builder(self.options, cap.terms, cap.samples, head, cap.estimate)
         try:
             fresh = make_blocks(self.options, self._specs, builder, kronecker, remainder, self.kfac_factors)
@@ -392,6 +395,15 @@ class KFACNaturalGradient:
         self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
         self._seconds = {"build": time.perf_counter() - started}
         journal.log_refresh(self)
+
+    def _note_padding(self, padded: Mapping[str, tuple[int, float]]) -> None:
+        """Say where padding is part of A because nobody knows which tokens it is."""
+        if padded:
+            layer, (tokens, terms) = next(iter(padded.items()))
+            if self.options.strict:
+                self._abandon(f"{layer} counts {tokens} tokens for {terms:g} loss terms")
+            journal.log_padding(layer, tokens, terms, again=bool(self.padding), strict=self.options.strict)
+        self.padding = {layer: list(counts) for layer, counts in padded.items()}
 
     def _refuse_uncovered(self, fresh: Mapping[str, Block]) -> None:
         missing = [spec for name, spec in self._specs.items() if name not in fresh and name not in self.kfac_factors]
@@ -515,7 +527,10 @@ class KFACNaturalGradient:
             if now is not None:
                 check_spec(block.spec, now)
             elif not frozen.issuperset(block.spec.parameters):
-                raise GramianError(f"{name}: has factors, but is no trainable layer now; expected the captured model")
+                raise GramianError(
+                    f"{name}: has factors, but is no block of its own now (what trains around it has changed); "
+                    "expected the captured model, or a new object"
+                )
         return specs
 
     def __getstate__(self) -> dict[str, Any]:

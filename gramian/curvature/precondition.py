@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gramian.curvature import journal
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
 from gramian.taps.names import named_parameters, unwrap
@@ -58,9 +59,18 @@ def precondition(
                 "expected step() after a backward inside kfac.capture"
             )
         rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
-        trained = {n: p for n, p in named_parameters(unwrap(model)) if id(p) in rates and p.grad is not None}
+        trained = {
+            n: p
+            for n, p in named_parameters(unwrap(model))
+            if id(p) in rates and p.grad is not None and p.requires_grad
+        }
         gradients = {name: p.grad for name, p in _first_names(trained).items() if p.grad is not None}
         if not gradients:
+            return
+        if kfac.dropped and not kfac.kfac_factors:  # a first batch that came to nothing: there is no step to take yet
+            journal.log_no_step(kfac.dropped[-1]["reason"])
+            for p in trained.values():
+                p.grad = None
             return
         natural = kfac.compute_natural_gradient(model, gradients=gradients)
         scale = 1.0 if kl_clip is None else _scale(stepping, trained, gradients, natural, rates, kl_clip)

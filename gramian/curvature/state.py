@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec, find_blocks
 from gramian.curvature.build import settle_damping
-from gramian.curvature.consistency import check_spec
+from gramian.curvature.consistency import check_spec, unique_parameters
 from gramian.errors import GramianError
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.stored import Stored
@@ -47,9 +47,15 @@ def state_of(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "options": asdict(kfac.options),
         "counters": {name: copy.deepcopy(getattr(kfac, name)) for name in COUNTERS},
         "generator": kfac._generator.get_state(),
+        "frozen": _frozen(None if kfac._model is None else kfac._model()),
         "layers": layers,
         "factors": factors,
     }
+
+
+def _frozen(root: nn.Module | None) -> list[str]:
+    """Parameters that do not train."""
+    return [] if root is None else [name for name, p in unique_parameters(root) if not p.requires_grad]
 
 
 def _factor_state(factor: Factor) -> dict[str, Any]:
@@ -84,10 +90,12 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     if saved["schema"] != SCHEMA:
         raise GramianError(f"state: has schema {saved['schema']!r}; expected {SCHEMA}")
     specs = find_blocks(root, kfac.options) if root is not None else dict(kfac._specs)
+    known = root if root is not None or kfac._model is None else kfac._model()
     device = _home(kfac, root)
     generator = torch.Generator()
     try:
-        blocks = _blocks(saved, specs, device)
+        blocks = _blocks(saved, specs, device, set(_frozen(known)))
+        waited = set(saved["frozen"])
         counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
         generator.set_state(saved["generator"].cpu())
         settle_damping(blocks.values(), kfac.options)
@@ -96,7 +104,11 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         what = " ".join(f"{type(error).__name__} {error}".split())
         raise GramianError(f"state: is not whole ({what}); expected what state_dict() gave") from None
-    missing = [name for name in specs if name not in blocks and name in kfac.kfac_factors]
+    missing = [
+        name
+        for name, spec in specs.items()
+        if name not in blocks and name in kfac.kfac_factors and not waited.issuperset(spec.parameters)
+    ]
     if missing:
         raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
     kfac.kfac_factors = blocks
@@ -115,8 +127,10 @@ def _home(kfac: KFACNaturalGradient, root: nn.Module | None) -> torch.device | N
     return None if root is None else next(root.parameters()).device
 
 
-def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None) -> dict[str, Block]:
-    """The blocks of a state, each checked against the model's own."""
+def _blocks(
+    saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None, frozen: set[str]
+) -> dict[str, Block]:
+    """The blocks of a state, each checked against the model's own; those of layers frozen by now wait with them."""
     made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():
@@ -128,7 +142,7 @@ def _blocks(saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.d
             parts[key] = tuple(parts[key])
         parts["shapes"] = tuple(tuple(shape) for shape in parts["shapes"])
         spec = Spec(**parts)
-        if specs and name not in specs:
+        if specs and name not in specs and not frozen.issuperset(spec.parameters):
             raise GramianError(f"{name}: is in the state, but no trainable layer of the model; expected the same model")
         if name in specs:
             check_spec(spec, specs[name])

@@ -21,7 +21,7 @@ class Dense(AtRest, Spectral):
         self.dim = stored.body.shape[0]
         self.work = Work()
         self._eigen: tuple[Tensor, Tensor] | None = None
-        self._cholesky: dict[float, Cholesky] = {}
+        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
         self._largest: Tensor | None = None
 
     @classmethod
@@ -126,14 +126,15 @@ class Dense(AtRest, Spectral):
             self._eigen = (values.clamp(min=0), vectors)
         return self._eigen
 
-    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Launch the Cholesky factorisation of M + λI; one damping is kept."""
-        if damping in self._cholesky:
+        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
+        if key in self._cholesky:
             return
-        matrix = self.stored.load(dtype=self.working_dtype(damping))
+        matrix = self.stored.load(dtype=key[1])
         matrix = matrix.clone() if matrix.data_ptr() == self.stored.body.data_ptr() else matrix
         matrix.diagonal().add_(damping)
-        self._cholesky = {damping: Cholesky(matrix, first_jitter)}
+        self._cholesky = {key: Cholesky(matrix, first_jitter)}
 
     def pending(self) -> list[Cholesky]:
         """The launched ones."""
@@ -141,9 +142,10 @@ class Dense(AtRest, Spectral):
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """n³/3 FLOPs once, then 2·n²·k."""
-        self.prepare_solve(damping, first_jitter)
-        solution = self._cholesky[damping].solve(y_NK.to(self.device)).to(device=y_NK.device, dtype=self.dtype)
-        self.work.attempts = [vars(attempt) for attempt in self._cholesky[damping].attempts]
+        self.prepare_solve(damping, first_jitter, y_NK.dtype)
+        system, wide = next(iter(self._cholesky.values())), torch.promote_types(self.dtype, y_NK.dtype)
+        solution = system.solve(y_NK.to(self.device)).to(device=y_NK.device, dtype=wide)
+        self.work.attempts = [vars(attempt) for attempt in system.attempts]
         return solution
 
     def logdet(self, damping: float) -> Tensor:

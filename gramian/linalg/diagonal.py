@@ -63,14 +63,14 @@ class Diagonal(Spectral):
         """C."""
         return c_RK
 
-    def working_dtype(self, damping: float) -> torch.dtype:
+    def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
         """Nothing cancels."""
         return self.dtype
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
         """(d + λ)^p ⊙ Y."""
         shifted = raised(self.values_N + damping, self._floor(damping, max_condition))
-        return shifted.pow(p).to(y_NK.device)[:, None] * y_NK.to(self.dtype)
+        return shifted.pow(p).to(y_NK.device)[:, None] * y_NK.to(torch.promote_types(self.dtype, y_NK.dtype))
 
     def matvec(self, y_NK: Tensor) -> Tensor:
         """d ⊙ Y."""
@@ -97,7 +97,7 @@ class Diagonal(Spectral):
         """The diagonal d."""
         return self.values_N
 
-    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Nothing to prepare."""
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:

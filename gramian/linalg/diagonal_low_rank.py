@@ -116,6 +116,7 @@ class DiagonalLowRank(AtRest, Factor):
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
         """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
+        given = torch.promote_types(self.dtype, y_NK.dtype)
         if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
             return self.written_out().power(y_NK, p, damping, max_condition)
         asked, damping = damping, self._clipped_damping(damping, max_condition)
@@ -136,7 +137,7 @@ class DiagonalLowRank(AtRest, Factor):
             out = self._solve(out, damping, keep=True)
         if bound:
             self.work.error_bound = bound
-        return out.to(self.dtype)
+        return out.to(given)
 
     def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
         """(s_j M + λI)^p y_j for every column j, for the joint damping of a Kronecker product.
@@ -221,7 +222,7 @@ class DiagonalLowRank(AtRest, Factor):
         floor = self._clipped_damping(damping, max_condition)
         return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
 
-    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Launch the factorisation of S; one damping is kept."""
         if damping not in self._small:
             self._small = {damping: self._system(damping, first_jitter)}
@@ -238,7 +239,8 @@ class DiagonalLowRank(AtRest, Factor):
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
         """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
         self.prepare_solve(damping, first_jitter)
-        return self._solve(y_NK.to(torch.float64), damping, keep=True).to(self.dtype)
+        given = torch.promote_types(self.dtype, y_NK.dtype)
+        return self._solve(y_NK.to(torch.float64), damping, keep=True).to(given)
 
     def _solve(self, y_NK: Tensor, damping: float, keep: bool) -> Tensor:
         if keep:

@@ -6,6 +6,7 @@ that is let through.
 The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to it, those of the unstored complement too.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -25,8 +26,9 @@ TENSOR_FLOAT = 2.0**-11
 """Rounding of operands in TF32 products."""
 COARSE = 0.1
 """Largest relative error ε·κ that such products may cost a factor whose storage cost as much."""
-TRUSTED = 1e-3
-"""Largest relative error ε·κ that float32 products may cost; above it the algebra runs in float64."""
+TRUSTED = {True: 1e-3, False: 1e-6}
+"""Largest relative error ε·κ that float32 products may cost a factor stored in half precision (True) or not (False); above
+it the algebra runs in float64. The other side of a block multiplies the error by its own κ."""
 
 
 @dataclass
@@ -132,15 +134,15 @@ class Factor(ABC):
 
     @abstractmethod
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
-        """(M + λI)^p Y for any real p, with the clip if `max_condition` is given."""
+        """(M + λI)^p Y for any real p, with the clip if `max_condition` is given; float64 where M or Y is."""
 
     @abstractmethod
-    def prepare_solve(self, damping: float, first_jitter: float) -> None:
-        """Launch what `solve` at this damping needs and wait for nothing."""
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
+        """Launch what `solve` of a Y of this dtype needs at this damping, and wait for nothing."""
 
     @abstractmethod
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
-        """(M + λI)⁻¹ Y by Cholesky, without an eigendecomposition and without the clip."""
+        """(M + λI)⁻¹ Y by Cholesky, without an eigendecomposition and without the clip; float64 where M or Y is."""
 
     @abstractmethod
     def logdet(self, damping: float) -> Tensor:
@@ -214,11 +216,12 @@ class Factor(ABC):
         """A number that the condition of M + λI does not exceed."""
         return self.bound() / damping + 1.0 if damping > 0 else float("inf")
 
-    def working_dtype(self, damping: float) -> torch.dtype:
-        """The dtype in which products at this damping keep three digits or so: ε·κ decides."""
+    def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
+        """The dtype of products for the power p at this damping: ε·κ^|p| decides."""
         if self.dtype == torch.float64:
             return torch.float64
-        trusted = torch.finfo(torch.float32).eps * self.condition_bound(damping) <= TRUSTED
+        allowed = TRUSTED[self.storage_dtype in HALF] / torch.finfo(torch.float32).eps
+        trusted = abs(p) * math.log(self.condition_bound(damping)) <= math.log(allowed)
         return torch.float32 if trusted else torch.float64
 
     def coarse(self, damping: float) -> bool:
@@ -279,13 +282,14 @@ class Spectral(Factor):
         lowest = max(damping, floor)
         if p < 0 and lowest <= 0 and not self.complete:
             raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
-        y_NK = y_NK.to(self.working_dtype(lowest))
+        given = torch.promote_types(self.dtype, y_NK.dtype)
+        y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))
         c_RK = self.to_basis(y_NK)  # first: the spectrum is then as exact as the basis
         f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
         if self.complete:
-            return self.from_basis(f_R[:, None] * c_RK).to(self.dtype)
+            return self.from_basis(f_R[:, None] * c_RK).to(given)
         outside = float(lowest**p)
-        return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(self.dtype)
+        return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(given)
 
     def clip(self, damping: float, max_condition: float) -> Clip:
         """Count on the spectrum and its complement."""

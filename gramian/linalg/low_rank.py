@@ -28,7 +28,7 @@ class LowRank(AtRest, Spectral):
         self.dim = stored.body.shape[0]
         self.work = Work()
         self._eigen: tuple[Tensor, Tensor] | None = None
-        self._cholesky: dict[float, Cholesky] = {}
+        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
         self._largest: Tensor | None = None
 
     @classmethod
@@ -134,14 +134,14 @@ class LowRank(AtRest, Spectral):
             self._eigen = (values, vectors / values.sqrt())
         return self._eigen
 
-    def prepare_solve(self, damping: float, first_jitter: float) -> None:
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Launch the Cholesky factorisation of K + λI; one damping is kept."""
-        if damping in self._cholesky:
+        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
+        if key in self._cholesky:
             return
-        dtype = self.working_dtype(damping)
         gram = self.columns.gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
-        self._cholesky = {damping: Cholesky(gram.to(dtype), first_jitter)}
+        self._cholesky = {key: Cholesky(gram.to(key[1]), first_jitter)}
         self.columns.forget()
 
     def pending(self) -> list[Cholesky]:
@@ -150,12 +150,13 @@ class LowRank(AtRest, Spectral):
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
-        self.prepare_solve(damping, first_jitter)
-        wide = y_NK.to(self.working_dtype(damping))
-        inner = self._cholesky[damping].solve(self.columns.transposed_times(wide).to(self.device))
+        self.prepare_solve(damping, first_jitter, y_NK.dtype)
+        (_, dtype), system = next(iter(self._cholesky.items()))
+        wide = y_NK.to(dtype)
+        inner = system.solve(self.columns.transposed_times(wide).to(self.device))
         solution = (wide - self.columns.times(inner.to(wide))) / damping
-        self.work.attempts = [vars(attempt) for attempt in self._cholesky[damping].attempts]
-        return solution.to(self.dtype)
+        self.work.attempts = [vars(attempt) for attempt in system.attempts]
+        return solution.to(torch.promote_types(self.dtype, y_NK.dtype))
 
     def logdet(self, damping: float) -> Tensor:
         """Σ log(σ + λ) + (n − s) log λ where σ is known, else log det(K + λI) + (n − r) log λ."""

@@ -250,3 +250,101 @@ def test_a_step_without_a_closure_may_say_so() -> None:
 
 
 BATCH = torch.zeros(6, 5, dtype=torch.float64), torch.zeros(6, dtype=torch.long)
+
+
+class Padded(nn.Module):
+    """Tokens in, classes out, with a head that is plain, frozen, behind other operations, called in pieces or pooled."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.fc, self.head = way, nn.Linear(6, 5), nn.Linear(5, 4)
+        self.head.requires_grad_(way != "frozen head")
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x).tanh()
+        if self.way == "pooled":
+            return self.head(h.mean(1))
+        if self.way == "in pieces":
+            return torch.cat([self.head(piece) for piece in h.split(2, dim=1)], dim=1)
+        return (self.head(h) / 2).log_softmax(-1) if self.way == "scaled" else self.head(h)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("way", ["plain", "frozen head", "scaled", "in pieces", "pooled"])
+def test_ignored_targets_are_seen_whatever_the_head_is(way: str, forwards: int, sharing: str) -> None:
+    if way == "in pieces" and (sharing == "reduce" or forwards == 2):
+        return
+    model, kfac = Padded(way), gramian.KFACNaturalGradient(weight_sharing=sharing, kfac_policy="small_only")
+    x, y = torch.randn(4, 5, 6).double(), torch.randint(4, (4, 5))
+    y[0, 2:], y[1], y[3, :1] = -100, -100, -100
+    y = y[:, 0] if way == "pooled" else y
+    kept = y >= 0
+    with kfac.capture(model, num_terms=forwards * int(kept.sum())):
+        losses = [F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") for _ in range(forwards)]
+        (sum(losses) / (forwards * kept.sum())).backward()
+    if way == "pooled":
+        rows = x[kept].flatten(0, 1) if sharing == "expand" else x[kept].mean(1)
+    elif sharing == "expand":
+        rows = x[kept]
+    else:
+        rows = torch.stack([a[m].mean(0) for a, m in zip(x, kept, strict=True) if m.any()])
+    rows = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
+    torch.testing.assert_close(kfac.kfac_factors["fc"].A.to_dense(), rows.mT @ rows / len(rows))
+    assert ("head" in kfac.record()["padding_counted"]) == (way == "in pieces" and forwards == 1)
+
+
+def test_a_term_whose_gradient_underflows_is_not_taken_for_an_ignored_target(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Padded("plain"), torch.randn(2, 5, 6).double()
+    logits_of = model.head.forward
+    for strict in (False, True):
+        kfac = gramian.KFACNaturalGradient(strict=strict, kfac_policy="small_only")
+        with contextlib.ExitStack() as stack:
+            if strict:
+                stack.enter_context(pytest.raises(gramian.GramianError, match=r"token_weights: .*10 tokens for 9 loss"))
+            stack.enter_context(kfac.capture(model, num_terms=9))
+            out = model(x)[:, :4]  # the last token of each sample is ignored: eight answer, nine were to
+            (out.square().sum() / 9).backward()
+        model.zero_grad()
+        assert strict or kfac.record()["layers"]["fc"]["T"] == 10
+    assert "token_weights" in caplog.text and logits_of == model.head.forward
+
+
+@pytest.mark.parametrize("p", [-1.0, -1.5, -2.0])
+@pytest.mark.parametrize("damping", [3e-3, 3e-5])
+def test_both_sides_of_a_block_are_applied_in_float64_where_one_needs_it(p: float, damping: float) -> None:
+    model = net(40, 64, 30).float()
+    kfac = gramian.KFACNaturalGradient(
+        damping_A=damping, damping_G=damping, damping_mode="factored", woodbury_dtype="fp32",
+        use_eigenvalue_correction=False,
+    )  # fmt: skip
+    with kfac.capture(model, num_terms=6):
+        F.cross_entropy(model(20 * torch.randn(6, 40)), torch.arange(6)).backward()
+    found = kfac.compute_natural_gradient(model, power=p)
+    for name, block in kfac.kfac_factors.items():
+        layer, sides = model.get_submodule(name), {}
+        for side, factor in block.factors.items():
+            u = factor.columns.stored.load(dtype=torch.float64)
+            left, s, _ = torch.linalg.svd(u)
+            values = torch.zeros(len(u), dtype=torch.float64)
+            values[: len(s)] = s.square()
+            sides[side] = left * (values + damping).pow(p) @ left.mT
+        y = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], dim=1).double()
+        expected = sides["G"] @ y @ sides["A"]
+        actual = torch.cat([found[f"{name}.weight"], found[f"{name}.bias"][:, None]], dim=1)
+        assert (actual - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_first_refresh_that_comes_to_nothing_leaves_the_parameters_alone() -> None:
+    model, kfac = net(4, 6, 3), gramian.KFACNaturalGradient(update_freq=1)
+    optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
+    before = copy.deepcopy(model.state_dict())
+    for x in (torch.full((5, 4), torch.nan).double(), torch.randn(5, 4).double()):
+        torch.testing.assert_close(dict(model.state_dict()), dict(before))
+        optimizer.zero_grad()
+        with kfac.capture(model, num_terms=5):
+            F.cross_entropy(model(x), torch.tensor([0, 1, 2, 0, 1])).backward()
+        optimizer.step()
+    assert not torch.equal(model[0].weight, before["0.weight"])

@@ -313,15 +313,28 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "more words": (lambda: net(words=13), "table"),
     "no such layer": (lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)), "table"),
     "tied": (lambda: net(tied=True), "head"),
-    "frozen layer": (lambda: _frozen("q"), "q"),
     "no bias": (lambda: _without_bias(), "fc"),
 }
 
 
-def _frozen(layer: str) -> nn.Module:
-    model = net()
-    model.get_submodule(layer).requires_grad_(False)
-    return model
+def test_a_frozen_layers_factors_wait_in_the_state_and_come_back() -> None:
+    saved, model = trained("dense")
+    model.get_submodule("q").requires_grad_(False)
+    refresh(saved, model)
+    fresh = make()
+    for kfac in (saved, fresh):
+        kfac.load_state_dict(saved.state_dict(), model)
+        kfac.load_state_dict(kfac.state_dict())
+        assert "q" in kfac.kfac_factors
+    other = make()
+    refresh(other, model)  # knows nothing of q
+    without = other.state_dict()
+    model.get_submodule("q").requires_grad_(True)
+    fresh.load_state_dict(without, model)
+    assert "q" not in fresh.kfac_factors
+    model.zero_grad()
+    refresh(fresh, model)
+    assert "q" in fresh.kfac_factors
 
 
 def _without_bias() -> nn.Module:
@@ -341,9 +354,6 @@ def test_a_state_of_another_model_is_refused_by_the_layers_name(other: str, tmp_
         fresh.load_state_dict(saved.state_dict(), model)
     one_line(caught.value, layer, "expected")
     assert fresh.kfac_factors == {} and fresh.state_dict()["counters"] == before["counters"]
-
-    if other == "frozen layer":
-        return  # without a model nothing is compared, and a frozen layer's factors wait until it trains again
 
     fresh.load_state_dict(saved.state_dict())  # nothing to compare with yet; the first use does
     with pytest.raises(gramian.GramianError) as caught:

@@ -303,7 +303,16 @@ TRAPS = (
         "half-precision gradients not widened",
         (
             Edit(f"{_CURVATURE}.application:_apply_block", "t.detach().to(wide)", "t.detach()"),
-            Edit(f"{_LINALG}.factor:Spectral.power", "y_NK = y_NK.to(self.working_dtype(lowest))", "pass"),
+            Edit(
+                f"{_CURVATURE}.block:Block.power",
+                "y_OM = y_OM.to(torch.promote_types(y_OM.dtype, self._dtype(p, damping)))",
+                "pass",
+            ),
+            Edit(
+                f"{_LINALG}.factor:Spectral.power",
+                "y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))",
+                "pass",
+            ),
             Edit(f"{_LINALG}.dense:Dense.to_basis", "[1].to(y_NK)", "[1]"),
         ),
         functools.partial(test_a_model_in_half_precision_has_powers_and_products, torch.bfloat16, MANY),
@@ -360,8 +369,8 @@ TRAPS = (
         (
             Edit(
                 f"{_LINALG}.dense:Dense.prepare_solve",
-                "if damping in self._cholesky:",
-                "self._cholesky = {damping: system for system in self._cholesky.values()}\n    if self._cholesky:",
+                "if key in self._cholesky:",
+                "self._cholesky = {key: system for system in self._cholesky.values()}\n    if self._cholesky:",
             ),
         ),
         _of_case(test_factor.test_solutions_are_those_of_eigh, "dense"),
