@@ -49,7 +49,7 @@ class Hub:
         self.parameters: dict[str, ParameterInfo] = {}
         self.audited: frozenset[str] = frozenset()
         self._listeners: list[Listener] = []
-        self._passes = PassBook(self._listeners, lambda record: self.rule.receive(record))
+        self._passes = PassBook(self._listeners, lambda: self.rule)
         self._taps: weakref.WeakKeyDictionary[nn.Module, Tap] = weakref.WeakKeyDictionary()
         self._installed: list[Tap] = []
         self._holders = 0
@@ -258,7 +258,9 @@ class Hub:
             )
         if use.pass_ is None or use.pass_.closed:
             raise GramianError(SECOND_BACKWARD)
-        pass_, extra, use.pass_, use.extra = use.pass_, use.extra, None, None  # the graph outlives the backward
+        pass_, extra = use.pass_, use.extra
+        if not self.rule.again:
+            use.pass_ = use.extra = None  # the graph outlives the backward
         self._receive(pass_, use.tap, kept, gradients, extra, borrowed=False)
 
     def report_compiled(self, tap: Tap, number: int, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> None:

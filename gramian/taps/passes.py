@@ -18,7 +18,7 @@ from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
-from gramian.taps.statistic import Statistic
+from gramian.taps.statistic import GradientRule, Statistic
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward in a capture"
 FORWARDS_WITHOUT_BACKWARD = 1024
@@ -75,6 +75,8 @@ class Pass:
     """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
+    repeated: bool = False
+    """True in the second of two backwards through this forward."""
     expanded: list[str] = field(default_factory=list)
     """Layers whose one-row output was expanded to B rows."""
 
@@ -82,17 +84,17 @@ class Pass:
 class PassBook:
     """The passes of one model that are under way."""
 
-    def __init__(self, listeners: list[Listener], on_parameter: Callable[[ParameterRecord], None]) -> None:
+    def __init__(self, listeners: list[Listener], rule: Callable[[], GradientRule]) -> None:
         """Start with none.
 
         Args:
             listeners: who listens; the list is shared with, and changed by, its owner.
-            on_parameter: told of every complete parameter, after the listeners.
+            rule: tells the rule that governs the model now.
         """
         self.current: Pass | None = None
         self.reached: Pass | None = None
         """The pass that a running backward reached last: a checkpoint's second run belongs to it."""
-        self._listeners, self._on_parameter = listeners, on_parameter
+        self._listeners, self._rule = listeners, rule
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
         self._task = -1
@@ -150,8 +152,9 @@ class PassBook:
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
-        """Who listened when the pass began and still does."""
-        return [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
+        """Who listened when the pass began and still does; in a second backward the rule alone."""
+        there = [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
+        return [pair for pair in there if pair[0] is self._rule()] if pass_.repeated else there
 
     def begin(self, pass_: Pass, device: str) -> None:
         """The backward reached a pass: notice nested backwards, and ask for a call when this one is over."""
@@ -185,9 +188,9 @@ class PassBook:
             last = len(parts) + 1 == pass_.uses.get(name, 1)
             parts.append((kind, gradient.copy() if borrowed and not last else gradient))
             if last:
-                self._deliver(pass_, name)
+                self._deliver(pass_, name, borrowed)
 
-    def _deliver(self, pass_: Pass, name: str) -> None:
+    def _deliver(self, pass_: Pass, name: str, borrowed: bool) -> None:
         """All uses of a parameter are in: join them and hand them on."""
         parts = pass_.arrived.pop(name)
         pass_.delivered.add(name)
@@ -195,9 +198,7 @@ class PassBook:
         gradient = join([part for _, part in parts])
         for listener, info in self.audience(pass_):
             mine = gradient if info.units is None else join([part.regroup(info.units) for _, part in parts])
-            listener.parameter(ParameterRecord(name, kind, len(parts), mine, info))
-        for _, info in pass_.infos[:1]:
-            self._on_parameter(ParameterRecord(name, kind, len(parts), gradient, info))
+            listener.parameter(ParameterRecord(name, kind, len(parts), mine, info, borrowed))
 
     def _end_of_backward(self, device: str) -> None:
         """Hand on what is still incomplete (uses that got no gradient) and close the passes."""
@@ -205,13 +206,17 @@ class PassBook:
         with torch.autocast(device, enabled=False), exact_float32():
             for pass_ in touched.values():
                 for name in list(pass_.arrived):
-                    self._deliver(pass_, name)
-                pass_.closed = True
+                    self._deliver(pass_, name, borrowed=False)  # what waits was copied
                 if self.current is pass_:
                     self.current = None
+            again = self._rule().again
             for pass_ in touched.values():
+                pass_.closed = not again
                 for listener, info in self.audience(pass_):
                     listener.end_of_pass(info)
+                if again:
+                    pass_.delivered.clear()
+                    pass_.repeated = True
 
 
 def in_backward() -> bool:

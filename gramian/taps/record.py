@@ -80,6 +80,8 @@ class ParameterRecord:
     uses: int
     gradient: PerSampleGradient
     info: PassInfo
+    borrowed: bool = False
+    """True if the gradient's tensors are valid during the call only (a compiled graph reuses their memory)."""
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
         """‖gradient of unit i's loss‖²: [U], once per record and algorithm however many statistics ask."""

@@ -109,28 +109,23 @@ def zero_sums(parameters: Mapping[str, ParameterInfo]) -> Sums:
 
 
 class GradientRule(Protocol):
-    """Decides what becomes of the weight gradients; a model has at most one."""
+    """Decides what becomes of the weight gradients; a model has at most one. It sees records by listening, like anybody."""
 
     withholds: bool
     """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
-
-    def receive(self, record: Any) -> None:
-        """One parameter of one pass, all uses joined."""
+    again: bool
+    """True while the backward under way is the first of two through one forward; the second reports to the rule alone."""
 
 
 class Ordinary:
     """`p.grad` is what it would be without gramian."""
 
     withholds = False
-
-    def receive(self, record: Any) -> None:
-        """Nothing to do: autograd forms the gradient."""
+    again = False
 
 
 class Withheld:
     """No weight gradient is formed; statistics still see every record. Saves a third of a linear layer's work."""
 
     withholds = True
-
-    def receive(self, record: Any) -> None:
-        """Nothing to do."""
+    again = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.taps.gradients import Outer
+from gramian.taps.gradients import outer
 from gramian.verify import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
@@ -178,8 +178,8 @@ def test_an_empty_batch_has_no_norms(name: str) -> None:
 def test_a_forced_algorithm_is_the_one_that_runs(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem("linear_3d", 4)
     model, grams = p.model(), []
-    gram = Outer._gram
-    monkeypatch.setattr(Outer, "_gram", lambda self: grams.append(self.shape) or gram(self))
+    gram = outer.gram_of
+    monkeypatch.setattr(outer, "gram_of", lambda outers: grams.append(outers) or gram(outers))
     with gramian.per_sample_norms(model, algorithm=algorithm) as norms:
         p.backward(model, p.batch)
     assert len(grams) == (2 if algorithm == "gram" else 0)

@@ -710,25 +710,3 @@ def test_after_a_rule_is_lifted_gradients_are_formed_again() -> None:
     with gramian.per_sample_norms(model):
         loss(model, *batch, reduction="mean").backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-class Receiving:
-    """A rule that keeps what it receives."""
-
-    withholds = False
-
-    def __init__(self) -> None:
-        self.totals: dict[str, Tensor] = {}
-
-    def receive(self, record: Any) -> None:
-        self.totals[record.parameter] = record.total()
-
-
-def test_a_rule_receives_every_parameter_once_with_its_uses_joined() -> None:
-    model, batch, loss = problem(CASES["tied_gpt"])
-    rule = Receiving()
-    with hub_of(model).governed_by(rule), gramian.per_sample_norms(model, loss_reduction="sum"):
-        loss(model, *batch, reduction="sum").backward()
-    assert sorted(rule.totals) == sorted(name for name, _ in model.named_parameters())
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(rule.totals[name], p.grad, rtol=1e-9, atol=1e-12)

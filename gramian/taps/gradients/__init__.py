@@ -11,7 +11,8 @@ from gramian.taps.gradients.convolved import Convolved
 from gramian.taps.gradients.dense import Dense
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.joined import join
+from gramian.taps.gradients.normed import Normed
 from gramian.taps.gradients.outer import Outer
 from gramian.taps.gradients.summed import Summed
 
-__all__ = ["Convolved", "Dense", "Indexed", "Outer", "PerSampleGradient", "Summed", "join"]
+__all__ = ["Convolved", "Dense", "Indexed", "Normed", "Outer", "PerSampleGradient", "Summed", "join"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gramian.kernels.weighted_sum import weighted_sum
 from gramian.linalg.wide import wide_norms
 from gramian.plan.norms import Algorithm, samples_per_chunk
 from gramian.taps.units import Units
@@ -53,6 +54,22 @@ class PerSampleGradient(ABC):
     def copy(self) -> "PerSampleGradient":
         """A recipe that owns its tensors, for use after the backward pass has moved on."""
 
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """What the recipe reads."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per sample; 1 where a sample is not made of tokens."""
+        return 1
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Σ_i c_i g_i, of the parameter's shape: accumulated wide, rounded to `dtype` at the end."""
+        total = self.per_sample_zeros().flatten()
+        for start, part in zip(range(0, max(self.batch, 1), self._chunk), self.chunks(), strict=True):
+            total += weighted_sum(flat(part.per_sample()), weights_B[start : start + self._chunk])
+        return total.reshape(self.shape).to(dtype)
+
     def algorithm(self, choice: Algorithm) -> str:
         """The name of the algorithm that `squared_norms(choice)` runs."""
         return "direct"
@@ -74,9 +91,18 @@ class PerSampleGradient(ABC):
 
     def chunks(self) -> Iterator["PerSampleGradient"]:
         """The samples in groups whose written-out gradients stay small; at least one group, if an empty one."""
-        size = samples_per_chunk(torch.Size(self.shape).numel())
-        for start in range(0, max(self.batch, 1), size):
-            yield self.select(start, min(start + size, self.batch))
+        for start in range(0, max(self.batch, 1), self._chunk):
+            yield self.select(start, min(start + self._chunk, self.batch))
+
+    @property
+    def _chunk(self) -> int:
+        return samples_per_chunk(torch.Size(self.shape).numel())
+
+
+def scaled(t_B: Tensor, weights_B: Tensor) -> Tensor:
+    """c_i t_i in the dtype of t: multiplied wide, rounded once. [B, …] in, the same out."""
+    out = torch.empty_like(t_B, memory_format=torch.contiguous_format)
+    return torch.mul(t_B, weights_B.reshape(-1, *[1] * (t_B.dim() - 1)), out=out)
 
 
 def flat(gradients_B: Tensor) -> Tensor:

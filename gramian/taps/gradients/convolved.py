@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.base import PerSampleGradient, scaled
 from gramian.taps.gradients.dense import Dense
 from gramian.taps.units import Units
 
@@ -81,6 +81,15 @@ class Convolved(PerSampleGradient):
     def copy(self) -> "Convolved":
         """Own images and gradients."""
         return Convolved(self.images_BK.clone(), self.gradients_BK.clone(), self.geometry)
+
+    def tensors(self) -> list[Tensor]:
+        """Images and gradients."""
+        return [self.images_BK, self.gradients_BK]
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """One ordinary convolution-backward, its gradients weighted."""
+        weighted = scaled(wide(self.gradients_BK), weights_B)
+        return Convolved(self.images_BK, weighted, self.geometry).total().to(dtype)
 
     def algorithm(self, choice: str) -> str:
         """There is one way."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gramian.kernels.weighted_sum import row_squares, weighted_sum
 from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient, flat
 from gramian.taps.units import Units
@@ -50,3 +51,15 @@ class Dense(PerSampleGradient):
     def copy(self) -> "Dense":
         """Own the gradients."""
         return Dense(self.gradients_B.clone(), self.dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients."""
+        return [self.gradients_B]
+
+    def squared_norms(self, choice: str = "auto") -> Tensor:
+        """Of what is given, one read: [B]."""
+        return row_squares(flat(self.gradients_B))
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """One read of what is given."""
+        return weighted_sum(flat(self.gradients_B), weights_B).reshape(self.shape).to(dtype)

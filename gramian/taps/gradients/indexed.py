@@ -50,6 +50,19 @@ class Indexed(PerSampleGradient):
         """Own index and rows."""
         return Indexed(self.index_BT.clone(), self.rows_BTD.clone(), self.shape[0])
 
+    def tensors(self) -> list[Tensor]:
+        """Index and rows."""
+        return [self.index_BT, self.rows_BTD]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.index_BT.shape[1]
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scatter-add of weighted rows: [V, D]."""
+        return self._scatter(wide(self.rows_BTD) * weights_B[:, None, None]).to(dtype)
+
     def algorithm(self, choice: str) -> str:
         """There is one way."""
         return "sorted rows"

@@ -85,6 +85,20 @@ class Joined(PerSampleGradient):
         """Own every part."""
         return Joined([part.copy() for part in self.parts])
 
+    def tensors(self) -> list[Tensor]:
+        """Of all parts."""
+        return [t for part in self.parts for t in part.tensors()]
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest part."""
+        return max(part.tokens for part in self.parts)
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sum of the parts', wide."""
+        wide = torch.float64 if torch.float64 in (t.dtype for t in self.tensors()) else torch.float32
+        return torch.stack([part.weighted_total(weights_B, wide) for part in self.parts]).sum(0).to(dtype)
+
     def algorithm(self, choice: Algorithm) -> str:
         """The parts' algorithms and the cross terms."""
         return (

@@ -4,14 +4,16 @@ Legend: B samples, T tokens, M×N the parameter. `nn.Linear` has l = output grad
 whose weight is stored transposed, has them the other way round.
 """
 
-from functools import cached_property
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from gramian.kernels.direct_squares import direct_squares
+from gramian.kernels.gram_squares import gram_squares
 from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
 from gramian.plan.norms import Algorithm, choose
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.base import PerSampleGradient, scaled
 from gramian.taps.units import Units
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -24,19 +26,10 @@ class Outer(PerSampleGradient):
     def __init__(self, left_BTM: Tensor, right_BTN: Tensor) -> None:
         """Keep views of both sides; nothing is computed."""
         self.left_BTM, self.right_BTN = left_BTM, right_BTN
+        self._squares: dict[str, Tensor] = {}
         self.batch = left_BTM.shape[0]
         self.shape = (left_BTM.shape[2], right_BTN.shape[2])
         self.dtype = min(left_BTM.dtype, right_BTN.dtype, key=lambda dtype: dtype.itemsize)
-
-    @cached_property
-    def left_gram_BTT(self) -> Tensor:
-        """L Lᵀ per sample, computed once however many statistics ask. 2·B·T²·M FLOPs."""
-        return wide_bmm(self.left_BTM, self.left_BTM.mT)
-
-    @cached_property
-    def right_gram_BTT(self) -> Tensor:
-        """R Rᵀ per sample, computed once however many statistics ask. 2·B·T²·N FLOPs."""
-        return wide_bmm(self.right_BTN, self.right_BTN.mT)
 
     def per_sample(self) -> Tensor:
         """LᵀR per sample: [B, M, N]. 2·B·T·M·N FLOPs."""
@@ -68,31 +61,80 @@ class Outer(PerSampleGradient):
         """Own both sides."""
         return Outer(self.left_BTM.clone(), self.right_BTN.clone())
 
+    def tensors(self) -> list[Tensor]:
+        """Both sides."""
+        return [self.left_BTM, self.right_BTN]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.left_BTM.shape[1]
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Lᵀ(cR), the narrower side scaled in its own dtype. 2·B·T·M·N FLOPs and one pass over that side."""
+        left, right = self.left_BTM, self.right_BTN
+        if self.shape[0] < self.shape[1]:
+            left = scaled(left, weights_B)
+        else:
+            right = scaled(right, weights_B)
+        left, right = left.flatten(0, 1), right.flatten(0, 1)
+        if left.is_cuda and left.dtype == right.dtype == dtype:
+            return left.mT @ right  # accumulated wide, rounded once
+        return wide_mm(left.mT, right).to(dtype)
+
     def algorithm(self, choice: Algorithm) -> str:
         """Rank one for a single token, else as forced, else the cheaper one."""
         tokens = self.left_BTM.shape[1]
         return choose(tokens, *self.shape) if choice == "auto" or tokens == 1 else choice
 
     def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
-        """‖LᵀR‖² per sample by the algorithm of `self.algorithm(choice)`: [B]."""
+        """‖LᵀR‖² per sample by the algorithm of `self.algorithm(choice)`: [B], once however many statistics ask."""
         name = self.algorithm(choice)
+        if name not in self._squares:
+            self._squares[name] = self._squares_by(name)
+        return self._squares[name]
+
+    def _squares_by(self, name: str) -> Tensor:
         if name == "rank1":
             return (wide_norms(self.left_BTM.flatten(1)) * wide_norms(self.right_BTN.flatten(1))).square()
-        return self._gram() if name == "gram" else super().squared_norms()
-
-    def _gram(self) -> Tensor:
-        """⟨LLᵀ, RRᵀ⟩, and the direct form for samples in which it would cancel.
-
-        Every entry of the two Grams carries an independent rounding error of ε‖x_s‖‖x_t‖, so the sum is off by about
-        ε·Σ_t‖l_t‖²‖r_t‖². Where that is not small beside the result (large common activations, output gradients that
-        cancel), digits are lost and the sample is done again directly. Cost: 2·B·T²·(M+N) FLOPs, one host check.
-        """
-        squares_B = (self.left_gram_BTT * self.right_gram_BTT).sum((1, 2))
-        diagonal_B = (self.left_gram_BTT.diagonal(dim1=1, dim2=2) * self.right_gram_BTT.diagonal(dim1=1, dim2=2)).sum(1)
-        epsilon = torch.finfo(squares_B.dtype).eps
-        doubtful_B = 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
+        if name == "direct":
+            return direct_squares(self.left_BTM, self.right_BTN)
+        squares_B, doubtful_B = gram_of([self])
         if bool(doubtful_B.any()):
             chosen = doubtful_B.nonzero()[:, 0]
-            again = Outer(self.left_BTM[chosen], self.right_BTN[chosen])
-            squares_B[chosen] = PerSampleGradient.squared_norms(again)
+            squares_B[chosen] = direct_squares(self.left_BTM[chosen], self.right_BTN[chosen])
         return squares_B
+
+
+def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
+    """Σ_k ‖L_kᵀR_k‖² of every sample as ⟨LLᵀ, RRᵀ⟩, for gradients that share a side: its Gram is formed once.
+
+    Every entry of the two Grams carries an independent rounding error of ε‖x_s‖‖x_t‖, so the sum is off by about
+    ε·Σ_t‖l_t‖²‖r_t‖². Where that is not small beside the result (large common activations, output gradients that cancel),
+    digits are lost and the direct form is called for. B·T²·(M+N) FLOPs.
+
+    Args:
+        outers: one to four.
+
+    Returns:
+        squares [B], and True for samples to be done again directly [B]. Nobody waits for the device.
+    """
+    first = outers[0]
+    if len(outers) > 1 and same_tensor(first.left_BTM, outers[1].left_BTM):
+        sides, shared = [outer.right_BTN for outer in outers], first.left_BTM
+    else:
+        sides, shared = [outer.left_BTM for outer in outers], first.right_BTN
+    squares_B, diagonal_B = gram_squares(sides, shared)
+    epsilon = torch.finfo(squares_B.dtype).eps
+    return squares_B, 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """True for two views of the same memory in the same layout."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )

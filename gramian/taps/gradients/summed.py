@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from gramian.kernels.token_sums import token_sums
+from gramian.kernels.weighted_sum import weighted_sum
 from gramian.linalg.wide import wide, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.base import PerSampleGradient, flat
 from gramian.taps.units import Units
 
 
@@ -28,7 +30,7 @@ class Summed(PerSampleGradient):
 
     def per_sample(self) -> Tensor:
         """Sum over tokens, never their norm per token. B·T·N additions."""
-        return wide(self.tokens_BTN).sum(1).reshape(self.batch, *self.shape)
+        return token_sums(self.tokens_BTN).reshape(self.batch, *self.shape)
 
     def total(self) -> Tensor:
         """Sum over tokens and samples."""
@@ -54,9 +56,22 @@ class Summed(PerSampleGradient):
         """Own the tokens."""
         return Summed(self.tokens_BTN.clone(), self.shape, self.dtype)
 
+    def tensors(self) -> list[Tensor]:
+        """The tokens."""
+        return [self.tokens_BTN]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.tokens_BTN.shape[1]
+
     def squared_norms(self, choice: str = "auto") -> Tensor:
         """Norm of the sum over tokens, squared: [B]."""
-        return wide_norms(wide(self.tokens_BTN).sum(1)).square()
+        return wide_norms(flat(self.per_sample())).square()
+
+    def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weighted sum of the samples' sums."""
+        return weighted_sum(flat(self.per_sample()), weights_B).reshape(self.shape).to(dtype)
 
     def algorithm(self, choice: str) -> str:
         """There is one way."""

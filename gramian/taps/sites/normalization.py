@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.linalg.wide import wide
-from gramian.taps.gradients import PerSampleGradient, Summed
+from gramian.taps.gradients import Normed, PerSampleGradient, Summed
 from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Site, by_sample, trains
 
@@ -31,18 +31,13 @@ class TrailingNorm(Site):
     ) -> dict[str, PerSampleGradient]:
         """Scale and shift."""
         shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
-        x, g = kept[0].float() if self.in_float32 else wide(kept[0]), wide(output_gradients[0])
-        axes = tuple(range(-len(shape), 0))
-        if self.centred:
-            x = x - x.mean(axes, keepdim=True)
-        hat = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + _epsilon(module, kept[0].dtype))
-        hat = wide(hat.to(kept[0].dtype)) if self.in_float32 else hat
-        dtype = _narrowest(x, *kept, *output_gradients)
+        x_BTN, g_BTN = (_trailing_tokens(t, batch, shape) for t in (kept[0], output_gradients[0]))
         found: dict[str, PerSampleGradient] = {}
         if trains(module, "weight"):
-            found["weight"] = Summed(_trailing_tokens(g * hat, batch, shape), shape, dtype)
+            eps = _epsilon(module, kept[0].dtype)
+            found["weight"] = Normed(x_BTN, g_BTN, shape, eps, self.centred, self.in_float32)
         if trains(module, "bias"):
-            found["bias"] = Summed(_trailing_tokens(g, batch, shape), shape, dtype)
+            found["bias"] = Summed(g_BTN, shape, _narrowest(*kept, *output_gradients))
         return found
 
 

@@ -1,0 +1,75 @@
+"""The gradient of a normalisation layer's scale: Σ_t g_t ⊙ x̂_t, with x̂ formed again from the layer's input."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from gramian.kernels.token_sums import normed_sums
+from gramian.linalg.wide import wide
+from gramian.taps.gradients.summed import Summed
+
+
+class Normed(Summed):
+    """g_i = Σ_t g_it ⊙ x̂_it, from inputs and output gradients [B, T, N]; the products are written down only if asked for."""
+
+    def __init__(
+        self,
+        inputs_BTN: Tensor,
+        gradients_BTN: Tensor,
+        shape: tuple[int, ...],
+        eps: float,
+        centred: bool,
+        rounded: bool,
+    ) -> None:
+        """Keep views; nothing is computed.
+
+        Args:
+            inputs_BTN: what the layer saw.
+            gradients_BTN: gradient of its output.
+            shape: of the parameter, N elements.
+            eps: of the layer.
+            centred: True if the mean is removed (layer norm), False for root-mean-square norms.
+            rounded: True if x̂ is formed in float32 and rounded to the input's dtype (Hugging Face).
+        """
+        self.inputs_BTN, self.gradients_BTN = inputs_BTN, gradients_BTN
+        self.eps, self.centred, self.rounded = eps, centred, rounded
+        self.batch, self.shape = inputs_BTN.shape[0], shape
+        dtypes = (torch.float32 if rounded else wide(inputs_BTN[:0]).dtype, inputs_BTN.dtype, gradients_BTN.dtype)
+        self.dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
+
+    @cached_property
+    def tokens_BTN(self) -> Tensor:  # type: ignore[override]
+        """g_t ⊙ x̂_t, wide. Several passes over [B, T, N]."""
+        x = self.inputs_BTN.float() if self.rounded else wide(self.inputs_BTN)
+        if self.centred:
+            x = x - x.mean(-1, keepdim=True)
+        hat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return wide(self.gradients_BTN) * (wide(hat.to(self.inputs_BTN.dtype)) if self.rounded else hat)
+
+    def per_sample(self) -> Tensor:
+        """One pass over inputs and gradients: [B, *shape]."""
+        if self.inputs_BTN.is_cuda and self.inputs_BTN.dtype != torch.float64:
+            scale_BN, _ = normed_sums(self.inputs_BTN, self.gradients_BTN, self.eps, self.centred)
+            return scale_BN.reshape(self.batch, *self.shape)
+        return super().per_sample()
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.inputs_BTN.shape[1]
+
+    def tensors(self) -> list[Tensor]:
+        """Inputs and gradients."""
+        return [self.inputs_BTN, self.gradients_BTN]
+
+    def select(self, start: int, stop: int) -> "Normed":
+        """Samples start … stop-1."""
+        return self._with(self.inputs_BTN[start:stop], self.gradients_BTN[start:stop])
+
+    def copy(self) -> "Normed":
+        """Own inputs and gradients."""
+        return self._with(self.inputs_BTN.clone(), self.gradients_BTN.clone())
+
+    def _with(self, inputs_BTN: Tensor, gradients_BTN: Tensor) -> "Normed":
+        return Normed(inputs_BTN, gradients_BTN, self.shape, self.eps, self.centred, self.rounded)
