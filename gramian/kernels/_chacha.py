@@ -1,0 +1,198 @@
+"""The Triton side of `chacha`: one ChaCha20 block of 16 words per lane, and Box–Muller on its eight pairs.
+
+Importing this file imports triton. The launchers take tensors on any device that Triton runs on, the CPU under its
+interpreter included.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+"""ChaCha20 blocks per program, one per thread."""
+
+
+@triton.jit
+def _add(x, y):
+    """x + y modulo 2³², also where Triton checks for overflow."""
+    return tl.add(x, y, sanitize_overflow=False)
+
+
+@triton.jit
+def _rotate(x, bits: tl.constexpr):
+    return (x << bits) | (x >> (32 - bits))
+
+
+@triton.jit
+def _quarter(a, b, c, d):
+    """The quarter round of RFC 8439, section 2.1."""
+    a = _add(a, b)
+    d = _rotate(d ^ a, 16)
+    c = _add(c, d)
+    b = _rotate(b ^ c, 12)
+    a = _add(a, b)
+    d = _rotate(d ^ a, 8)
+    c = _add(c, d)
+    b = _rotate(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def _lanes(word, counter_B):
+    """The bits of a signed scalar, in every lane."""
+    return tl.zeros_like(counter_B) | word.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
+    """The 16 words of the blocks with these counters, each [B]."""
+    s0 = tl.full(counter_B.shape, 0x61707865, tl.uint32)
+    s1 = tl.full(counter_B.shape, 0x3320646E, tl.uint32)
+    s2 = tl.full(counter_B.shape, 0x79622D32, tl.uint32)
+    s3 = tl.full(counter_B.shape, 0x6B206574, tl.uint32)
+    s4 = _lanes(k0, counter_B)
+    s5 = _lanes(k1, counter_B)
+    s6 = _lanes(k2, counter_B)
+    s7 = _lanes(k3, counter_B)
+    s8 = _lanes(k4, counter_B)
+    s9 = _lanes(k5, counter_B)
+    s10 = _lanes(k6, counter_B)
+    s11 = _lanes(k7, counter_B)
+    s12 = counter_B
+    s13 = _lanes(n0, counter_B)
+    s14 = _lanes(n1, counter_B)
+    s15 = _lanes(n2, counter_B)
+    x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
+    x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, s12, s13, s14, s15
+    for _ in range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    x0, x1, x2, x3 = _add(x0, s0), _add(x1, s1), _add(x2, s2), _add(x3, s3)
+    x4, x5, x6, x7 = _add(x4, s4), _add(x5, s5), _add(x6, s6), _add(x7, s7)
+    x8, x9, x10, x11 = _add(x8, s8), _add(x9, s9), _add(x10, s10), _add(x11, s11)
+    x12, x13, x14, x15 = _add(x12, s12), _add(x13, s13), _add(x14, s14), _add(x15, s15)
+    return x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15
+
+
+@triton.jit
+def _stack(a, b, c, d, e, f, g, h):
+    """Eight [B] side by side, [B, 8]: a join puts its two sides on even and odd places."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.reshape(tl.join(even, odd), [a.shape[0], 8])
+
+
+@triton.jit
+def _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
+    """First and second words of the pairs of this program's blocks, each [BLOCK, 8]."""
+    lane_B = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
+    counter_B = _add(lane_B, first_block.to(tl.uint32, bitcast=True))
+    x0, x1, x2, x3, x4, x5, x6, x7, x8, x9, x10, x11, x12, x13, x14, x15 = _block(
+        counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2
+    )
+    return _stack(x0, x2, x4, x6, x8, x10, x12, x14), _stack(x1, x3, x5, x7, x9, x11, x13, x15)
+
+
+@triton.jit
+def _places(skip, BLOCK: tl.constexpr):
+    """Where the elements of this program's blocks stand in the tensor, [BLOCK, 16]; below 0 for the first `skip`."""
+    lane_B = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return lane_B[:, None] * 16 + tl.arange(0, 16)[None, :] - skip
+
+
+@triton.jit(do_not_specialize=["first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
+def _words_kernel(out, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
+    even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
+    words = tl.reshape(tl.join(even, odd), [BLOCK, 16]).to(tl.int32, bitcast=True)
+    place = _places(skip, BLOCK)
+    tl.store(out + place, words, mask=(place >= 0) & (place < count))
+
+
+@triton.jit(do_not_specialize=["first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
+def _add_normals_kernel(
+    tensor,
+    std,
+    first_block,
+    skip,
+    count,
+    k0,
+    k1,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    n0,
+    n1,
+    n2,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
+    u = (even.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (w + ½) / 2³²
+    # Near u = 1 the float32 above has lost its low bits: -ln u is the series of -ln(1 - v), v = 1 - u from the other end.
+    v = ((even ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * (0.25 + v * 0.2))))
+    radius = tl.sqrt_rn(2.0 * tl.where(v < 0.03125, series, -tl.log(u)))
+    # As a signed number the word is an angle in [-π, π), where float32 is finest around 0.
+    angle = odd.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09  # π / 2³¹
+    noise = tl.reshape(tl.join(radius * tl.cos(angle), radius * tl.sin(angle)), [BLOCK, 16])
+    place = _places(skip, BLOCK)
+    mask = (place >= 0) & (place < count)
+    before = tl.load(tensor + place, mask=mask, other=0.0)
+    if WIDE:
+        after = before.to(tl.float64) + tl.load(std).to(tl.float64) * noise.to(tl.float64)
+    else:
+        after = before.to(tl.float32) + tl.load(std).to(tl.float32) * noise
+    tl.store(tensor + place, after.to(before.dtype), mask=mask)
+
+
+def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
+    """Fill an int32 tensor with the words from `start` on.
+
+    Args:
+        out: contiguous int32, [count].
+        key: eight words, signed.
+        nonce: three words, signed.
+        start: place of the first word in the key stream, below 2³⁶.
+    """
+    _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
+
+
+def add_normals(tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
+    """Add std times the normals from `start` on, in place.
+
+    Args:
+        tensor: contiguous, of a floating-point dtype.
+        std: 0-dim, on the device of the tensor.
+        key: eight words, signed.
+        nonce: three words, signed.
+        start: place of the tensor's first element in the key stream, below 2³⁶.
+    """
+    wide = {"WIDE": tensor.dtype == torch.float64}
+    _launch(_add_normals_kernel, (tensor, std), tensor.numel(), key, nonce, start, wide, tensor.device)
+
+
+def _launch(kernel, tensors, count, key, nonce, start, meta, device):
+    """Run a kernel over the blocks that hold [start, start + count)."""
+    first, skip = start // 16, start % 16
+    blocks = -(-(skip + count) // 16)
+    first -= (first >= 2**31) * 2**32
+    here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with here:
+        kernel[(triton.cdiv(blocks, BLOCK),)](
+            *tensors, first, skip, count, *key, *nonce, **meta, BLOCK=BLOCK, num_warps=4
+        )

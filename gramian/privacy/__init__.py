@@ -1,0 +1,1 @@
+"""Exact differentially private training."""

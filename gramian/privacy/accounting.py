@@ -1,0 +1,231 @@
+"""How much privacy was spent: a history of steps, and ε of it through Opacus' accountants.
+
+The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is handed in, so a replay counts
+once and nothing is refunded.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from gramian.errors import GramianError
+
+MECHANISMS = ("prv", "rdp", "gdp")
+
+PRV_LIMIT = 200.0
+"""ε of "rdp" above which "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
+
+PRV_SEARCH_LIMIT = 50.0
+"""Largest target ε of a search with "prv", whose bisection passes through several times as much."""
+
+History = tuple[tuple[float, float, int], ...]
+"""(noise multiplier, sample rate, steps), in order."""
+
+
+class Accounting:
+    """The steps of a run, in runs of equal (noise multiplier, sample rate), and their ε.
+
+    "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is an upper bound that is looser; "gdp"
+    rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` says so, and so does a
+    warning. Where "rdp" already says more than 200, "prv" gives that bound instead of its own, with a warning. All are of the
+    Poisson-subsampled Gaussian mechanism under add/remove of one record.
+
+    Args:
+        mechanism: "prv", "rdp" or "gdp".
+    """
+
+    def __init__(self, mechanism: str = "prv") -> None:
+        _check_mechanism(mechanism)
+        self.mechanism = mechanism
+        self._history: list[tuple[float, float, int]] = []
+        if self.approximate:
+            warnings.warn(
+                "accountant: gdp is an approximation that can understate epsilon; expected prv or rdp for a guarantee",
+                stacklevel=2,
+            )
+
+    @property
+    def approximate(self) -> bool:
+        """Whether ε is an approximation instead of an upper bound."""
+        return self.mechanism == "gdp"
+
+    @property
+    def history(self) -> History:
+        """(noise multiplier, sample rate, steps) of every run of equal steps that has any."""
+        return tuple(run for run in self._history if run[2])
+
+    @property
+    def steps(self) -> int:
+        """Steps counted so far."""
+        return sum(steps for _, _, steps in self._history)
+
+    def record(self, noise_multiplier: float, sample_rate: float) -> None:
+        """Say of which kind the steps are from now on; those counted before stay as they are.
+
+        After a resume call `set_steps` with the counter's mark first: releases begun after the checkpoint were of the old kind.
+
+        Args:
+            noise_multiplier: σ, standard deviation of the noise over the clipping norm; 0 = no privacy.
+            sample_rate: probability of a record to take part, in (0, 1].
+        """
+        _check_kind(noise_multiplier, sample_rate)
+        kind = (float(noise_multiplier), float(sample_rate))
+        if self._history and self._history[-1][2] == 0:
+            self._history.pop()
+        if not self._history or self._history[-1][:2] != kind:
+            self._history.append((*kind, 0))
+
+    def set_steps(self, spent: int) -> None:
+        """Count up to the high-water mark; what is new is of the kind recorded last. A lower mark changes nothing.
+
+        Args:
+            spent: `ReleaseCounter.spent`.
+        """
+        new = spent - self.steps
+        if new <= 0:
+            return
+        if not self._history:
+            raise GramianError(
+                f"accounting: {new} steps of no kind; expected record(noise_multiplier, sample_rate) first"
+            )
+        noise_multiplier, sample_rate, steps = self._history[-1]
+        self._history[-1] = (noise_multiplier, sample_rate, steps + new)
+
+    def epsilon(self, delta: float) -> float:
+        """ε spent so far at this δ. 0 without steps, infinite if one had no noise.
+
+        Cost: seconds at worst for "prv" (an FFT of some 10⁶ points per kind), kept for the same question; no time for the rest.
+
+        Args:
+            delta: δ, in (0, 1).
+
+        Returns:
+            ε.
+        """
+        return _epsilon(self.mechanism, self.history, _check_delta("delta", delta))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, in plain values."""
+        return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a history. The mechanism stays: a history may be read by any accountant."""
+        try:
+            history = [(float(sigma), float(rate), int(steps)) for sigma, rate, steps in state["history"]]
+        except (KeyError, TypeError, ValueError):
+            raise GramianError(
+                "accounting: the state has no history; expected (noise_multiplier, sample_rate, steps) of every run"
+            ) from None
+        for sigma, rate, steps in history:
+            _check_kind(sigma, rate)
+            if steps < 0:
+                raise GramianError(f"accounting: {steps} steps in the history; expected at least 0")
+        self._history = history
+
+    def __repr__(self) -> str:
+        return f'Accounting("{self.mechanism}", {self.steps} steps)'
+
+
+def find_noise_multiplier(
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, mechanism: str = "prv"
+) -> float:
+    """The noise multiplier σ with ε(σ) in (target_epsilon - 0.01, target_epsilon], by Opacus' bisection.
+
+    Cost: some 10 to 20 evaluations of ε.
+
+    Args:
+        target_epsilon: ε, more than 0.
+        target_delta: δ, in (0, 1).
+        sample_rate: probability of a record to take part, in (0, 1].
+        steps: how many.
+        mechanism: "prv", "rdp" or "gdp".
+
+    Returns:
+        σ.
+    """
+    _check_mechanism(mechanism)
+    _check_delta("target_delta", target_delta)
+    _check_kind(1.0, sample_rate)
+    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
+        raise GramianError(f"target_epsilon: {target_epsilon}; expected a finite number of more than 0")
+    if mechanism == "prv" and target_epsilon > PRV_SEARCH_LIMIT:
+        raise GramianError(f"target_epsilon: {target_epsilon}; expected at most {PRV_SEARCH_LIMIT} with prv, or rdp")
+    if steps < 1:
+        raise GramianError(f"steps: {steps}; expected at least 1")
+
+    def search() -> float:
+        from opacus.accountants.utils import get_noise_multiplier
+
+        return float(
+            get_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=mechanism,
+            )
+        )
+
+    return _through_opacus(mechanism, f"target_epsilon {target_epsilon}", "a larger target, or prv", search)
+
+
+@lru_cache(maxsize=256)
+def _epsilon(mechanism: str, history: History, delta: float) -> float:
+    if not history:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in history):
+        return math.inf
+    if mechanism == "gdp" and len(history) > 1:
+        raise GramianError(f"accountant: gdp over {len(history)} kinds of steps; expected one, or prv or rdp")
+    if mechanism == "prv" and (bound := _epsilon("rdp", history, delta)) > PRV_LIMIT:
+        warnings.warn(f"accountant: epsilon {bound:.0f} is the bound of rdp; expected less for prv", stacklevel=3)
+        return bound
+
+    def evaluate() -> float:
+        from opacus.accountants import create_accountant
+
+        accountant = create_accountant(mechanism)
+        accountant.history = list(history)
+        return max(0.0, float(accountant.get_epsilon(delta=delta)))  # a δ near 1 would make it negative
+
+    return _through_opacus(mechanism, f"delta {delta}", "another delta, or rdp", evaluate)
+
+
+def _through_opacus(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
+    """A number from Opacus; what it cannot compute is one line.
+
+    Its warnings are left out: those of the import concern other parts of it, that of the RDP orders says that the bound could
+    be tighter, and that of GDP is given once, by `Accounting`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = compute()
+    except ImportError as reason:
+        raise GramianError(f"accountant: {reason}; expected opacus installed") from None
+    except (ArithmeticError, ValueError, RuntimeError, MemoryError) as reason:
+        first = (str(reason).strip() or type(reason).__name__).splitlines()[0].rstrip(".")
+        raise GramianError(f"accountant: {mechanism} has no answer for {what} ({first}); expected {instead}") from None
+    if not math.isfinite(value):
+        raise GramianError(f"accountant: {mechanism} gives {value} for {what}; expected {instead}")
+    return value
+
+
+def _check_mechanism(mechanism: str) -> None:
+    if mechanism not in MECHANISMS:
+        raise GramianError(f'accountant: "{mechanism}"; expected one of {", ".join(MECHANISMS)}')
+
+
+def _check_kind(noise_multiplier: float, sample_rate: float) -> None:
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise GramianError(f"noise_multiplier: {noise_multiplier}; expected a finite number of at least 0")
+    if not 0 < sample_rate <= 1:
+        raise GramianError(f"sample_rate: {sample_rate}; expected a probability in (0, 1]")
+
+
+def _check_delta(field: str, delta: float) -> float:
+    if not 0 < delta < 1:
+        raise GramianError(f"{field}: {delta}; expected a probability in (0, 1)")
+    return float(delta)

@@ -1,0 +1,106 @@
+"""Noise that belongs to the element of a parameter, not to the process that holds it.
+
+Every element has one global index; its noise is the normal number at that place of the key stream of (noise key, release).
+Then any sharding over dim 0, on any number of ranks, draws what the whole parameter draws.
+
+Noise is sampled in float32 and added in floating point: that is the usual model of DP-SGD, and it does not defend against an
+adversary who reads low-order bits of the result.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.kernels import chacha
+
+
+class NoisePlan:
+    """Where the parameters of a model stand in the key stream of a release.
+
+    Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
+    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋.
+
+    Args:
+        key: the noise key, 32 bytes, the same on every rank.
+        parameters: (name, global shape) of all of them, in an order that is the same on every rank and after a resume.
+    """
+
+    def __init__(self, key: bytes, parameters: Iterable[tuple[str, Sequence[int]]]) -> None:
+        self._key = key
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.offsets: dict[str, int] = {}
+        place = 0
+        for name, shape in parameters:
+            if name in self.shapes:
+                raise GramianError(f"{name}: given twice; expected every parameter once")
+            self.shapes[name], self.offsets[name] = tuple(shape), place
+            place += prod(shape) + prod(shape) % 2
+        self.total = place
+
+    def add_noise_(
+        self,
+        grad_local: Tensor,
+        name: str,
+        std: float | Tensor,
+        release: int,
+        rows: tuple[int, int] | slice | None = None,
+    ) -> Tensor:
+        """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
+
+        Cost: one pass over the local gradient.
+
+        Args:
+            grad_local: [stop - start, ...] of a contiguous range of dim 0; the whole gradient where `rows` is None. A gradient
+                that is not contiguous goes through a copy.
+            name: of the parameter.
+            std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
+            release: number of the release, from `ReleaseCounter.begin`, below 2⁶⁴.
+            rows: (start, stop) or a slice in dim 0 of the whole parameter.
+
+        Returns:
+            The gradient.
+        """
+        if name not in self.shapes:
+            raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
+        if not 0 <= release < 2**64:
+            raise GramianError(f"release: {release}; expected a number in [0, 2^64)")
+        shape = self.shapes[name]
+        start, expected = 0, shape
+        if rows is not None:
+            start, stop = _range(name, shape, rows)
+            expected = (stop - start, *shape[1:])
+        if tuple(grad_local.shape) != expected:
+            raise GramianError(f"{name}: gradient of shape {list(grad_local.shape)}; expected {list(expected)}")
+        flat_N = grad_local.detach().contiguous().view(-1)
+        self._add(flat_N, self.offsets[name] + start * prod(shape[1:]), std, release)
+        if not grad_local.is_contiguous():
+            grad_local.detach().copy_(flat_N.view(expected))
+        return grad_local
+
+    def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int) -> None:
+        """Add the noise of places [place, place + N), nonce by nonce."""
+        done = 0
+        while done < flat_N.numel():
+            segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
+            count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
+            chacha.add_normals_(flat_N[done : done + count], self._key, release + (segment << 64), start, std)
+            done += count
+
+    def __repr__(self) -> str:
+        return f"NoisePlan({len(self.shapes)} parameters, {self.total} places)"
+
+
+def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
+    """(start, stop) of dim 0, checked."""
+    if not shape:
+        raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
+    if isinstance(rows, slice):
+        if rows.step not in (None, 1):
+            raise GramianError(f"rows: step {rows.step}; expected a contiguous range of dim 0")
+        rows = (0 if rows.start is None else rows.start, shape[0] if rows.stop is None else rows.stop)
+    start, stop = rows
+    if not 0 <= start <= stop <= shape[0]:
+        raise GramianError(f"rows: [{start}, {stop}) of {name}; expected a range within [0, {shape[0]})")
+    return start, stop

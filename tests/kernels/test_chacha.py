@@ -1,0 +1,183 @@
+"""ChaCha20: RFC 8439's vector, three implementations word for word, and normals that no split can change."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gramian.errors import GramianError
+from gramian.kernels import chacha
+
+KEY = bytes(range(32))
+RFC_NONCE = int.from_bytes(bytes.fromhex("000000090000004a00000000"), "little")
+# RFC 8439, section 2.3.2: the block with counter 1.
+RFC_BLOCK = """
+    e4e7f110 15593bd1 1fdd0f50 c47120a3 c7f4d1c7 0368c033 9aaa2204 4e6cd4c3
+    466482d2 09aa9f07 05d7c214 a2028bd9 d19c12b5 b94e16de e883d0cb 4e3c50a2
+"""
+
+
+def stream(key, nonce, start, count):
+    """The oracle: `cryptography` from the beginning of the block that holds `start`."""
+    first = start // 16
+    cipher = Cipher(algorithms.ChaCha20(key, first.to_bytes(4, "little") + nonce.to_bytes(12, "little")), mode=None)
+    text = cipher.encryptor().update(bytes(4 * (start % 16 + count)))
+    return np.frombuffer(text, "<u4")[start % 16 :]
+
+
+def test_words_are_those_of_rfc_8439():
+    want = [int(word, 16) for word in RFC_BLOCK.split()]
+    assert chacha.words(KEY, RFC_NONCE, 16, 16).tolist() == want
+    assert chacha.numpy_blocks(KEY, RFC_NONCE, 1, 1).ravel().tolist() == want
+
+
+@pytest.mark.parametrize("start, count", [(0, 0), (0, 1), (5, 40), (15, 2), (2**35 - 9, 30), (2**36 - 17, 17)])
+def test_words_and_the_twin_are_those_of_cryptography_at_any_place(start, count, monkeypatch):
+    nonce = (1 << 95) + 0x1234567890ABCDEF01
+    want = stream(KEY, nonce, start, count)
+    got = chacha.words(KEY, nonce, start, count)
+    assert got.dtype == torch.uint32 and np.array_equal(got.numpy(), want)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)  # as where it is not installed
+    assert np.array_equal(chacha.words(KEY, nonce, start, count).numpy(), want)
+
+
+def test_the_twin_works_in_chunks(monkeypatch):
+    monkeypatch.setattr(chacha, "_CHUNK", 64)
+    assert np.array_equal(chacha.numpy_blocks(KEY, 3, 2, 11).ravel(), stream(KEY, 3, 32, 176))
+
+
+INTERPRETED = """
+import sys
+import numpy as np, torch
+before = set(sys.modules)
+from gramian.kernels import chacha
+assert not {"triton", "cryptography"} & (set(sys.modules) - before), "loaded on first use only"
+from gramian.kernels import _chacha
+key, nonce = bytes(range(255, 223, -1)), (7 << 64) + 2**63 + 5
+words = chacha._arguments(key, nonce)
+for start, count in [(0, 1), (15, 2100), (2**35 - 20, 50), (2**36 - 40, 40)]:
+    out = torch.full((count + 2,), -1, dtype=torch.int32)
+    _chacha.write_words(out[1:-1], *words, start)
+    assert np.array_equal(out[1:-1].view(torch.uint32).numpy(), chacha.words(key, nonce, start, count).numpy()), start
+    assert out[0] == out[-1] == -1, "wrote outside"
+for start, count, dtype, tolerance in [
+    (15, 2100, torch.float32, 2e-6),
+    (2**36 - 41, 40, torch.float64, 2e-6),
+    (1, 7, torch.bfloat16, 2**-6),
+    (0, 33, torch.float16, 2**-9),
+]:
+    before = torch.linspace(-2, 2, count + 2).to(dtype)
+    got = before.clone()
+    _chacha.add_normals(got[1:-1], torch.tensor(0.5), *words, start)
+    want = before[1:-1].double() + 0.5 * chacha.normals(key, nonce, start, count).double()
+    assert (got[1:-1].double() - want).abs().max() <= tolerance, dtype
+    assert got[0] == before[0] and got[-1] == before[-1], "wrote outside"
+# The ends of the radius, a few parts in 2^20 from 0 and from 1, keep their relative accuracy.
+first = chacha.words(key, nonce, 0, 2**21).numpy()[::2]
+for pair in (first.argmin(), first.argmax()):
+    got = torch.zeros(2)
+    _chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair))
+    want = chacha.normals(key, nonce, 2 * int(pair), 2)
+    assert ((got - want) / want).abs().max() < 1e-5, (pair, got, want)
+print("agree")
+"""
+
+
+def test_triton_kernels_give_the_same_words_and_normals():
+    """In a process of its own: the interpreter is chosen when triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "agree", done.stderr
+
+
+def test_normals_are_box_muller_of_their_pair():
+    words = stream(KEY, 9, 0, 64).astype(np.float64).reshape(-1, 2)
+    radius = np.sqrt(-2 * np.log((words[:, 0] + 0.5) / 2**32))
+    angle = 2 * np.pi * words[:, 1] / 2**32
+    want = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).ravel()
+    got = chacha.normals(KEY, 9, 0, 64)
+    assert got.dtype == torch.float32
+    assert np.abs(got.numpy() - want).max() < 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    start=st.one_of(st.integers(0, 100), st.integers(2**35, 2**36 - 400)),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+    nonce=st.integers(0, 2**96 - 1),
+)
+def test_any_split_gives_the_same_normals_bit_for_bit(start, cuts, nonce):
+    whole = chacha.normals(KEY, nonce, start, 300)
+    edges = [0, *sorted(cuts), 300]
+    parts = [chacha.normals(KEY, nonce, start + a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_pieces_of_the_host_do_not_change_the_normals(monkeypatch):
+    whole = chacha.normals(KEY, 1, 3, 5000)
+    added = chacha.add_normals_(torch.zeros(5000), KEY, 1, 3, 1.0)
+    monkeypatch.setattr(chacha, "_CHUNK", 48)
+    assert torch.equal(chacha.normals(KEY, 1, 3, 5000), whole)
+    assert torch.equal(chacha.add_normals_(torch.zeros(5000), KEY, 1, 3, 1.0), added)
+    assert torch.equal(added, whole)
+
+
+def test_the_ends_of_the_uniform_are_finite(monkeypatch):
+    extremes = np.array([0, 0, 2**32 - 1, 2**32 - 1], np.uint32)
+    monkeypatch.setattr(chacha, "_host_words", lambda key, nonce, start, count: extremes[:count])
+    got = chacha.normals(KEY, 0, 0, 4).double()
+    assert torch.isfinite(got).all()
+    assert got[0] == pytest.approx((66 * np.log(2)) ** 0.5, rel=1e-6), "the far end of the tail"
+    assert 0 < got[2] == pytest.approx(2**-16, rel=1e-6), "never exactly 0"
+
+
+@pytest.mark.parametrize("dtype", chacha.DTYPES)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_noise_is_added_in_place_and_rounded_once(dtype, as_tensor):
+    before = torch.linspace(-3, 3, 77).to(dtype).view(7, 11)
+    tensor = before.clone()
+    std = torch.tensor(0.3, dtype=torch.float64) if as_tensor else 0.3
+    assert chacha.add_normals_(tensor, KEY, 4, 5, std) is tensor
+    want = before.double() + 0.3 * chacha.normals(KEY, 4, 5, 77).double().view(7, 11)
+    assert torch.equal(tensor, want.to(dtype))
+
+
+def test_no_noise_and_no_elements_change_nothing():
+    tensor = torch.randn(5)
+    assert torch.equal(chacha.add_normals_(tensor.clone(), KEY, 0, 0, 0.0), tensor)
+    assert chacha.add_normals_(torch.empty(0, 3), KEY, 0, 7, 1.0).shape == (0, 3)
+    assert chacha.normals(KEY, 0, 2**36, 0).shape == (0,)
+
+
+def test_a_leaf_that_requires_grad_can_be_given():
+    leaf = torch.zeros(4, requires_grad=True)
+    chacha.add_normals_(leaf, KEY, 0, 0, 1.0)
+    assert leaf.requires_grad and leaf.grad_fn is None and leaf.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    "field, call",
+    [
+        ("key", lambda: chacha.words(KEY[:31], 0, 0, 1)),
+        ("key", lambda: chacha.words(3, 0, 0, 1)),
+        ("nonce", lambda: chacha.words(KEY, 2**96, 0, 1)),
+        ("nonce", lambda: chacha.words(KEY, -1, 0, 1)),
+        ("start", lambda: chacha.words(KEY, 0, -1, 1)),
+        ("start", lambda: chacha.normals(KEY, 0, 2**36 - 1, 2)),
+        ("tensor", lambda: chacha.add_normals_(torch.zeros(4, dtype=torch.int32), KEY, 0, 0, 1.0)),
+        ("tensor", lambda: chacha.add_normals_(torch.zeros(4, 4).T[:, :2], KEY, 0, 0, 1.0)),
+        ("std", lambda: chacha.add_normals_(torch.zeros(4), KEY, 0, 0, torch.ones(4))),
+        ("std", lambda: chacha.add_normals_(torch.zeros(4), KEY, 0, 0, -1.0)),
+        ("std", lambda: chacha.add_normals_(torch.zeros(4), KEY, 0, 0, float("nan"))),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(field, call):
+    with pytest.raises(GramianError, match=rf"^{field}: .*; expected .*$") as error:
+        call()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,248 @@
+"""Accounting: Opacus' own numbers, held against dp-accounting; steps by the high-water mark."""
+
+import math
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from gramian.errors import GramianError
+from gramian.privacy import accounting
+from gramian.privacy.accounting import Accounting, find_noise_multiplier
+from gramian.privacy.secrets import ReleaseCounter
+
+HISTORIES = {
+    "one kind": [(1.0, 0.01, 500)],
+    "two kinds": [(1.1, 0.02, 100), (0.8, 0.01, 200)],
+    "whole batch": [(8.0, 1.0, 20)],
+    "one step": [(0.9, 0.05, 1)],
+}
+DELTA = 1e-5
+
+
+def account(history, mechanism="prv"):
+    """Through record and set_steps, as the engine does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = Accounting(mechanism)
+    total = 0
+    for sigma, rate, steps in history:
+        made.record(sigma, rate)
+        total += steps
+        made.set_steps(total)
+    return made
+
+
+@pytest.mark.parametrize("mechanism", ["prv", "rdp", "gdp"])
+@pytest.mark.parametrize("case", HISTORIES)
+def test_epsilon_is_the_one_of_opacus_for_the_same_steps(case, mechanism):
+    from opacus.accountants import create_accountant
+
+    history = HISTORIES[case]
+    if mechanism == "gdp" and len(history) > 1:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peer = create_accountant(mechanism)
+        for sigma, rate, steps in history:
+            for _ in range(steps):
+                peer.step(noise_multiplier=sigma, sample_rate=rate)
+        want = peer.get_epsilon(delta=DELTA)
+    assert account(history, mechanism).epsilon(DELTA) == want
+
+
+@pytest.mark.parametrize("case", HISTORIES)
+def test_prv_and_rdp_bound_the_epsilon_of_dp_accounting(case):
+    """PLD of dp-accounting is pessimistic by its grid alone, 1e-4 here; Opacus' PRV adds its eps_error of 0.01 on top."""
+    import dp_accounting
+    from dp_accounting.pld import PLDAccountant
+
+    peer = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=1e-4)
+    for sigma, rate, steps in HISTORIES[case]:
+        event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(sigma))
+        peer.compose(dp_accounting.SelfComposedDpEvent(event, steps))
+    exact = peer.get_epsilon(DELTA)
+    assert exact - 0.005 <= account(HISTORIES[case], "prv").epsilon(DELTA) <= exact + 0.025
+    assert account(HISTORIES[case], "rdp").epsilon(DELTA) >= exact
+
+
+def test_gdp_says_that_it_is_an_approximation():
+    with pytest.warns(UserWarning, match="^accountant: gdp is an approximation .*; expected prv or rdp"):
+        made = Accounting("gdp")
+    assert made.approximate and not Accounting("prv").approximate and not Accounting("rdp").approximate
+    history = HISTORIES["one kind"]
+    assert account(history, "gdp").epsilon(DELTA) < account(history, "prv").epsilon(DELTA), "it does understate here"
+
+
+def test_opacus_is_loaded_on_first_use_and_its_other_warnings_are_left_out():
+    """In a process of its own, for the import; a small budget hits the largest order of RDP."""
+    code = """
+import sys, warnings
+warnings.simplefilter("error")
+from gramian.privacy.accounting import Accounting
+assert "opacus" not in sys.modules
+for mechanism in ("prv", "rdp"):
+    a = Accounting(mechanism)
+    a.record(20.0, 0.01)
+    a.set_steps(2)
+    assert 0 < a.epsilon(1e-5) < 1
+print("quiet")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("quiet", "")
+
+
+@pytest.mark.parametrize("mechanism", ["prv", "rdp", "gdp"])
+def test_epsilon_grows_with_steps_and_falls_with_noise(mechanism):
+    by_steps = [account([(1.0, 0.02, n)], mechanism).epsilon(DELTA) for n in (1, 10, 100, 1000)]
+    assert by_steps == sorted(set(by_steps)) and by_steps[0] > 0
+    by_noise = [account([(s, 0.02, 100)], mechanism).epsilon(DELTA) for s in (0.6, 1.0, 3.0)]
+    assert by_noise == sorted(set(by_noise), reverse=True)
+
+
+def test_epsilon_is_never_negative():
+    assert account([(9.0, 0.1, 1)], "rdp").epsilon(0.5) == 0
+
+
+def test_nothing_spent_is_zero_and_no_noise_is_infinite():
+    made = Accounting()
+    assert made.epsilon(DELTA) == 0
+    made.record(0.0, 0.1)
+    assert made.epsilon(DELTA) == 0, "a kind without steps"
+    made.set_steps(1)
+    assert made.epsilon(DELTA) == math.inf
+    made.record(5.0, 0.1)
+    made.set_steps(2)
+    assert made.epsilon(DELTA) == math.inf, "also with noise afterwards"
+
+
+def test_steps_of_one_kind_merge_and_a_kind_without_steps_leaves_no_trace():
+    made = Accounting()
+    for mark, kind in enumerate([(1.0, 0.1), (1.0, 0.1), (2.0, 0.1), (2.0, 0.2), (2.0, 0.2)], start=1):
+        made.record(3.0, 0.5)
+        made.record(*kind)
+        made.set_steps(mark)
+    assert made.history == ((1.0, 0.1, 2), (2.0, 0.1, 1), (2.0, 0.2, 2)) and made.steps == 5
+
+
+def test_a_replay_counts_once_and_a_lower_mark_refunds_nothing():
+    counter, made = ReleaseCounter(), Accounting()
+    made.record(1.0, 0.1)
+
+    def run(steps):
+        for _ in range(steps):
+            counter.begin()
+            made.set_steps(counter.spent)
+
+    run(5)
+    counter.restore(2, replay=True)
+    run(3)
+    assert made.steps == 5
+    counter.restore(2, replay=False)
+    run(1)
+    assert made.steps == 6
+    made.set_steps(0)
+    assert made.steps == 6
+
+
+def test_releases_begun_after_the_checkpoint_are_of_the_old_kind():
+    made = account([(1.0, 0.1, 3)])
+    resumed = Accounting()
+    resumed.load_state_dict(made.state_dict())
+    resumed.set_steps(7)  # the file beside the checkpoint says 7
+    resumed.record(4.0, 0.1)
+    resumed.set_steps(8)
+    assert resumed.history == ((1.0, 0.1, 7), (4.0, 0.1, 1))
+
+
+def test_a_state_is_plain_and_comes_back(tmp_path):
+    import torch
+
+    made = account(HISTORIES["two kinds"])
+    made.record(2.0, 0.5)  # in force, no step yet
+    torch.save(made.state_dict(), tmp_path / "a.pt")
+    again = Accounting("rdp")
+    again.load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True))
+    assert again.history == made.history and again.mechanism == "rdp"
+    again.set_steps(301)
+    assert again.history[-1] == (2.0, 0.5, 1)
+    assert made.steps == 300, "the state is a copy"
+
+
+@pytest.mark.parametrize("mechanism, target", [("prv", 1.0), ("rdp", 3.0), ("gdp", 1.0)])
+def test_the_noise_found_meets_the_target_and_is_the_one_of_opacus(mechanism, target):
+    from opacus.accountants.utils import get_noise_multiplier
+
+    sigma = find_noise_multiplier(target, DELTA, 0.02, 200, mechanism)
+    assert target - 0.01 <= account([(sigma, 0.02, 200)], mechanism).epsilon(DELTA) <= target
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = get_noise_multiplier(
+            target_epsilon=target, target_delta=DELTA, sample_rate=0.02, steps=200, accountant=mechanism
+        )
+    assert sigma == want
+
+
+def test_no_privacy_to_speak_of_is_answered_by_the_bound_of_rdp():
+    """The grid of PRV would take all memory."""
+    history = [(0.05, 0.5, 100)]
+    with pytest.warns(UserWarning, match="is the bound of rdp; expected"):
+        got = account(history).epsilon(3e-5)
+    assert got == account(history, "rdp").epsilon(3e-5) > accounting.PRV_LIMIT
+
+
+def test_the_same_question_is_answered_once(monkeypatch):
+    import opacus.accountants
+
+    account([(1.0, 0.01, 77)], "rdp").epsilon(DELTA)
+    monkeypatch.setattr(opacus.accountants, "create_accountant", None)
+    assert account([(1.0, 0.01, 77)], "rdp").epsilon(DELTA) > 0
+
+
+def two_kinds_of_gdp():
+    account(HISTORIES["two kinds"], "gdp").epsilon(DELTA)
+
+
+@pytest.mark.parametrize(
+    "message, call",
+    [
+        ('accountant: "pld"; expected one of prv, rdp, gdp', lambda: Accounting("pld")),
+        ("accountant: gdp over 2 kinds of steps; expected", two_kinds_of_gdp),
+        ("noise_multiplier: -1; expected", lambda: Accounting().record(-1, 0.1)),
+        ("noise_multiplier: nan; expected", lambda: Accounting().record(math.nan, 0.1)),
+        ("noise_multiplier: inf; expected", lambda: Accounting().record(math.inf, 0.1)),
+        ("sample_rate: 0; expected", lambda: Accounting().record(1, 0)),
+        ("sample_rate: 1.5; expected", lambda: Accounting().record(1, 1.5)),
+        ("accounting: 3 steps of no kind; expected", lambda: Accounting().set_steps(3)),
+        ("delta: 0; expected", lambda: Accounting().epsilon(0)),
+        ("delta: 1; expected", lambda: Accounting().epsilon(1)),
+        ("accounting: .*; expected", lambda: Accounting().load_state_dict({})),
+        ("accounting: .*; expected", lambda: Accounting().load_state_dict({"history": [[1.0, 0.1]]})),
+        ("accounting: -1 steps .*; expected", lambda: Accounting().load_state_dict({"history": [[1.0, 0.1, -1]]})),
+        ("sample_rate: 7.0; expected", lambda: Accounting().load_state_dict({"history": [[1.0, 7, 1]]})),
+        (
+            "accountant: prv has no answer for delta 1e-15 .*; expected",
+            lambda: account([(1.0, 0.01, 500)]).epsilon(1e-15),
+        ),
+        ("target_epsilon: 0; expected", lambda: find_noise_multiplier(0, DELTA, 0.1, 10)),
+        ("target_epsilon: 60; expected at most 50.0 with prv", lambda: find_noise_multiplier(60, DELTA, 0.1, 10)),
+        ("target_delta: 2; expected", lambda: find_noise_multiplier(1, 2, 0.1, 10)),
+        ("sample_rate: 0; expected", lambda: find_noise_multiplier(1, DELTA, 0, 10)),
+        ("steps: 0; expected", lambda: find_noise_multiplier(1, DELTA, 0.1, 0)),
+        (
+            "accountant: rdp has no answer for target_epsilon 0.01 .*; expected a larger target, or prv",
+            lambda: find_noise_multiplier(0.01, DELTA, 0.1, 10, "rdp"),
+        ),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(message, call):
+    with pytest.raises(GramianError, match=f"^{message}") as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_without_opacus_the_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    with pytest.raises(GramianError, match="^accountant: .*; expected opacus installed"):
+        account([(1.0, 0.01, 78)], "rdp").epsilon(DELTA)
