@@ -22,13 +22,13 @@ WORDS_PER_NONCE = 2**36
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _CHUNK = 2**20
-"""Elements per piece on the CPU, a multiple of 16: bounds the float64 temporaries at some 40 MB."""
+"""Elements per piece on the CPU, a multiple of 16: bounds the temporaries at some 30 MB, and is long enough for threads."""
 
 
 def words(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Words [start, start + count) of the key stream.
 
-    Cost: 60 integer operations per word; on the CPU about 2 ns a word with `cryptography`.
+    Cost: 60 integer operations per word; on the CPU some 5 ns a word with `cryptography`.
 
     Args:
         key: 32 bytes.
@@ -57,7 +57,7 @@ def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device
 
         r = √(-2 ln((w₀ + ½) / 2³²)),  r cos(2π w₁ / 2³²),  r sin(2π w₁ / 2³²)
 
-    so |x| ≤ √(66 ln 2) ≈ 6.76; the mass beyond is 1.4e-11.
+    so |x| ≤ √(66 ln 2) ≈ 6.76; the mass beyond is 1.4e-11. Cost on the CPU: some 15 ns an element on one core.
 
     Args:
         key: 32 bytes.
@@ -130,11 +130,13 @@ def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float)
 def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:
     """Float32 normals made in float64, whole pairs first, so that a number does not depend on where a split falls."""
     first, stop = start - start % 2, start + count + (start + count) % 2
-    words_P2 = torch.from_numpy(_host_words(key, nonce, first, stop - first).astype(np.float64)).view(-1, 2)
-    radius_P = words_P2[:, 0].add(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
-    angle_P = words_P2[:, 1].mul(2.0 * math.pi * 2.0**-32)
-    pairs_P2 = torch.stack([radius_P * angle_P.cos(), radius_P * angle_P.sin()], dim=1)
-    return pairs_P2.view(-1)[start - first : start - first + count].float()
+    words_P2 = _host_words(key, nonce, first, stop - first).reshape(-1, 2)
+    radius_P = torch.from_numpy(words_P2[:, 0].astype(np.float64)).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+    angle_P = torch.from_numpy(words_P2[:, 1].astype(np.float64)).mul_(2.0 * math.pi * 2.0**-32)
+    pairs_P2 = torch.empty(len(words_P2), 2)
+    pairs_P2[:, 0] = angle_P.cos().mul_(radius_P)
+    pairs_P2[:, 1] = angle_P.sin_().mul_(radius_P)
+    return pairs_P2.view(-1)[start - first : start - first + count]
 
 
 def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.uint32]:
@@ -154,7 +156,7 @@ def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.ui
 def numpy_blocks(key: bytes, nonce: int, first: int, count: int) -> NDArray[np.uint32]:
     """The plain twin: blocks [first, first + count) of the key stream, every quarter round on all blocks at once.
 
-    Cost: 960 passes over 4·count bytes, about 60 ns a block.
+    Cost: 960 passes over 4·count bytes, some 500 ns a block.
 
     Args:
         key: 32 bytes.

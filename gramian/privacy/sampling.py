@@ -21,7 +21,7 @@ def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int
     """The records of one Poisson draw: record i takes part, independently of all others, iff u_i < rate.
 
     u_i is the 53-bit uniform of words 2i and 2i+1 of the key stream with the draw number as nonce. Cost: 8·size bytes of key
-    stream, about 5 ms for a million records.
+    stream, about 10 ms for a million records.
 
     Args:
         key: 32 bytes, the sampling key.

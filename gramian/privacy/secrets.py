@@ -129,8 +129,8 @@ class ReleaseCounter:
     def begin(self) -> int:
         """Begin a release.
 
-        With a bound file the mark is durable before the number is returned: two fsyncs and a rename, a few milliseconds on a
-        disk. If it cannot be written nothing has begun.
+        With a bound file the mark is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
+        on a disk. If it cannot be written nothing has begun.
 
         Returns:
             Its number.
