@@ -1,0 +1,138 @@
+"""Whether a kernel may run on some tensors, on which tiles, and how the tensors are handed to it."""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the kernels read. They accumulate in float32 always."""
+
+PROCESSORS = 132
+"""Multiprocessors assumed where there is no device to ask, which is in Triton's interpreter."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one program of a matrix kernel is shaped.
+
+    `cost` is the time of one program in units of a 128x128 tile at full speed: area / 128² / relative throughput.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    cost: float
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launcher calls the last two."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def over(self, rows: int, columns: int) -> int:
+        """How many tiles cover a matrix."""
+        return -(-rows // self.rows) * -(-columns // self.columns)
+
+
+@functools.cache
+def triton_found() -> bool:
+    """Whether triton could be imported, without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes_kernel(*tensors: Tensor) -> bool:
+    """Whether every tensor is on a CUDA device in a dtype of the kernels, with triton at hand."""
+    return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors) and triton_found()
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of the tensors is, else float32: what the twins compute in."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(tensor: Tensor) -> int:
+    """Multiprocessors of the device that holds `tensor`."""
+    return _processors(tensor.device.index) if tensor.is_cuda else PROCESSORS
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Launch on the device that holds `tensor`, whichever is current."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def cheapest(choices: Iterable[tuple[Tiles, int]], tensor: Tensor) -> Tiles:
+    """The tiles whose programs, run in waves over all multiprocessors, take the least time.
+
+    A function of shapes and device only, so that a second run takes the same kernel and gives the same bits.
+
+    Args:
+        choices: Tiles and how many programs the problem makes of them; the first of equals is taken.
+        tensor: A tensor on the device that is to run them.
+    """
+    wave = processors(tensor)
+    return min(choices, key=lambda choice: -(-choice[1] // wave) * choice[0].cost)[0]
+
+
+@functools.cache
+def _has_bulk_copies(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] >= 9
+
+
+def wants_descriptors(*tensors: Tensor) -> bool:
+    """Whether these are read by the device's bulk copies (TMA): two-byte elements on compute capability 9 and above.
+
+    Float32 products run on the plain cores, which ordinary loads keep busy.
+    """
+    return all(
+        tensor.numel() > 0 and tensor.element_size() == 2 and tensor.is_cuda and _has_bulk_copies(tensor.device.index)
+        for tensor in tensors
+    )
+
+
+def fits_descriptor(x_BTN: Tensor) -> bool:
+    """Whether bulk copies can read this layout.
+
+    Columns must be adjacent, rows and samples begin on 16 bytes, samples not interleave.
+    """
+    if x_BTN.stride(2) != 1 or x_BTN.data_ptr() % 16:
+        return False
+    samples, tokens, width = x_BTN.shape
+    per_sample, per_token, _ = _descriptor_strides(x_BTN)
+    if any(stride * x_BTN.element_size() % 16 for stride in (per_sample, per_token)):
+        return False
+    return (tokens == 1 or per_token >= width) and (samples == 1 or per_sample >= tokens * per_token)
+
+
+def _descriptor_strides(x_BTN: Tensor) -> list[int]:
+    """Strides in elements; along a dimension of one element, where torch keeps any number, one that is accepted."""
+    samples, tokens, width = x_BTN.shape
+    per_token = x_BTN.stride(1) if tokens > 1 else -(-width // 16) * 16
+    return [x_BTN.stride(0) if samples > 1 else tokens * per_token, per_token, 1]
+
+
+def operand(x_BTN: Tensor, descriptor: bool, tokens: int, columns: int) -> Any:
+    """What a kernel is given to read blocks [tokens, columns] of a [B, T, N] tensor: a descriptor, or the tensor.
+
+    A layout that bulk copies cannot read is copied into one that they can: loads of two bytes each would take several times
+    as long as the copy.
+    """
+    if not descriptor:
+        return x_BTN
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if not fits_descriptor(x_BTN):
+        samples, length, width = x_BTN.shape
+        x_BTN = x_BTN.new_empty((samples, length, -(-width // 16) * 16))[..., :width].copy_(x_BTN)
+    return TensorDescriptor(x_BTN, list(x_BTN.shape), _descriptor_strides(x_BTN), [1, tokens, columns])

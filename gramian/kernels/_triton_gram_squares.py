@@ -1,0 +1,169 @@
+"""The Triton kernel of gram_squares.py. Importing this file imports triton."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from gramian.kernels._triton_tiles import load_tile
+
+
+@triton.jit
+def _triangle(index):
+    """(row, column), row <= column, of number `index` of an upper triangle counted down its columns."""
+    column = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # The root is of a rounded number: off by one at most.
+    column = tl.where(column * (column + 1) // 2 > index, column - 1, column)
+    column = tl.where((column + 1) * (column + 2) // 2 <= index, column + 1, column)
+    return index - column * (column + 1) // 2, column
+
+
+@triton.jit
+def tile_pair(index, tiles, GROUP: tl.constexpr):
+    """The same triangle in bands of GROUP columns, row after row, so that neighbours share rows as well as columns."""
+    _, column = _triangle(index)
+    first = (column // GROUP) * GROUP
+    breadth = tl.minimum(tiles - first, GROUP)
+    inside = index - first * (first + 1) // 2
+    corner = inside - first * breadth
+    row_in_corner, column_in_corner = _triangle(tl.maximum(corner, 0))
+    row = tl.where(corner < 0, inside // breadth, first + row_in_corner)
+    column = first + tl.where(corner < 0, inside % breadth, column_in_corner)
+    return row, column
+
+
+@triton.jit
+def _add_gram(
+    gram,
+    x,
+    sample,
+    row,
+    column,
+    stride_b,
+    stride_t,
+    stride_n,
+    tokens,
+    width,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """gram + X[row : row + TILE] · X[column : column + TILE]ᵀ for one sample X."""
+    for k in range(0, width, DEPTH):
+        x_row = load_tile(x, sample, row, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
+        x_column = load_tile(x, sample, column, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
+        gram = tl.dot(x_row, x_column.T, gram, input_precision="ieee")
+    return gram
+
+
+@triton.jit
+def gram_squares(
+    sums,
+    diagonals,
+    right,
+    left_0,
+    left_1,
+    left_2,
+    left_3,
+    tokens,
+    tiles,
+    pairs,
+    right_b,
+    right_t,
+    right_n,
+    right_width,
+    left_0_b,
+    left_0_t,
+    left_0_n,
+    left_0_width,
+    left_1_b,
+    left_1_t,
+    left_1_n,
+    left_1_width,
+    left_2_b,
+    left_2_t,
+    left_2_n,
+    left_2_width,
+    left_3_b,
+    left_3_t,
+    left_3_n,
+    left_3_width,
+    LEFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """One sample and one pair of token tiles: Σ S_right ⊙ S_left over the pair, and over its diagonal."""
+    program = tl.program_id(0)
+    sample = program // pairs
+    row_tile, column_tile = tile_pair(program % pairs, tiles, GROUP)
+    row = row_tile * TILE
+    column = column_tile * TILE
+
+    s_right = tl.zeros((TILE, TILE), tl.float32)
+    s_right = _add_gram(
+        s_right, right, sample, row, column, right_b, right_t, right_n, tokens, right_width, TILE, DEPTH, DESCRIPTOR
+    )
+    s_left = tl.zeros((TILE, TILE), tl.float32)
+    s_left = _add_gram(
+        s_left, left_0, sample, row, column, left_0_b, left_0_t, left_0_n, tokens, left_0_width, TILE, DEPTH, DESCRIPTOR
+    )
+    if LEFTS > 1:
+        s_left = _add_gram(
+            s_left,
+            left_1,
+            sample,
+            row,
+            column,
+            left_1_b,
+            left_1_t,
+            left_1_n,
+            tokens,
+            left_1_width,
+            TILE,
+            DEPTH,
+            DESCRIPTOR,
+        )
+    if LEFTS > 2:
+        s_left = _add_gram(
+            s_left,
+            left_2,
+            sample,
+            row,
+            column,
+            left_2_b,
+            left_2_t,
+            left_2_n,
+            tokens,
+            left_2_width,
+            TILE,
+            DEPTH,
+            DESCRIPTOR,
+        )
+    if LEFTS > 3:
+        s_left = _add_gram(
+            s_left,
+            left_3,
+            sample,
+            row,
+            column,
+            left_3_b,
+            left_3_t,
+            left_3_n,
+            tokens,
+            left_3_width,
+            TILE,
+            DEPTH,
+            DESCRIPTOR,
+        )
+
+    product = s_right * s_left
+    total = tl.sum(product)
+    on_diagonal = 0.0
+    if row_tile == column_tile:
+        place = tl.arange(0, TILE)
+        on_diagonal = tl.sum(tl.where(place[:, None] == place[None, :], product, 0.0))
+    else:
+        total = total * 2.0
+    tl.store(sums + program, total)
+    tl.store(diagonals + program, on_diagonal)

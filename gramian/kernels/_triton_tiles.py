@@ -1,0 +1,42 @@
+"""What the matrix kernels share. Importing this file imports triton."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    x,
+    sample,
+    token,
+    column,
+    stride_b,
+    stride_t,
+    stride_n,
+    tokens,
+    width,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
+):
+    """Block [TOKENS, COLUMNS] of one sample of a [B, T, N] tensor, from (token, column) on, zero beyond its edges."""
+    if DESCRIPTOR:
+        tile = x.load([sample, token, column]).reshape(TOKENS, COLUMNS)
+    else:
+        rows = token + tl.arange(0, TOKENS)
+        columns = column + tl.arange(0, COLUMNS)
+        start = x + sample.to(tl.int64) * stride_b
+        places = start + rows.to(tl.int64)[:, None] * stride_t + columns.to(tl.int64)[None, :] * stride_n
+        tile = tl.load(places, mask=(rows < tokens)[:, None] & (columns < width)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def grouped(index, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Tile (row, column) number `index` of a grid walked in bands of GROUP rows, so that neighbours share what they read."""
+    per_band = GROUP * column_tiles
+    first = (index // per_band) * GROUP
+    height = tl.minimum(row_tiles - first, GROUP)
+    inside = index % per_band
+    return first + inside % height, inside // height

@@ -1,0 +1,123 @@
+"""Gram kernel and twin against the per-sample gradients themselves, in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gramian.errors import GramianError
+from gramian.kernels._launch import Tiles
+from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel, gram_squares_twin
+from tests.kernels import LAYOUTS, interpreted, laid_out, random
+
+SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, cost=1.0)
+
+
+def case(samples, tokens, widths, width, dtype=torch.float32, layout="contiguous", seed=0):
+    right = laid_out(random(samples, tokens, width, seed=seed, dtype=dtype), layout)
+    lefts = [laid_out(random(samples, tokens, m, seed=seed + m, dtype=dtype), layout) for m in widths]
+    return lefts, right
+
+
+def reference(lefts, right):
+    squares = diagonal = 0
+    for left in lefts:
+        gradient = torch.einsum("btm,btn->bmn", left.double(), right.double())
+        squares = squares + gradient.square().sum((1, 2))
+        diagonal = diagonal + torch.einsum("btm,btn->btmn", left.double(), right.double()).square().sum((1, 2, 3))
+    return squares, diagonal
+
+
+def close(got, want, rtol):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 37, (8, 5), 12), (1, 1, (3,), 1), (3, 4, (2, 2, 2, 2), 7)])
+def test_twin_is_the_squared_norm_of_the_gradients(shape, dtype):
+    lefts, right = case(*shape, dtype=dtype)
+    got = gram_squares_twin(lefts, right)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert got[0].dtype == got[1].dtype == wide
+    close(got, reference(lefts, right), 1e-12 if wide == torch.float64 else 1e-5)
+
+
+def test_twin_in_blocks_of_rows_is_the_same(monkeypatch):
+    lefts, right = case(2, 10, (3, 4), 5, dtype=torch.float64)
+    monkeypatch.setattr("gramian.kernels.gram_squares.CHUNK_ELEMENTS", 30)
+    close(gram_squares_twin(lefts, right), reference(lefts, right), 1e-12)
+
+
+@pytest.mark.parametrize("descriptor", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_in_every_layout(dtype, layout, descriptor):
+    lefts, right = case(2, 35, (9, 20), 18, dtype, layout)
+    got = interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, descriptor=descriptor, group=2)
+    assert got[0].dtype == got[1].dtype == torch.float32
+    close(got, reference(lefts, right), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 90])
+@pytest.mark.parametrize("widths", [(7,), (16, 1, 3, 2)])
+def test_kernel_at_the_edges_of_tiles(tokens, widths):
+    lefts, right = case(1, tokens, widths, 5, layout="amid nan")
+    close(interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, group=3), reference(lefts, right), 1e-5)
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    samples=st.integers(1, 3),
+    tokens=st.integers(1, 70),
+    widths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    width=st.integers(1, 40),
+    group=st.integers(1, 5),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_kernel_at_any_shape(samples, tokens, widths, width, group, layout):
+    lefts, right = case(samples, tokens, widths, width, layout=layout, seed=tokens)
+    close(interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, group=group), reference(lefts, right), 2e-5)
+
+
+def test_kernel_with_the_tiles_of_the_device():
+    for dtype in (torch.float16, torch.float32):
+        lefts, right = case(2, 150, (70,), 33, dtype)
+        close(interpreted(gram_squares_kernel, lefts, right), reference(lefts, right), 1e-5)
+
+
+@pytest.mark.parametrize("function", [gram_squares_kernel, gram_squares_twin])
+@pytest.mark.parametrize("shape", [(0, 5, (3,), 4), (2, 0, (3,), 4), (2, 5, (0,), 4)])
+def test_nothing_gives_zeros(function, shape):
+    lefts, right = case(*shape)
+    for result in interpreted(function, lefts, right):
+        torch.testing.assert_close(result, torch.zeros(shape[0]))
+
+
+@pytest.mark.parametrize("function", [gram_squares_kernel, gram_squares_twin])
+def test_samples_do_not_touch(function):
+    """One whose numbers are not finite spoils itself only."""
+    lefts, right = case(3, 20, (6,), 5)
+    want = reference(lefts, right)
+    right[1, 19] = float("inf")
+    lefts[0][1] = float("nan")
+    for got, true in zip(interpreted(function, lefts, right), want, strict=True):
+        assert not got[1].isfinite()
+        torch.testing.assert_close(got[::2].double(), true[::2], rtol=1e-5, atol=0)
+
+
+def test_dispatch_on_a_cpu_gives_the_twin_and_checks_shapes():
+    lefts, right = case(2, 9, (4, 3), 5)
+    torch.testing.assert_close(gram_squares(lefts, right), gram_squares_twin(lefts, right), rtol=0, atol=0)
+    with pytest.raises(GramianError, match="lefts: 0 tensors"):
+        gram_squares([], right)
+    with pytest.raises(GramianError, match="lefts: 5 tensors"):
+        gram_squares(lefts[:1] * 5, right)
+    with pytest.raises(GramianError, match="B and T must agree"):
+        gram_squares([lefts[0][:, :3]], right)
+
+
+def test_results_carry_no_graph():
+    lefts, right = case(2, 9, (4,), 5)
+    squares, diagonal = gram_squares([lefts[0].requires_grad_()], right)
+    assert not squares.requires_grad and not diagonal.requires_grad

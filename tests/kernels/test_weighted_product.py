@@ -1,0 +1,117 @@
+"""Weighted product, kernel and twin, against the sum over samples in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gramian.errors import GramianError
+from gramian.kernels._launch import Tiles
+from gramian.kernels.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
+from tests.kernels import LAYOUTS, interpreted, laid_out, random
+
+SMALL = Tiles(rows=16, columns=32, depth=16, warps=4, stages=2, cost=1.0)
+
+
+def case(samples, tokens, rows, columns, dtype=torch.float32, layout="contiguous", seed=0):
+    left = random(samples, tokens, rows, seed=seed, dtype=dtype)
+    right = random(samples, tokens, columns, seed=seed + 1, dtype=dtype)
+    return laid_out(left, layout), laid_out(right, layout), random(samples, seed=seed + 2).abs()
+
+
+def reference(left, right, weights):
+    return torch.einsum("btm,btn,b->mn", left.double(), right.double(), weights.double())
+
+
+def close(got, left, right, weights, tolerance=1e-6):
+    """Relative to what could be lost if all terms had one sign."""
+    scale = reference(left.abs(), right.abs(), weights.abs()).max()
+    torch.testing.assert_close(got.double(), reference(left, right, weights), rtol=0, atol=float(tolerance * scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_twin_is_the_weighted_sum(dtype):
+    left, right, weights = case(4, 9, 5, 6, dtype)
+    for out_dtype in (torch.float64, torch.float32, torch.bfloat16):
+        got = weighted_product_twin(left, right, weights, out_dtype)
+        assert got.dtype == out_dtype
+        tolerance = 1e-2 if out_dtype == torch.bfloat16 else 1e-6
+        close(got, left, right, weights, 1e-14 if dtype == out_dtype == torch.float64 else tolerance)
+
+
+@pytest.mark.parametrize("descriptor", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_in_every_layout(dtype, layout, descriptor):
+    left, right, weights = case(3, 35, 37, 70, dtype, layout)
+    got = interpreted(
+        weighted_product_kernel, left, right, weights, torch.float32, tiles=SMALL, descriptor=descriptor, group=2
+    )
+    assert got.dtype == torch.float32
+    close(got, left, right, weights)
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    samples=st.integers(1, 5),
+    tokens=st.integers(1, 40),
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    parts=st.integers(1, 7),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_kernel_at_any_shape_in_any_number_of_parts(samples, tokens, rows, columns, parts, layout):
+    left, right, weights = case(samples, tokens, rows, columns, layout=layout, seed=tokens)
+    got = interpreted(weighted_product_kernel, left, right, weights, torch.float32, tiles=SMALL, parts=parts)
+    close(got, left, right, weights)
+
+
+def test_kernel_with_the_tiles_of_the_device_and_sides_of_two_dtypes():
+    left, right, weights = case(2, 70, 130, 140, torch.float16)
+    for a, b in ((left, right), (left.float(), right.float()), (left.float(), right)):
+        close(interpreted(weighted_product_kernel, a, b, weights, torch.float32), left, right, weights)
+
+
+def test_half_precision_in_is_rounded_once():
+    """The weight is not rounded to the dtype of the sides, and neither is a weighted side."""
+    left, right, _ = case(3, 20, 18, 20, torch.float16)
+    weights = torch.tensor([1 / 3, 1e-3, 2 / 3])
+    close(interpreted(weighted_product_kernel, left, right, weights, torch.float32, tiles=SMALL), left, right, weights)
+    half = interpreted(weighted_product_kernel, left, right, weights, torch.float16, tiles=SMALL)
+    want = reference(left, right, weights)
+    assert half.dtype == torch.float16
+    torch.testing.assert_close(half.double(), want, rtol=2**-11 + 1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_sample_of_weight_zero_adds_nothing_whatever_it_holds(function, parts):
+    left, right, weights = case(4, 20, 18, 20)
+    left[1], right[1, 3], left[3, 0, 0], weights[1], weights[3] = float("nan"), float("inf"), float("inf"), 0.0, -0.0
+    settings = {"tiles": SMALL, "parts": parts} if function is weighted_product_kernel else {}
+    got = interpreted(function, left, right, weights, torch.float32, **settings)
+    close(got, left[::2], right[::2], weights[::2])
+
+
+def test_a_weight_that_is_no_number_shows():
+    left, right, weights = case(2, 20, 18, 20)
+    weights[0] = float("nan")
+    assert interpreted(weighted_product_kernel, left, right, weights, torch.float32, tiles=SMALL).isnan().all()
+    assert weighted_product_twin(left, right, weights, torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("function", [weighted_product_kernel, weighted_product_twin])
+@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4), (2, 5, 0, 4), (2, 5, 3, 0)])
+def test_nothing_gives_zeros(function, shape):
+    got = interpreted(function, *case(*shape), torch.float16)
+    torch.testing.assert_close(got, torch.zeros(shape[2:], dtype=torch.float16))
+
+
+def test_dispatch_on_a_cpu_gives_the_twin_and_checks_shapes():
+    left, right, weights = case(2, 9, 4, 5)
+    got = weighted_product(left, right, weights, torch.float32)
+    assert got.equal(weighted_product_twin(left, right, weights, torch.float32))
+    with pytest.raises(GramianError, match="B and T must agree"):
+        weighted_product(left[:1], right, weights, torch.float32)
+    with pytest.raises(GramianError, match="one for each of the 2 samples"):
+        weighted_product(left, right, weights[:1], torch.float32)
