@@ -5,6 +5,7 @@ The public names are listed in `__all__`; everything else may change.
 
 from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.errors import GramianError
+from gramian.privacy import PrivacyEngine
 from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
 from gramian.taps import Capture, Site, register_site
 
@@ -19,6 +20,7 @@ __all__ = [
     "KFACNaturalGradient",
     "NoiseScale",
     "PerSampleNorms",
+    "PrivacyEngine",
     "Site",
     "observe",
     "per_sample_norms",

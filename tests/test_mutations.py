@@ -306,7 +306,13 @@ MUTATIONS = (
     ),
     Mutation(
         "LayerNorm without centring",
-        (Edit(f"{_SITES}.normalization:TrailingNorm.gradients", "if self.centred:", "if self.in_float32:"),),
+        (
+            Edit(
+                f"{_SITES}.normalization:TrailingNorm.gradients",
+                "self.centred, self.in_float32",
+                "False, self.in_float32",
+            ),
+        ),
         _norms("gpt"),
     ),
     Mutation(
@@ -318,7 +324,9 @@ MUTATIONS = (
         "Gram form trusted under cancellation",
         (
             Edit(
-                f"{_GRADIENTS}.outer:Outer._gram", "if bool(doubtful_B.any()):", "if bool(doubtful_B.any()) and False:"
+                f"{_GRADIENTS}.outer:Outer._squares_by",
+                "if bool(doubtful_B.any()):",
+                "if bool(doubtful_B.any()) and False:",
             ),
         ),
         functools.partial(test_norms.test_norms_survive_cancellation_in_float32, "gram", 1e4),

@@ -184,6 +184,8 @@ class Hub:
                 return output
         if not torch.compiler.is_compiling():
             self._show(tap)
+            if self.rule.withholds and not in_backward():
+                self.rule.foresee(tap, kept, output)
         return tap.observe(output, kept, extra)
 
     def _expanded(self, tap: Tap, output: Tensor) -> Tensor:

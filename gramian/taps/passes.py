@@ -154,7 +154,8 @@ class PassBook:
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
         """Who listened when the pass began and still does; in a second backward the rule alone."""
         there = [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
-        return [pair for pair in there if pair[0] is self._rule()] if pass_.repeated else there
+        rule: object = self._rule()
+        return [pair for pair in there if pair[0] is rule] if pass_.repeated else there
 
     def begin(self, pass_: Pass, device: str) -> None:
         """The backward reached a pass: notice nested backwards, and ask for a call when this one is over."""

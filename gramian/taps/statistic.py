@@ -116,6 +116,9 @@ class GradientRule(Protocol):
     again: bool
     """True while the backward under way is the first of two through one forward; the second reports to the rule alone."""
 
+    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
+        """A layer whose weight gradient is withheld ran, in eager mode: shapes to plan with."""
+
 
 class Ordinary:
     """`p.grad` is what it would be without gramian."""
@@ -123,9 +126,15 @@ class Ordinary:
     withholds = False
     again = False
 
+    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
+        """Nothing to plan."""
+
 
 class Withheld:
     """No weight gradient is formed; statistics still see every record. Saves a third of a linear layer's work."""
 
     withholds = True
     again = False
+
+    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
+        """Nothing to plan."""

@@ -1,0 +1,41 @@
+"""Gradients that reach a trained parameter past its tap: an error, on every step, before anything is added to `p.grad`."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gramian.errors import GramianError
+
+
+class Bypass:
+    """Watches the parameters, and under FSDP2 the unsharded tensors that stand for them in a forward."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Put a hook on every parameter."""
+        self._names = set(trained)
+        self._watched: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, p in trained.items():
+            self.watch(name, p)
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """See what reaches this tensor, too."""
+        if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
+            self._watched[id(tensor)] = tensor
+            self._handles.append(tensor.register_hook(partial(_refuse, name)))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+
+
+def _refuse(name: str, gradient: Tensor) -> None:
+    raise GramianError(
+        f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight to be "
+        'used through its own module only, or max_physical_batch=1 with clipping="keep"'
+    )

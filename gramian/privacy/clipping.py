@@ -1,0 +1,557 @@
+"""Exact per-sample clipping as a gradient rule: Σ_i min(1, C/‖g_i‖) g_i from one ordinary backward.
+
+Legend: B samples, C the clip norm, c the clip factors, "carried" what the backward brings: a sample's gradient divided by B for
+a mean loss, times the loss scale.
+
+Taps run every layer on detached weights, so autograd forms no weight gradient at all. Each parameter's records bring its norm
+as the backward passes it; what its weighted sum needs later (input and output gradient, or the per-sample gradients
+themselves) is held. When the backward is over all norms are known, and the clipped sums are formed parameter by parameter, each
+freeing what it held. In two passes nothing is held: the first backward brings norms alone, the second forms the sums as it
+goes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.plan.clipping import (
+    MACHINES,
+    ClippingPlan,
+    Machine,
+    NormAlgorithm,
+    Row,
+    Share,
+    default_budget,
+    plan_clipping,
+    ways,
+)
+from gramian.privacy.timing import Stopwatch
+from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients.joined import Joined
+from gramian.taps.gradients.outer import gram_of, same_tensor
+from gramian.taps.hub import Hub
+from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
+
+Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
+SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
+"""By the narrowest dtype that takes part: what rounding may add to a norm or to a clipped gradient. Factors of clipped samples
+are smaller by this much, so that what is summed stays within C."""
+MOST_TOGETHER = 4
+"""Layers that share an input, and whose Gram matrices are multiplied in one go."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Optimisations that can be switched off, to see what each is worth."""
+
+    overlap: bool = True
+    """Reduce one parameter's sum over processes while the next is formed."""
+    release: bool = True
+    """Free what a parameter held as soon as its sum is formed."""
+    adaptive: bool = True
+    """Choose the way by shape; off: the direct norm everywhere."""
+    layerwise: bool = True
+    """Hand each sum on before the next is formed; off: all sums are formed first."""
+
+
+@dataclass
+class Doubt:
+    """Samples whose Gram norm may have lost its digits, looked at once for all layers."""
+
+    outers: Sequence[Outer]
+    squares_B: Tensor
+    doubtful_B: Tensor
+
+
+@dataclass
+class Held:
+    """What one parameter's weighted sum will be formed from."""
+
+    gradient: PerSampleGradient
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, gradient: PerSampleGradient) -> "Held":
+        """Remember the tensors' versions: somebody who writes into them afterwards spoils the sum."""
+        return cls(gradient, tuple(t._version for t in gradient.tensors()))
+
+    def check(self, parameter: str) -> None:
+        """Raise if one of the tensors was written to.
+
+        Raises:
+            GramianError: naming the parameter.
+        """
+        if self.versions != tuple(t._version for t in self.gradient.tensors()):
+            raise GramianError(
+                f"{parameter}: its layer's input or output gradient was changed in place during the backward; "
+                'expected custom backwards to leave them alone, or clipping="two_pass"'
+            )
+
+
+@dataclass
+class Work:
+    """One backward under way."""
+
+    info: PassInfo
+    plan: ClippingPlan | None
+    squares_B: Tensor | None = None
+    held: dict[str, Held] = field(default_factory=dict)
+    totals: dict[str, Tensor] = field(default_factory=dict)
+    doubts: list[Doubt] = field(default_factory=list)
+    together: list[Outer] = field(default_factory=list)
+    slack: float = 0.0
+    bytes_held: int = 0
+    rows: dict[str, Row] = field(default_factory=dict)
+    factors_B: Tensor | None = None
+    """c, known before a second pass."""
+    finite: list[tuple[int, int]] | None = None
+    """Runs of samples that take part; None: all."""
+
+    def add(self, squares_B: Tensor) -> None:
+        """One parameter's share of the squared norms."""
+        if self.squares_B is None:
+            self.squares_B = squares_B
+        else:
+            self.squares_B = self.squares_B + squares_B.to(self.squares_B.device)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What a backward did, for whoever looks at it. Not covered by ε."""
+
+    norms_B: Tensor
+    """Of each sample's gradient."""
+    factors_B: Tensor
+    nonfinite: int
+    """Samples that were left out."""
+
+
+class Sink(Protocol):
+    """Takes the clipped sums."""
+
+    def receive(self, name: str, total: Tensor | None) -> None:
+        """A parameter's sum; None if it has none."""
+
+    def settle(self) -> None:
+        """All of this backward were handed over."""
+
+
+class Clipping:
+    """The rule, and the listener that carries it out."""
+
+    withholds = True
+    per_sample = True
+    batch_size: int | None = None
+    statistics = ()
+
+    def __init__(
+        self,
+        hub: Hub,
+        trained: Mapping[str, nn.Parameter],
+        sink: Sink,
+        *,
+        max_grad_norm: float,
+        loss_reduction: str | float = "mean",
+        loss_scale: "float | torch.amp.GradScaler" = 1.0,
+        storage: Storage = "auto",
+        algorithm: NormAlgorithm = "auto",
+        budget: int | None = None,
+        tuning: Tuning | None = None,
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
+        """Nothing is installed yet.
+
+        Args:
+            hub: of the model.
+            trained: the parameters that the norm covers and that get a sum, in a fixed order.
+            sink: takes each sum.
+            max_grad_norm: C.
+            loss_reduction: "mean" or "sum" over samples, or the coefficient of one sample's loss.
+            loss_scale: what the loss is multiplied by, or the scaler that does it.
+            storage: what is held between the norms and the sums.
+            algorithm: forced on linear layers, or "auto".
+            budget: bytes that may be held; None: as much as the step's own activations.
+            tuning: optimisations to leave out.
+            stopwatch: where times go.
+        """
+        self._hub, self._trained, self._sink = hub, dict(trained), sink
+        self.max_grad_norm, self.loss_reduction, self.loss_scale = max_grad_norm, loss_reduction, loss_scale
+        self.storage, self.algorithm, self.budget = storage, algorithm, budget
+        self.tuning, self.stopwatch = tuning or Tuning(), stopwatch or Stopwatch(on=False)
+        self.again = False
+        self.paused = False
+        """True while norms are looked at and no sum is to be formed."""
+        self.allows_two_passes = False
+        self.last: Clipped | None = None
+        self.passes = 0
+        """Backwards that were carried out."""
+        self.on_done: Callable[[], None] = lambda: None
+        """Called when a backward was carried out."""
+        self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
+        """Shown every tensor that stands for a parameter."""
+        self.plan: ClippingPlan | None = None
+        self._plans: dict[Any, ClippingPlan] = {}
+        self._seen: dict[int, list[Any]] = {}
+        self._number, self._batch = -1, 0
+        self._works: dict[int, Work] = {}
+
+    # ---- planning --------------------------------------------------------------------------------------------------
+
+    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
+        """Note the shapes of one use of a layer."""
+        made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
+        self._seen[self._number].append((tap, tuple((tuple(t.shape), t.dtype) for t in kept), made))
+
+    def foreseen(self) -> ClippingPlan | None:
+        """The plan for the last forward, made from its shapes; None where they are not known (compiled)."""
+        return self._planned(self._number, self._batch)
+
+    def _planned(self, number: int, batch: int) -> ClippingPlan | None:
+        uses = self._seen.get(number, [])
+        if not uses:
+            return None
+        key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))
+        if key not in self._plans:
+            self._plans[key] = self._make_plan([*self._shares(uses, batch).values()])
+        return self._plans[key]
+
+    def _shares(self, uses: Sequence[Any], batch: int) -> dict[str, Share]:
+        shares: dict[str, Share] = {}
+        for tap, kept, made in uses:
+            module = tap.owner()
+            locals_ = {local: name for local, name in tap.parameters.items() if name in self._trained}
+            if made is None or not tap.site.compiles:  # the generic fallback writes per-sample gradients down
+                found = {name: self._written(name, batch) for name in locals_.values()}
+            else:
+                inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kept]
+                output = torch.empty(made[0], dtype=made[1], device="meta")
+                gradients = tap.site.gradients(module, inputs, [output], batch, None)
+                found = {
+                    locals_[local]: share_of(locals_[local], gradient)
+                    for local, gradient in gradients.items()
+                    if local in locals_
+                }
+            for name, share in found.items():
+                shares[name] = share if name not in shares else _joined(shares[name], share)
+        return shares
+
+    def _written(self, name: str, batch: int) -> Share:
+        p = self._trained[name]
+        return Share(name, "other", batch, 1, tuple(p.shape), max(p.element_size(), 4), 0)
+
+    def _make_plan(self, shares: Sequence[Share]) -> ClippingPlan:
+        storage = "bookkeeping" if self.storage == "two_pass" else self.storage
+        algorithm = self.algorithm if self.tuning.adaptive or self.algorithm != "auto" else "direct"
+        budget = default_budget(shares) if self.budget is None else self.budget
+        limit = None if self.storage == "keep" and self.budget is None else budget
+        plan = plan_clipping(shares, self._machine(shares), limit, algorithm, storage)
+        return replace(plan, two_pass=plan.two_pass or self.storage == "two_pass")
+
+    def _machine(self, shares: Sequence[Share]) -> Machine:
+        if next(iter(self._trained.values())).device.type != "cuda":
+            return MACHINES["cpu"]
+        return MACHINES["cuda half" if min(share.itemsize for share in shares) == 2 else "cuda float"]
+
+    # ---- listening -------------------------------------------------------------------------------------------------
+
+    def pass_info(self, number: int, batch: int) -> PassInfo:
+        """How the carried gradients of a pass are read."""
+        reduction = self.loss_reduction
+        factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
+        self._number, self._batch = number, batch
+        self._seen = {n: uses for n, uses in self._seen.items() if n > number - 16}
+        self._seen[number] = []
+        return PassInfo(number, batch, None, None, None, factor, self.loss_scale)
+
+    def layer(self, record: LayerRecord) -> None:
+        """Parameters say it all."""
+
+    def watch(self, parameter: str, tensor: Tensor) -> None:
+        """The tensor that stands for a parameter in this forward."""
+        self.on_watch(parameter, tensor)
+
+    def failed_pass(self, info: PassInfo) -> None:
+        """A backward broke off: nothing of it was written, and nothing is held any longer."""
+        self._works.pop(info.number, None)
+
+    def parameter(self, record: ParameterRecord) -> None:
+        """One parameter, all uses joined: add its norm, hold what its sum needs."""
+        if record.parameter not in self._trained or not record.info.batch:
+            self._open(record.info)
+            return
+        work = self._open(record.info)
+        if work.factors_B is not None:
+            self._sum_now(work, record)
+            return
+        row = self._row(work, record)
+        work.slack = max(work.slack, SLACK[record.gradient.dtype])
+        with self._time("norm", record, row):
+            held = self._norm(work, record, row)
+        if not self._norms_alone(work):
+            work.held[record.parameter] = Held.of(held)
+            work.bytes_held += row.held
+
+    def _open(self, info: PassInfo) -> Work:
+        work = self._works.get(info.number)
+        if work is None:
+            if self._works and next(iter(self._works.values())).factors_B is None:
+                raise GramianError(
+                    "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
+                    "expected one forward for each backward (rows of one sample next to each other in one batch)"
+                )
+            work = self._works[info.number] = Work(info, self._planned(info.number, info.batch))
+            self._seen.pop(info.number, None)
+            if work.plan is not None:
+                self.plan = work.plan
+            self._refuse_over_budget(work)
+        return work
+
+    def _refuse_over_budget(self, work: Work) -> None:
+        if work.plan is None or not work.plan.two_pass or self.allows_two_passes or self.paused:
+            return
+        self._works.clear()
+        if self.storage == "two_pass":
+            raise GramianError('clipping: "two_pass" needs two backwards; expected engine.backward(loss)')
+        raise GramianError(
+            f"memory_budget: the plan does not fit; expected a larger one, a smaller max_physical_batch, or "
+            f"engine.backward(loss), which may take two passes\n{work.plan}"
+        )
+
+    def _norms_alone(self, work: Work) -> bool:
+        return self.again or self.paused
+
+    def _row(self, work: Work, record: ParameterRecord) -> Row:
+        """How this parameter is handled: as planned, if the plan foresaw these shapes."""
+        row = None if work.plan is None else work.plan.get(record.parameter)
+        if row is None or row.tokens != record.gradient.tokens:
+            share = share_of(record.parameter, record.gradient)
+            storage = "bookkeeping" if self._norms_alone(work) else self.storage
+            open_ways = ways(share, self._machine([share]), self.algorithm, storage)
+            if (
+                self.budget is None
+            ):  # compiled: what the step holds is not known before; what it need not keep, it does not
+                open_ways = [
+                    way for way in open_ways if way.way != "keep" or len(open_ways) == 1 or way.held <= share.held
+                ]
+            fitting = [way for way in open_ways if self.budget is None or work.bytes_held + way.held <= self.budget]
+            if not fitting and not self._norms_alone(work):
+                raise GramianError(
+                    f"memory_budget: {record.parameter} needs {min(way.held for way in open_ways)} bytes, more than are left "
+                    f"of {self.budget}; expected a larger one, a smaller max_physical_batch, or eager mode with "
+                    "engine.backward(loss)"
+                )
+            row = (fitting or open_ways)[0]
+        work.rows[record.parameter] = row
+        return row
+
+    # ---- norms -----------------------------------------------------------------------------------------------------
+
+    def _norm(self, work: Work, record: ParameterRecord, row: Row) -> PerSampleGradient:
+        """Add the parameter's norms; what is to be held of it."""
+        gradient = record.gradient
+        if row.way == "sum":
+            kept = Dense(gradient.per_sample(), gradient.dtype)
+            work.add(kept.squared_norms())
+            return kept
+        if row.way == "keep" and not self._norms_alone(work):
+            kept = Dense(_per_sample_in_own_dtype(gradient), gradient.dtype)
+            work.add(kept.squared_norms())
+            return kept
+        if record.borrowed and not self._norms_alone(work):
+            gradient = gradient.copy()
+        if isinstance(gradient, Outer) and row.way == "gram":
+            self._join_grams(work, gradient, at_once=record.borrowed)
+        else:
+            work.add(gradient.squared_norms("direct" if row.way == "keep" else _choice(row)))
+        return gradient
+
+    def _join_grams(self, work: Work, gradient: Outer, at_once: bool) -> None:
+        """Wait for layers that share a side with this one (q/k/v, gate/up): they come one after the other."""
+        waiting = work.together
+        if waiting and (len(waiting) == MOST_TOGETHER or not _share_a_side([*waiting, gradient])):
+            self._flush(work)
+        work.together.append(gradient)
+        if at_once:
+            self._flush(work)
+
+    def _flush(self, work: Work) -> None:
+        if not work.together:
+            return
+        outers, work.together = work.together, []
+        squares_B, doubtful_B = gram_of(outers)
+        doubt = Doubt(outers, squares_B, doubtful_B)
+        if self._norms_alone(work):  # nothing will be there later
+            _settle(doubt, bool(doubtful_B.any()))
+        else:
+            work.doubts.append(doubt)
+        work.add(doubt.squares_B)
+
+    def _factors(self, work: Work) -> Tensor:
+        """c [B]; waits for the device once."""
+        self._flush(work)
+        if work.squares_B is None:  # nothing of this backward reached a trained parameter
+            work.squares_B = torch.zeros(work.info.batch)
+        squares_B = work.squares_B
+        flags = [doubt.doubtful_B.any().to(squares_B.device) for doubt in work.doubts]
+        answers = torch.stack([*flags, ~squares_B.isfinite().all()]).tolist()
+        for doubt, doubtful in zip(work.doubts, answers, strict=False):
+            if doubtful:
+                before_B = doubt.squares_B.clone()
+                _settle(doubt, True)
+                squares_B = squares_B + (doubt.squares_B - before_B).to(squares_B.device)
+        work.doubts.clear()
+        norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
+        finite_B = norms_B.isfinite()
+        limit = self.max_grad_norm / (1 + work.slack)
+        factors_B = torch.where(finite_B, (limit / norms_B).clamp(max=1.0), 0.0)
+        left_out = 0
+        if any(answers) and not bool(finite_B.all()):
+            work.finite = _runs(finite_B.tolist())
+            left_out = work.info.batch - sum(stop - start for start, stop in work.finite)
+        self.last = Clipped(norms_B, factors_B, left_out)
+        return factors_B
+
+    # ---- sums ------------------------------------------------------------------------------------------------------
+
+    def end_of_pass(self, info: PassInfo) -> None:
+        """The backward is over: clip and sum, or after the first of two passes remember the factors."""
+        work = self._works[info.number] if info.number in self._works else self._open(info)
+        cuda = next(iter(self._trained.values())).is_cuda
+        if work.factors_B is not None:
+            del self._works[info.number]
+            self._hand_on(work, lambda name: work.totals.pop(name, None))
+            return
+        with self.stopwatch.time("factors", cuda=cuda):
+            factors_B = self._factors(work)
+        if self.again:
+            work.factors_B = factors_B
+            work.squares_B = None
+            return
+        del self._works[info.number]
+        if self.paused:
+            return
+        work.factors_B = factors_B
+        if work.plan is None:
+            self.plan = ClippingPlan(tuple(work.rows.values()), self.budget, two_pass=False)
+        if self.tuning.layerwise:
+            self._hand_on(work, lambda name: self._sum_held(work, name))
+        else:
+            totals = {name: self._sum_held(work, name) for name in self._trained}
+            self._hand_on(work, lambda name: totals.pop(name))
+
+    def _hand_on(self, work: Work, total_of: Callable[[str], Tensor | None]) -> None:
+        for name in self._trained:
+            self._sink.receive(name, total_of(name))
+        self._sink.settle()
+        self.passes += 1
+        self.on_done()
+
+    def _sum_held(self, work: Work, name: str) -> Tensor | None:
+        held = work.held.pop(name, None) if self.tuning.release else work.held.get(name)
+        if held is None:
+            return None
+        held.check(name)
+        with self.stopwatch.time("clip", name, work.rows[name].way, cuda=held.gradient.tensors()[0].is_cuda):
+            return self._sum(work, name, held.gradient)
+
+    def _sum_now(self, work: Work, record: ParameterRecord) -> None:
+        """In the second pass: the parameter's sum at once."""
+        with self.stopwatch.time("clip", record.parameter, "two_pass", cuda=record.gradient.tensors()[0].is_cuda):
+            work.totals[record.parameter] = self._sum(work, record.parameter, record.gradient)
+
+    def _sum(self, work: Work, name: str, gradient: PerSampleGradient) -> Tensor:
+        """Σ c_i g_i times the loss scale: the carried gradients, weighted with c_i·B for a mean loss."""
+        assert work.factors_B is not None
+        device = gradient.tensors()[0].device
+        weights_B = (work.factors_B * work.info.factor).to(device)
+        dtype = self._trained[name].dtype
+        if work.finite is None:
+            return gradient.weighted_total(weights_B, dtype)
+        total = torch.zeros(gradient.shape, dtype=dtype, device=device)
+        for start, stop in work.finite:
+            total += gradient.select(start, stop).weighted_total(weights_B[start:stop], dtype)
+        return total
+
+    def _time(self, phase: str, record: ParameterRecord, row: Row) -> Any:
+        if not self.stopwatch.on:
+            return self.stopwatch.time(phase)
+        tensors = record.gradient.tensors()
+        flops = 0.0
+        if isinstance(record.gradient, Outer):
+            rows, columns = record.gradient.shape
+            batch, tokens = record.gradient.batch, record.gradient.tokens
+            per_way = {"gram": tokens * (tokens + 1) * (rows + columns), "rank1": 2 * (rows + columns)}
+            flops = float(batch * per_way.get(row.way, 2 * tokens * rows * columns))
+        nbytes = float(sum(t.nbytes for t in tensors))
+        return self.stopwatch.time(phase, record.parameter, row.way, flops, nbytes, tensors[0].is_cuda)
+
+
+def share_of(name: str, gradient: PerSampleGradient) -> Share:
+    """What the planner must know of a gradient."""
+    tensors = gradient.tensors()
+    itemsize = gradient.dtype.itemsize
+    held = sum(t.nbytes for t in tensors)
+    if isinstance(gradient, Outer):
+        narrow = min(tensors, key=lambda t: t.shape[2])
+        return Share(name, "outer", gradient.batch, gradient.tokens, gradient.shape, itemsize, held, narrow.nbytes)
+    if isinstance(gradient, Summed):
+        return Share(name, "sum", gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
+    form = "rows" if isinstance(gradient, Indexed) else "parts" if isinstance(gradient, Joined) else "other"
+    if isinstance(gradient, Convolved):
+        form = "parts"
+    return Share(name, form, gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
+
+
+def _joined(one: Share, other: Share) -> Share:
+    """Two uses of one parameter."""
+    same = one.form == other.form
+    if same and one.form == "outer":
+        return replace(
+            one, tokens=one.tokens + other.tokens, held=one.held + other.held, scaled=one.scaled + other.scaled
+        )
+    if same and one.form in ("sum", "rows"):
+        return replace(one, tokens=one.tokens + other.tokens, held=one.held + other.held)
+    return replace(one, form="parts", tokens=max(one.tokens, other.tokens), held=one.held + other.held)
+
+
+def _choice(row: Row) -> Any:
+    return row.way if row.way in ("gram", "direct") else "auto"
+
+
+def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
+    """[B, *shape] in the narrowest dtype that took part."""
+    if isinstance(gradient, Outer) and gradient.left_BTM.dtype == gradient.right_BTN.dtype:
+        return torch.bmm(gradient.left_BTM.mT, gradient.right_BTN)  # accumulated wide, rounded once
+    return gradient.per_sample().to(gradient.dtype)
+
+
+def _share_a_side(outers: Sequence[Outer]) -> bool:
+    first, rest = outers[0], outers[1:]
+    return all(same_tensor(first.right_BTN, outer.right_BTN) for outer in rest) or all(
+        same_tensor(first.left_BTM, outer.left_BTM) for outer in rest
+    )
+
+
+def _settle(doubt: Doubt, doubtful: bool) -> None:
+    """Do the doubtful samples again directly."""
+    if not doubtful:
+        return
+    chosen = doubt.doubtful_B.nonzero()[:, 0]
+    again = [Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).squared_norms("direct") for outer in doubt.outers]
+    doubt.squares_B[chosen] = torch.stack(again).sum(0)
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of every run of True."""
+    runs, start = [], None
+    for i, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = i
+        elif not flag and start is not None:
+            runs.append((start, i))
+            start = None
+    return runs

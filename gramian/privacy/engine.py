@@ -1,0 +1,536 @@
+"""`PrivacyEngine`: exact DP-SGD on the user's own model, optimizer and loop."""
+
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from gramian.errors import GramianError
+from gramian.parallel.gradients import DataParallel, ReducerOff
+from gramian.plan.clipping import ClippingPlan
+from gramian.privacy.accounting import Accounting, find_noise_multiplier
+from gramian.privacy.bypass import Bypass
+from gramian.privacy.clipping import Clipped, Clipping, Tuning
+from gramian.privacy.loader import PrivateLoader, fingerprint
+from gramian.privacy.noise import NoisePlan
+from gramian.privacy.options import PrivacyOptions, batch_and_rate
+from gramian.privacy.secrets import ReleaseCounter, Secrets
+from gramian.privacy.sums import GradientSums
+from gramian.privacy.timing import Stopwatch
+from gramian.privacy.whole import WholeGradient
+from gramian.taps.hub import hub_of
+from gramian.taps.names import named_parameters, unwrap
+
+SCHEMA = 1
+_private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+class PrivacyEngine:
+    """Differentially private training: clipped per-sample gradients, Poisson batches, noise, and an account of ε.
+
+    ```python
+    engine = gramian.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    engine.get_epsilon(delta=1e-5)
+    ```
+
+    The unit of privacy is one record of the data set; docs/concepts/privacy.md says what is and what is not protected.
+    """
+
+    def __init__(
+        self, accountant: str = "prv", *, insecure_reproducible: bool = False, seed: int | None = None
+    ) -> None:
+        """Draw the secret key.
+
+        Args:
+            accountant: "prv", "rdp" or "gdp".
+            insecure_reproducible: take the key from `seed` instead: for tests, no privacy; it is recorded.
+            seed: of that key.
+        """
+        self._accounting = Accounting(accountant)
+        self._secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
+        self._counter = ReleaseCounter()
+        self.stopwatch = Stopwatch()
+        """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
+        self.nonfinite = 0
+        """Samples that were left out because their gradient was not finite. Not covered by ε."""
+        self._installed: ExitStack | None = None
+        self._clipping: Clipping | WholeGradient | None = None
+
+    # ---- making private --------------------------------------------------------------------------------------------
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: Any,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        clipping: str = "auto",
+        norm_algorithm: str = "auto",
+        loss_reduction: str | float = "mean",
+        poisson_sampling: bool = True,
+        max_physical_batch: int | None = None,
+        memory_budget: int | str | None = None,
+        loss_scale: "float | torch.amp.GradScaler" = 1.0,
+        expected_batch: float | None = None,
+        sample_rate: float | None = None,
+        tuning: Tuning | None = None,
+    ) -> tuple[nn.Module, Optimizer, Any]:
+        """Install taps on the model and a hook before the optimizer's step; both stay the user's objects.
+
+        Args:
+            module: the model, plain, compiled, in DDP or with `fully_shard`.
+            optimizer: steps its parameters; the norm covers those.
+            data_loader: this process's loader over the whole data set; under Poisson its sampler is replaced.
+            noise_multiplier: σ: standard deviation of the noise over max_grad_norm; 0: none.
+            max_grad_norm: C.
+            clipping: "auto", "bookkeeping", "keep" or "two_pass".
+            norm_algorithm: "auto", "gram" or "direct", for linear layers.
+            loss_reduction: "mean" or "sum" over the samples of a batch, or the coefficient of one sample's loss.
+            poisson_sampling: draw every batch by Poisson sampling; False: the loader stays as it is.
+            max_physical_batch: most samples in one backward; a draw comes in pieces.
+            memory_budget: bytes, or "8GB", that clipping may hold; None: about what the step's activations take.
+            loss_scale: what the loss is multiplied by before backward, or the `GradScaler` that does it.
+            expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
+            sample_rate: probability of a record to be in a step; None: expected_batch over the data set's length.
+            tuning: optimisations to switch off.
+
+        Returns:
+            The module, the optimizer, and the loader to iterate over.
+
+        Raises:
+            GramianError: naming the argument or layer that does not fit; nothing is installed then.
+        """
+        if self._installed is not None:
+            raise GramianError("engine: makes a model private already; expected detach() before, or another engine")
+        options = PrivacyOptions(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            norm_algorithm=norm_algorithm,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            max_physical_batch=max_physical_batch,
+            memory_budget=memory_budget,
+            loss_scale=loss_scale,
+        )
+        options.check_optimizer(module, optimizer)
+        root = unwrap(module)
+        if root in _private:
+            raise GramianError("module: is private already; expected one engine for each model")
+        parallel = DataParallel.of(module, root)
+        trained = _trained(root, optimizer)
+        device = next(iter(trained.values())).device
+        self._options, self._parallel = options, parallel
+        self._expected_batch, self._sample_rate = batch_and_rate(
+            data_loader, parallel.world, expected_batch, sample_rate, poisson_sampling
+        )
+        self._agree(data_loader, trained, device)
+        self._noise = NoisePlan(self._secrets.noise_key, [(name, tuple(p.shape)) for name, p in trained.items()])
+        self._accounting.record(noise_multiplier, self._sample_rate)
+        loader = self._private_loader(data_loader) if poisson_sampling else data_loader
+        if not poisson_sampling:
+            warnings.warn(
+                "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=2
+            )
+        with ExitStack() as stack:
+            self._install(stack, module, root, optimizer, trained, tuning or Tuning())
+            _private.add(root)
+            stack.callback(_private.discard, root)
+            self._installed = stack.pop_all()
+        self._trained, self._root = trained, root
+        return module, optimizer, loader
+
+    def make_private_with_epsilon(
+        self, *, target_epsilon: float, target_delta: float, epochs: float, data_loader: Any, **options: Any
+    ) -> tuple[nn.Module, Optimizer, Any]:
+        """`make_private` with the least noise that spends target_epsilon in so many epochs.
+
+        Args:
+            target_epsilon: ε.
+            target_delta: δ.
+            epochs: passes over the data set, on average.
+            data_loader: as for `make_private`.
+            **options: of `make_private`, but for noise_multiplier.
+        """
+        if "noise_multiplier" in options:
+            raise GramianError("noise_multiplier: follows from target_epsilon; expected only one of them")
+        if not epochs > 0:
+            raise GramianError(f"epochs: expected a number above 0, got {epochs!r}")
+        world = DataParallel.of(options["module"], unwrap(options["module"])).world if "module" in options else 1
+        _, rate = batch_and_rate(
+            data_loader,
+            world,
+            options.get("expected_batch"),
+            options.get("sample_rate"),
+            options.get("poisson_sampling", True),
+        )
+        steps = max(1, round(epochs / rate))
+        noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._accounting.mechanism)
+        return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
+
+    def _agree(self, data_loader: Any, trained: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        """One key for all processes, and one data set."""
+        if self._parallel.world == 1:
+            return
+        marks = [len(trained), sum(p.numel() for p in trained.values())]
+        if self._options.poisson_sampling:
+            marks += list(fingerprint(data_loader.dataset))
+        if not self._parallel.same(marks, device):
+            raise GramianError(
+                "data_loader: its data set is not the same on every process; expected the whole one everywhere"
+            )
+        state = self._secrets.state_dict()
+        key = self._parallel.from_first(bytes(state["key"].tolist()), device)
+        self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
+
+    def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
+        return PrivateLoader(
+            data_loader,
+            key=self._secrets.sampling_key,
+            sample_rate=self._sample_rate,
+            expected_batch=self._expected_batch,
+            next_draw=lambda: self._counter.released,
+            on_piece=self._begin_piece,
+            rank=self._parallel.rank,
+            world=self._parallel.world,
+            max_physical_batch=self._options.max_physical_batch,
+        )
+
+    def _install(
+        self,
+        stack: ExitStack,
+        module: nn.Module,
+        root: nn.Module,
+        optimizer: Optimizer,
+        trained: Mapping[str, nn.Parameter],
+        tuning: Tuning,
+    ) -> None:
+        options = self._options
+        stack.callback(ReducerOff(module).restore)
+        self._sums = GradientSums(trained, self._parallel, tuning.overlap, self.stopwatch)
+        self._draws: set[int] = set()
+        self._piece: tuple[int, int, bool] | None = None
+        self._passes_at_piece = 0
+        whole = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
+        if whole and self._parallel.kind != "fsdp2":
+            self._clipping = WholeGradient(
+                root, trained, max_grad_norm=options.max_grad_norm, loss_scale=options.loss_scale
+            )
+            stack.callback(self._clipping.remove)
+        else:
+            hub = hub_of(root)
+            self._clipping = Clipping(
+                hub,
+                trained,
+                self._sums,
+                max_grad_norm=options.max_grad_norm,
+                loss_reduction=options.loss_reduction,
+                loss_scale=options.loss_scale,
+                storage=options.clipping,  # type: ignore[arg-type]
+                algorithm=options.norm_algorithm,  # type: ignore[arg-type]
+                budget=options.budget,
+                tuning=tuning,
+                stopwatch=self.stopwatch,
+            )
+            bypass = Bypass(trained)
+            stack.callback(bypass.remove)
+            self._clipping.on_watch = bypass.watch
+            stack.enter_context(hub.governed_by(self._clipping))
+            hub.attach(self._clipping)
+            stack.callback(hub.detach, self._clipping)
+        self._clipping.on_done = self._after_backward
+        stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def _begin_piece(self, draw: int, piece: int, last: bool) -> None:
+        self._piece = (draw, piece, last)
+        self._draws.add(draw)
+        self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0
+
+    def _after_backward(self) -> None:
+        clipping = self._clipping
+        assert clipping is not None
+        if clipping.last is not None:
+            self.nonfinite += clipping.last.nonfinite
+        if self._options.poisson_sampling and clipping.passes - self._passes_at_piece > 1:
+            raise GramianError(
+                "backward: ran twice on one batch of the loader, so its samples would count twice; "
+                "expected one backward for each batch"
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()` that may take two passes where holding anything would not fit into the budget."""
+        clipping = self._active()
+        if isinstance(clipping, WholeGradient):
+            loss.backward()
+            return
+        plan = clipping.foreseen()
+        clipping.allows_two_passes = True
+        try:
+            if plan is None or not plan.two_pass:
+                loss.backward()
+                return
+            clipping.again = True
+            try:
+                with self.stopwatch.time("backward", "first", cuda=loss.is_cuda):
+                    loss.backward(retain_graph=True)
+            finally:
+                clipping.again = False
+            with self.stopwatch.time("backward", "second", cuda=loss.is_cuda):
+                loss.backward()
+        finally:
+            clipping.allows_two_passes = False
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Noise and divide, or on any but the last piece of a draw put the sum aside."""
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
+            raise GramianError("closure: would bring gradients that are not private; expected step() after backward()")
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if stepped != {id(p) for p in self._trained.values()}:
+            raise GramianError(
+                "optimizer: its trained parameters are not those of make_private; expected detach() and make_private again"
+            )
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        if self._options.poisson_sampling:
+            if len(self._draws) != 1 or self._piece is None:
+                raise GramianError(
+                    f"step: {len(self._draws)} draws since the last one; expected one step for each draw of the private loader"
+                )
+            if not self._piece[2]:
+                self._sums.move(scale)
+                return
+        number = self._counter.begin()
+        self._accounting.set_steps(self._counter.spent)
+        options = self._options
+        with torch.no_grad(), self.stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
+            std = options.noise_multiplier * options.max_grad_norm
+            self._sums.release(self._noise, number, std, self._expected_batch, scale)
+        self._draws.clear()
+        self._piece = None
+        self.stopwatch.step += 1
+
+    # ---- results ---------------------------------------------------------------------------------------------------
+
+    def get_epsilon(self, delta: float) -> float:
+        """ε spent so far at this δ."""
+        return self._accounting.epsilon(delta)
+
+    @property
+    def steps(self) -> int:
+        """Releases begun, lost ones included: what ε is computed from."""
+        return self._counter.spent
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ."""
+        return self._options.noise_multiplier
+
+    @property
+    def expected_batch(self) -> float:
+        """What a step divides by."""
+        return self._expected_batch
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability of a record to be in a step."""
+        return self._sample_rate
+
+    @property
+    def plan(self) -> ClippingPlan | None:
+        """How the last backward was carried out, as a table; None before the first, and for batches of one sample."""
+        return self._clipping.plan if isinstance(self._clipping, Clipping) else None
+
+    @property
+    def last(self) -> Clipped | None:
+        """Norms and factors of the last backward's samples. Not covered by ε."""
+        return None if self._clipping is None else self._clipping.last
+
+    def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any, tolerance: float | None = None) -> None:
+        """Replace a sample, and require every other sample's norm unchanged.
+
+        Args:
+            loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more argument
+                it is given the model first.
+            batch: tensors with the samples on dim 0, in any structure.
+            tolerance: relative; None: by dtype.
+
+        Raises:
+            GramianError: if another sample's norm changes.
+        """
+        clipping = self._active()
+        rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+        if rows < 2:
+            raise GramianError(f"batch: has {rows} samples; expected at least two")
+        if isinstance(clipping, WholeGradient):
+            return  # every sample is alone
+        devices = [next(iter(self._trained.values())).device] if torch.cuda.is_available() else []
+        cuda = [device for device in devices if device.type == "cuda"]
+
+        def norms(given: Any) -> Tensor:
+            clipping.paused = True
+            try:
+                with torch.random.fork_rng(devices=cuda):
+                    _call(loss_fn, self._root, given).backward()
+            finally:
+                clipping.paused = False
+            assert clipping.last is not None
+            return clipping.last.norms_B.double().cpu()
+
+        before = norms(batch)
+        for sample in sorted({0, rows - 1}):
+            other = (sample + 1) % rows
+            after = norms(pytree.tree_map(lambda t, s=sample, o=other: _replaced(t, s, o, rows), batch))
+            rest = [i for i in range(rows) if i != sample]
+            narrow = min((p.dtype for p in self._trained.values()), key=lambda dtype: dtype.itemsize)
+            allowed = tolerance or {torch.float64: 1e-9, torch.float32: 1e-4}.get(narrow, 2e-2)
+            change = (after[rest] - before[rest]).abs() / before[rest].clamp(min=1e-30)
+            if bool((change > allowed).any()):
+                worst = rest[int(change.argmax())]
+                raise GramianError(
+                    f"loss: replacing sample {sample} changed the norm of sample {worst} from {float(before[worst]):.6g} to "
+                    f"{float(after[worst]):.6g}; expected samples that do not depend on each other (per-sample normalisation)"
+                )
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def bind_counter(self, path: str, *, must_exist: bool = False) -> None:
+        """Keep the number of releases begun in a file beside the checkpoint, durably before each step.
+
+        Args:
+            path: of the file; the first process writes it.
+            must_exist: a resumed run passes True.
+        """
+        if getattr(self, "_parallel", DataParallel("one")).rank == 0:
+            self._counter.bind(path, must_exist=must_exist)
+        self._share_counter()
+
+    def _share_counter(self, replay: bool = False) -> None:
+        """Every process counts as the first does."""
+        parallel = getattr(self, "_parallel", DataParallel("one"))
+        if parallel.world > 1:
+            device = next(iter(self._trained.values())).device
+            mine = self._counter.state_dict()
+            sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
+            got = parallel.from_first(sent, device)
+            theirs = {"released": int.from_bytes(got[:8], "big"), "spent": int.from_bytes(got[8:], "big")}
+            if parallel.rank:
+                self._counter.load_state_dict(theirs, replay=True)
+        if self._accounting.history or self._counter.spent:
+            self._accounting.set_steps(self._counter.spent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Accountant, counters and the secret key: keep it as secret as the data (`secrets.save_private` writes mode 0600).
+
+        Raises:
+            GramianError: in the middle of a draw, whose sums would be lost.
+        """
+        if self._installed is not None and self._sums.moved:
+            raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
+        return {
+            "schema": SCHEMA,
+            "accountant": self._accounting.state_dict(),
+            "counter": self._counter.state_dict(),
+            "secrets": self._secrets.state_dict(),
+            "nonfinite": self.nonfinite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
+        """Go on after a resume; ε is never refunded.
+
+        Args:
+            state: what `state_dict` gave.
+            replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same config,
+                data and deterministic kernels): they are then the same releases, counted once. Else the counter moves past
+                every step begun.
+
+        Raises:
+            GramianError: if the state is none of ours.
+        """
+        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
+            raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
+        self._secrets.load_state_dict(state["secrets"])
+        self._accounting.load_state_dict(state["accountant"])
+        self._counter.load_state_dict(state["counter"], replay=replay)
+        self.nonfinite = int(state["nonfinite"])
+        self._share_counter()
+        if self._installed is not None:
+            self._noise = NoisePlan(self._secrets.noise_key, list(self._noise.shapes.items()))
+            self._accounting.record(self._options.noise_multiplier, self._sample_rate)
+            self._draws.clear()
+            self._piece = None
+
+    def detach(self) -> nn.Module:
+        """Give the model and the optimizer back as they were; the account stays.
+
+        Returns:
+            The untouched model.
+        """
+        if self._installed is None:
+            raise GramianError("engine: makes no model private; expected make_private before")
+        self._installed.close()
+        self._installed, self._clipping = None, None
+        return self._root
+
+    def _active(self) -> "Clipping | WholeGradient":
+        if self._clipping is None:
+            raise GramianError("engine: makes no model private; expected make_private before")
+        return self._clipping
+
+
+def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's trainable parameters under the user's names, in the model's order."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in named_parameters(root):
+        if id(p) in stepped and id(p) not in seen and p.requires_grad:
+            found[name] = p
+        seen.add(id(p))
+    if stepped - seen:
+        raise GramianError("optimizer: has parameters that are not in the module; expected the module's own")
+    if not found:
+        raise GramianError(
+            "optimizer: trains no parameter of the module; expected at least one with requires_grad=True"
+        )
+    return found
+
+
+def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+    given = list(batch) if isinstance(batch, tuple | list) else [batch]
+    try:
+        takes = [
+            p.kind
+            for p in inspect.signature(loss_fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        ]
+        count = len(takes)
+    except (TypeError, ValueError):
+        count = len(given)
+    if count == 1 and isinstance(batch, tuple | list) and len(given) != 1:
+        return loss_fn(batch)
+    return loss_fn(model, *given) if count == len(given) + 1 else loss_fn(*given)
+
+
+def _replaced(t: Any, sample: int, other: int, rows: int) -> Any:
+    if not isinstance(t, Tensor) or not t.dim() or t.shape[0] != rows:
+        return t
+    changed = t.clone()
+    changed[sample] = t[other]
+    return changed

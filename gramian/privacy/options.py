@@ -1,0 +1,138 @@
+"""What `make_private` is told, checked before anything is touched."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from gramian.errors import GramianError
+from gramian.taps.capture import check_arguments
+
+CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
+ALGORITHMS = ("auto", "gram", "direct")
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class PrivacyOptions:
+    """Options of one private model."""
+
+    noise_multiplier: float
+    max_grad_norm: float
+    clipping: str
+    norm_algorithm: str
+    loss_reduction: str | float
+    poisson_sampling: bool
+    max_physical_batch: int | None
+    memory_budget: int | str | None
+    loss_scale: "float | torch.amp.GradScaler"
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can be made of, naming the field."""
+        if not _number(self.noise_multiplier) or self.noise_multiplier < 0:
+            raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
+        if not _number(self.max_grad_norm) or self.max_grad_norm <= 0:
+            raise GramianError(f"max_grad_norm: expected a number above 0, got {self.max_grad_norm!r}")
+        for field, value, known in (
+            ("clipping", self.clipping, CLIPPING),
+            ("norm_algorithm", self.norm_algorithm, ALGORITHMS),
+        ):
+            if value not in known:
+                words = ", ".join(f'"{word}"' for word in known)
+                raise GramianError(f"{field}: expected one of {words}, got {value!r}")
+        if not isinstance(self.poisson_sampling, bool):
+            raise GramianError(f"poisson_sampling: expected True or False, got {self.poisson_sampling!r}")
+        size = self.max_physical_batch
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise GramianError(f"max_physical_batch: expected a number of samples or None, got {size!r}")
+        check_arguments(self.loss_reduction, None, None, None, self.loss_scale)
+        _ = self.budget
+
+    @property
+    def budget(self) -> int | None:
+        """memory_budget in bytes."""
+        return parse_bytes("memory_budget", self.memory_budget)
+
+    def check_optimizer(self, module: Any, optimizer: Any) -> None:
+        """Refuse optimizers whose step cannot be made private.
+
+        Raises:
+            GramianError: naming it.
+        """
+        if not isinstance(module, nn.Module):
+            raise GramianError(f"module: expected an nn.Module, got {type(module).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, LBFGS):
+            raise GramianError(
+                "optimizer: LBFGS evaluates the loss several times in one step; expected one backward a step"
+            )
+        if isinstance(optimizer, SparseAdam):
+            raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")
+        for name, p in module.named_parameters():
+            if getattr(p, "_post_accumulate_grad_hooks", None):
+                raise GramianError(
+                    f"optimizer: {name} has a hook that acts on its gradient inside the backward (optimizer-in-backward); "
+                    "expected step() after it"
+                )
+
+
+def batch_and_rate(
+    loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
+) -> tuple[float, float]:
+    """Samples of a step on average, over all processes, and the probability of a record to be among them.
+
+    Raises:
+        GramianError: if they do not follow from the loader and are not given.
+    """
+    for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
+        if value is not None and not (_number(value) and value > 0):
+            raise GramianError(f"{field}: expected a number above 0, got {value!r}")
+    try:
+        size: int | None = len(loader.dataset)
+    except (AttributeError, TypeError):
+        size = None
+    per_process = getattr(loader, "batch_size", None)
+    if expected_batch is None:
+        if sample_rate is not None and size is not None:
+            expected_batch = sample_rate * size
+        elif per_process is not None:
+            expected_batch = float(per_process * world)
+        else:
+            raise GramianError("expected_batch: the loader has no batch_size; expected it as an argument")
+    if sample_rate is None:
+        if size is None:
+            raise GramianError("sample_rate: the data set has no length; expected it, and expected_batch, as arguments")
+        sample_rate = expected_batch / size
+    if sample_rate > 1:
+        raise GramianError(
+            f"sample_rate: is {sample_rate:.4g}; expected at most 1 (a batch no larger than the data set)"
+        )
+    return float(expected_batch), float(sample_rate)
+
+
+def parse_bytes(field: str, value: int | str | None) -> int | None:
+    """8000000000, "8GB" or "7.5GiB" as bytes.
+
+    Raises:
+        GramianError: for anything else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        number = value.strip().rstrip("bBkKmMgGtTiI ")
+        unit = value.strip()[len(number) :].strip().upper()
+        try:
+            return int(float(number) * UNITS[unit or "B"])
+        except (ValueError, KeyError):
+            pass
+    raise GramianError(f'{field}: expected bytes, such as 8000000000 or "8GB", got {value!r}')
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

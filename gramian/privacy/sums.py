@@ -1,0 +1,133 @@
+"""Clipped sums on their way into the optimizer: into `p.grad`, over pieces and processes, then noised and divided."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gramian.linalg.wide import wide
+from gramian.parallel.gradients import DataParallel, local, local_rows, placed, reduce_to_shard
+from gramian.privacy.noise import NoisePlan
+from gramian.privacy.timing import Stopwatch
+
+IN_FLIGHT = 8
+"""Reductions that may be under way at once."""
+
+
+class GradientSums:
+    """Where clipped sums go. In `p.grad` they are in the parameter's dtype; what is moved out of it is kept wide."""
+
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], parallel: DataParallel, overlap: bool, stopwatch: Stopwatch
+    ) -> None:
+        """Hold nothing yet."""
+        self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
+        self.moved: dict[str, Tensor] = {}
+        """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
+        self._arriving: deque[tuple[str, Tensor]] = deque()
+
+    # ---- backward --------------------------------------------------------------------------------------------------
+
+    def receive(self, name: str, total: Tensor | None) -> None:
+        """Add a parameter's sum to its gradient; under FSDP2 all processes come here for every parameter, in order."""
+        p = self.trained[name]
+        if not isinstance(p, DTensor):
+            if total is not None:
+                self._add(p, total)
+            return
+        if total is None:
+            total = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+        with self._stopwatch.time("communication", name, "reduce-scatter", nbytes=float(total.nbytes), cuda=p.is_cuda):
+            self._arriving.append((name, reduce_to_shard(total, p)))
+        while len(self._arriving) > (IN_FLIGHT if self._overlap else 0):
+            self._land()
+
+    def settle(self) -> None:
+        """Wait for what is still on its way."""
+        while self._arriving:
+            self._land()
+
+    def _land(self) -> None:
+        name, shard = self._arriving.popleft()
+        self._add(self.trained[name], shard)
+
+    def _add(self, p: nn.Parameter, total: Tensor) -> None:
+        if p.grad is None:
+            p.grad = total if isinstance(total, DTensor) or total.stride() == p.stride() else _laid_out(total, p)
+        else:
+            p.grad += total
+
+    # ---- step ------------------------------------------------------------------------------------------------------
+
+    def move(self, loss_scale: Any) -> None:
+        """Take the gradients of a piece out of `p.grad`, so that the optimizer sees none and zero_grad() loses none."""
+        for name, p in self.trained.items():
+            if p.grad is not None:
+                part = wide(local(p.grad))
+                part = part / loss_scale if loss_scale is not None else part
+                if name not in self.moved:
+                    self.moved[name] = part.clone() if part.data_ptr() == local(p.grad).data_ptr() else part
+                else:
+                    self.moved[name] += part
+                p.grad = None
+
+    def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, loss_scale: Any) -> None:
+        """p.grad = (Σ over pieces and processes + std · noise) / expected batch, for every parameter.
+
+        Args:
+            noise: where each parameter's noise lies.
+            number: of the release.
+            std: of the noise.
+            expected_batch: what is divided by.
+            loss_scale: what `p.grad` is, and is to stay, multiplied by; None: nothing.
+        """
+        waiting: deque[tuple[str, Tensor, Any]] = deque()
+        for name in self.trained:
+            whole = self._whole(name, loss_scale)
+            reduces = self._parallel.kind == "ddp"
+            waiting.append((name, whole, self._parallel.start_sum(whole) if reduces else None))
+            if len(waiting) > (IN_FLIGHT if self._overlap else 0):
+                self._finish(*waiting.popleft(), noise, number, std, expected_batch, loss_scale)
+        while waiting:
+            self._finish(*waiting.popleft(), noise, number, std, expected_batch, loss_scale)
+        self.moved.clear()
+
+    def _whole(self, name: str, loss_scale: Any) -> Tensor:
+        """This process's sum over the pieces of the draw, wide."""
+        p = self.trained[name]
+        moved = self.moved.pop(name, None)
+        if moved is not None and loss_scale is not None:
+            moved = moved * loss_scale
+        if p.grad is None:
+            part = local(p.detach())
+            return (
+                moved
+                if moved is not None
+                else torch.zeros_like(part, dtype=wide(part[:0] if part.dim() else part).dtype)
+            )
+        gradient = local(p.grad)
+        own = wide(gradient)
+        own = own.clone() if own is gradient else own
+        return own if moved is None else own.add_(moved)
+
+    def _finish(
+        self, name: str, whole: Tensor, sum_: Any, noise: NoisePlan, number: int, std: float, batch: float, scale: Any
+    ) -> None:
+        p = self.trained[name]
+        if sum_ is not None:
+            with self._stopwatch.time("communication", name, "all-reduce", nbytes=float(whole.nbytes), cuda=p.is_cuda):
+                sum_.wait()
+        with self._stopwatch.time("noise", name, nbytes=float(whole.nbytes), cuda=p.is_cuda):
+            if std > 0:
+                whole = whole.contiguous()
+                noise.add_noise_(whole, name, std if scale is None else std * scale, number, local_rows(p))
+            whole /= batch
+            p.grad = placed(_laid_out(whole.to(p.dtype), local(p.detach())), p)
+
+
+def _laid_out(t: Tensor, like: Tensor) -> Tensor:
+    """In memory as another is: fused optimizers read memory, not strides."""
+    return t if t.stride() == like.stride() else torch.empty_like(like).copy_(t)

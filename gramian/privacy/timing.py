@@ -1,0 +1,94 @@
+"""Where the time of a private step goes: `GRAMIAN_PROFILE=1` records it without ever waiting for the device.
+
+Times are pairs of CUDA events (wall clock on a CPU) in a ring buffer; they are read when somebody asks, after the step.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ENTRIES = 100_000
+"""Length of the ring buffer: some hundred steps of a large model."""
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One timed piece of work."""
+
+    step: int
+    phase: str
+    """"backward", "norm", "clip", "communication", "noise" or "step"."""
+    what: str
+    """The parameter or layer, where there is one."""
+    way: str
+    flops: float
+    nbytes: float
+    span: Any
+    """(start, end): CUDA events or seconds."""
+
+    @property
+    def milliseconds(self) -> float:
+        """Its duration; the work must be over."""
+        start, end = self.span
+        if isinstance(start, float):
+            return float(end - start) * 1e3
+        return float(start.elapsed_time(end))
+
+
+class Stopwatch:
+    """Off unless asked for: then `time` hands out one shared empty context."""
+
+    def __init__(self, on: bool | None = None) -> None:
+        """Follow GRAMIAN_PROFILE unless told."""
+        self.on = os.environ.get("GRAMIAN_PROFILE", "0") not in ("", "0") if on is None else on
+        self.step = 0
+        self.entries: deque[Entry] = deque(maxlen=ENTRIES)
+
+    def time(
+        self, phase: str, what: str = "", way: str = "", flops: float = 0.0, nbytes: float = 0.0, cuda: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Time a block of work."""
+        return self._timed(phase, what, way, flops, nbytes, cuda) if self.on else _NOTHING
+
+    @contextmanager
+    def _timed(self, phase: str, what: str, way: str, flops: float, nbytes: float, cuda: bool) -> Iterator[None]:
+        start = _now(cuda)
+        yield
+        self.entries.append(Entry(self.step, phase, what, way, flops, nbytes, (start, _now(cuda))))
+
+    def report(self) -> list[dict[str, Any]]:
+        """One line per phase, parameter and way: calls, mean milliseconds, TFLOP/s and bytes. Waits for the device."""
+        if any(not isinstance(entry.span[0], float) for entry in self.entries):
+            torch.cuda.synchronize()
+        sums: dict[tuple[str, str, str], list[float]] = {}
+        for entry in self.entries:
+            total = sums.setdefault((entry.phase, entry.what, entry.way), [0, 0.0, 0.0, 0.0])
+            for i, value in enumerate((1, entry.milliseconds, entry.flops, entry.nbytes)):
+                total[i] += value
+        return [
+            {
+                "phase": phase,
+                "what": what,
+                "way": way,
+                "calls": int(calls),
+                "milliseconds": milliseconds / calls,
+                "teraflops": flops / milliseconds / 1e9 if milliseconds > 0 else 0.0,
+                "bytes": nbytes / calls,
+            }
+            for (phase, what, way), (calls, milliseconds, flops, nbytes) in sums.items()
+        ]
+
+
+def _now(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
