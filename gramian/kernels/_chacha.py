@@ -120,10 +120,13 @@ def _words_kernel(out, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7,
     tl.store(out + place, words, mask=(place >= 0) & (place < count))
 
 
-@triton.jit(do_not_specialize=["first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
+@triton.jit(
+    do_not_specialize=["factor", "first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"]
+)
 def _add_normals_kernel(
     tensor,
     std,
+    factor,
     first_block,
     skip,
     count,
@@ -154,9 +157,9 @@ def _add_normals_kernel(
     mask = (place >= 0) & (place < count)
     before = tl.load(tensor + place, mask=mask, other=0.0)
     if WIDE:
-        after = before.to(tl.float64) + tl.load(std).to(tl.float64) * noise.to(tl.float64)
+        after = (before.to(tl.float64) + tl.load(std).to(tl.float64) * noise.to(tl.float64)) * factor
     else:
-        after = before.to(tl.float32) + tl.load(std).to(tl.float32) * noise
+        after = (before.to(tl.float32) + tl.load(std).to(tl.float32) * noise) * factor
     tl.store(tensor + place, after.to(before.dtype), mask=mask)
 
 
@@ -172,8 +175,10 @@ def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: in
     _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
 
 
-def add_normals(tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
-    """Add std times the normals from `start` on, in place.
+def add_normals(
+    tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int, factor: float = 1.0
+) -> None:
+    """Add std times the normals from `start` on and multiply by `factor`, in place.
 
     Args:
         tensor: contiguous, of a floating-point dtype.
@@ -181,9 +186,10 @@ def add_normals(tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence
         key: eight words, signed.
         nonce: three words, signed.
         start: place of the tensor's first element in the key stream, below 2³⁶.
+        factor: what the sum is multiplied by, in float32.
     """
     wide = {"WIDE": tensor.dtype == torch.float64}
-    _launch(_add_normals_kernel, (tensor, std), tensor.numel(), key, nonce, start, wide, tensor.device)
+    _launch(_add_normals_kernel, (tensor, std, float(factor)), tensor.numel(), key, nonce, start, wide, tensor.device)
 
 
 def _launch(kernel, tensors, count, key, nonce, start, meta, device):

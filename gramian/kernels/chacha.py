@@ -81,8 +81,10 @@ def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device
     return out
 
 
-def add_normals_(tensor: Tensor, key: bytes, nonce: int, start: int, std: float | Tensor) -> Tensor:
-    """tensor += std · normals[start, start + numel), in place, the first element of the tensor at place `start`.
+def add_normals_(
+    tensor: Tensor, key: bytes, nonce: int, start: int, std: float | Tensor, factor: float = 1.0
+) -> Tensor:
+    """tensor = (tensor + std · normals[start, start + numel)) · factor, in place, its first element at place `start`.
 
     The sum is made in float32 (float64 on the CPU and for a float64 tensor) and rounded to the tensor's dtype once. On
     CUDA one kernel reads and writes the tensor once, holds nothing else and never waits for the device.
@@ -93,6 +95,7 @@ def add_normals_(tensor: Tensor, key: bytes, nonce: int, start: int, std: float 
         nonce: below 2⁹⁶.
         start: place of the first element.
         std: a number, or a 0-dim tensor on the device of `tensor`.
+        factor: what the sum is multiplied by before it is rounded.
 
     Returns:
         The tensor.
@@ -108,23 +111,28 @@ def add_normals_(tensor: Tensor, key: bytes, nonce: int, start: int, std: float 
         )
     if not isinstance(std, Tensor) and not (math.isfinite(std) and std >= 0):
         raise GramianError(f"std: {std}; expected a finite number of at least 0")
-    if tensor.numel() == 0 or (not isinstance(std, Tensor) and std == 0):
+    if tensor.numel() == 0:
         return tensor
+    if not isinstance(std, Tensor) and std == 0:
+        return tensor if factor == 1.0 else tensor.mul_(factor)
     with torch.no_grad():
         if tensor.device.type == "cpu":
-            _add_on_host(tensor.view(-1), key, nonce, start, float(std))
+            _add_on_host(tensor.view(-1), key, nonce, start, float(std), factor)
         else:
             if not isinstance(std, Tensor) or std.device != tensor.device:
                 std = torch.full((), float(std), dtype=torch.float64, device=tensor.device)
-            _kernels(tensor.device).add_normals(tensor, std, *_arguments(key, nonce), start)
+            wide = tensor.dtype == torch.float64  # a scalar of a kernel is float32
+            _kernels(tensor.device).add_normals(tensor, std, *_arguments(key, nonce), start, 1.0 if wide else factor)
+            if wide and factor != 1.0:
+                tensor.mul_(factor)
     return tensor
 
 
-def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float) -> None:
+def _add_on_host(flat_N: Tensor, key: bytes, nonce: int, start: int, std: float, factor: float) -> None:
     for at in range(0, flat_N.numel(), _CHUNK):
         part = flat_N[at : at + _CHUNK]
         noise = _host_normals(key, nonce, start + at, part.numel())
-        part.copy_(noise.double().mul_(std).add_(part))
+        part.copy_(noise.double().mul_(std).add_(part).mul_(factor))
 
 
 def _host_normals(key: bytes, nonce: int, start: int, count: int) -> Tensor:

@@ -34,7 +34,9 @@ class Bypass:
         self._watched.clear()
 
 
-def _refuse(name: str, gradient: Tensor) -> None:
+def _refuse(name: str, gradient: Tensor | None) -> None:
+    if gradient is None:  # a compiled backward calls hooks of weights that get nothing, too
+        return
     raise GramianError(
         f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight to be "
         'used through its own module only, or max_physical_batch=1 with clipping="keep"'

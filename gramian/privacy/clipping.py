@@ -386,34 +386,41 @@ class Clipping:
         doubt = Doubt(outers, squares_B, doubtful_B)
         if self._norms_alone(work):  # nothing will be there later
             _settle(doubt, bool(doubtful_B.any()))
+            work.add(doubt.squares_B)
         else:
             work.doubts.append(doubt)
-        work.add(doubt.squares_B)
 
     def _factors(self, work: Work) -> Tensor:
         """c [B]; waits for the device once."""
         self._flush(work)
-        if work.squares_B is None:  # nothing of this backward reached a trained parameter
+        if work.squares_B is None:
             work.squares_B = torch.zeros(work.info.batch)
-        squares_B = work.squares_B
-        flags = [doubt.doubtful_B.any().to(squares_B.device) for doubt in work.doubts]
-        answers = torch.stack([*flags, ~squares_B.isfinite().all()]).tolist()
-        for doubt, doubtful in zip(work.doubts, answers, strict=False):
-            if doubtful:
-                before_B = doubt.squares_B.clone()
-                _settle(doubt, True)
-                squares_B = squares_B + (doubt.squares_B - before_B).to(squares_B.device)
+        flags = self._flags(work, work.squares_B)
+        for doubt, doubtful in zip(work.doubts, flags, strict=False):
+            _settle(doubt, doubtful)
+            work.add(doubt.squares_B)
         work.doubts.clear()
+        squares_B = work.squares_B
         norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
         finite_B = norms_B.isfinite()
         limit = self.max_grad_norm / (1 + work.slack)
         factors_B = torch.where(finite_B, (limit / norms_B).clamp(max=1.0), 0.0)
         left_out = 0
-        if any(answers) and not bool(finite_B.all()):
+        if any(flags) and not bool(finite_B.all()):
             work.finite = _runs(finite_B.tolist())
             left_out = work.info.batch - sum(stop - start for start, stop in work.finite)
         self.last = Clipped(norms_B, factors_B, left_out)
         return factors_B
+
+    @staticmethod
+    def _flags(work: Work, squares_B: Tensor) -> list[bool]:
+        """For each group of Grams whether it is in doubt, and whether anything is not finite: one wait for the device."""
+        device = squares_B.device
+        squares_KB = torch.stack([squares_B, *(doubt.squares_B.to(squares_B) for doubt in work.doubts)])
+        finite = squares_KB.isfinite().all()[None]
+        doubtful = [doubt.doubtful_B.to(device) for doubt in work.doubts]
+        flags: list[bool] = torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite]).tolist()
+        return flags
 
     # ---- sums ------------------------------------------------------------------------------------------------------
 

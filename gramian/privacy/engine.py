@@ -143,7 +143,8 @@ class PrivacyEngine:
         self._agree(data_loader, trained, device)
         self._noise = NoisePlan(self._secrets.noise_key, [(name, tuple(p.shape)) for name, p in trained.items()])
         self._accounting.record(noise_multiplier, self._sample_rate)
-        loader = self._private_loader(data_loader) if poisson_sampling else data_loader
+        self._loader = self._private_loader(data_loader) if poisson_sampling else None
+        loader = data_loader if self._loader is None else self._loader
         if not poisson_sampling:
             warnings.warn(
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=2
@@ -475,6 +476,8 @@ class PrivacyEngine:
             self._accounting.record(self._options.noise_multiplier, self._sample_rate)
             self._draws.clear()
             self._piece = None
+            if self._loader is not None:
+                self._loader.rekey(self._secrets.sampling_key)
 
     def detach(self) -> nn.Module:
         """Give the model and the optimizer back as they were; the account stays.

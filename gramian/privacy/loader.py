@@ -98,6 +98,10 @@ class PrivateLoader(DataLoader[Any]):
         while handed:
             yield self._hand_over(handed.popleft(), self.empty_batch())
 
+    def rekey(self, key: bytes) -> None:
+        """Draw with another key from the next epoch on: that of a checkpoint."""
+        self._draws.key = key
+
     def __len__(self) -> int:
         """Draws, that is optimizer steps, per epoch; `max_physical_batch` makes an iteration yield more batches than that."""
         return len(self._draws)

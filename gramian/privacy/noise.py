@@ -46,6 +46,7 @@ class NoisePlan:
         std: float | Tensor,
         release: int,
         rows: tuple[int, int] | slice | None = None,
+        factor: float = 1.0,
     ) -> Tensor:
         """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
 
@@ -58,6 +59,7 @@ class NoisePlan:
             std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
             release: number of the release, from `ReleaseCounter.begin`, below 2⁶⁴.
             rows: (start, stop) or a slice in dim 0 of the whole parameter.
+            factor: what the sum is multiplied by before it is rounded.
 
         Returns:
             The gradient.
@@ -74,18 +76,18 @@ class NoisePlan:
         if tuple(grad_local.shape) != expected:
             raise GramianError(f"{name}: gradient of shape {list(grad_local.shape)}; expected {list(expected)}")
         flat_N = grad_local.detach().contiguous().view(-1)
-        self._add(flat_N, self.offsets[name] + start * prod(shape[1:]), std, release)
+        self._add(flat_N, self.offsets[name] + start * prod(shape[1:]), std, release, factor)
         if not grad_local.is_contiguous():
             grad_local.detach().copy_(flat_N.view(expected))
         return grad_local
 
-    def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int) -> None:
+    def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int, factor: float) -> None:
         """Add the noise of places [place, place + N), nonce by nonce."""
         done = 0
         while done < flat_N.numel():
             segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
             count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
-            chacha.add_normals_(flat_N[done : done + count], self._key, release + (segment << 64), start, std)
+            chacha.add_normals_(flat_N[done : done + count], self._key, release + (segment << 64), start, std, factor)
             done += count
 
     def __repr__(self) -> str:

@@ -120,14 +120,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
             raise GramianError(f"steps: {steps}; expected at least 1")
         pieces(0, max_physical_batch)
         share(np.empty(0, np.int64), rank, world)
-        self._key = key
+        self.key = key
         self.size, self.rate, self.steps = size, rate, steps
         self.rank, self.world, self.max_physical_batch = rank, world, max_physical_batch
         self._next_draw = next_draw
 
     def pieces_of(self, number: int) -> list[Piece]:
         """This rank's pieces of one draw, in order."""
-        indices = draw(self._key, number, self.size, self.rate)
+        indices = draw(self.key, number, self.size, self.rate)
         mine = share(indices, self.rank, self.world)
         parts = pieces(len(share(indices, 0, self.world)), self.max_physical_batch)
         length = self.max_physical_batch or max(1, len(mine))

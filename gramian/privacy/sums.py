@@ -84,48 +84,49 @@ class GradientSums:
             expected_batch: what is divided by.
             loss_scale: what `p.grad` is, and is to stay, multiplied by; None: nothing.
         """
+        noise_std: float | Tensor = std if loss_scale is None else std * loss_scale
+        first = local(next(iter(self.trained.values())).detach())
+        if first.is_cuda and not isinstance(noise_std, Tensor):
+            noise_std = torch.full((), noise_std, device=first.device)
         waiting: deque[tuple[str, Tensor, Any]] = deque()
+
+        def finish() -> None:
+            name, whole, reduction = waiting.popleft()
+            p = self.trained[name]
+            if reduction is not None:
+                nbytes = float(whole.nbytes)
+                with self._stopwatch.time("communication", name, "all-reduce", nbytes=nbytes, cuda=p.is_cuda):
+                    reduction.wait()
+            with self._stopwatch.time("noise", name, nbytes=float(whole.nbytes), cuda=p.is_cuda):
+                if std > 0:
+                    noise.add_noise_(whole, name, noise_std, number, local_rows(p), 1 / expected_batch)
+                else:
+                    whole.div_(expected_batch)
+                p.grad = placed(_laid_out(whole.to(p.dtype), local(p.detach())), p)
+
         for name in self.trained:
             whole = self._whole(name, loss_scale)
             reduces = self._parallel.kind == "ddp"
             waiting.append((name, whole, self._parallel.start_sum(whole) if reduces else None))
             if len(waiting) > (IN_FLIGHT if self._overlap else 0):
-                self._finish(*waiting.popleft(), noise, number, std, expected_batch, loss_scale)
+                finish()
         while waiting:
-            self._finish(*waiting.popleft(), noise, number, std, expected_batch, loss_scale)
+            finish()
         self.moved.clear()
 
     def _whole(self, name: str, loss_scale: Any) -> Tensor:
-        """This process's sum over the pieces of the draw, wide."""
+        """This process's sum over the pieces of the draw: wide where anything is still to be added, else `p.grad` itself."""
         p = self.trained[name]
         moved = self.moved.pop(name, None)
         if moved is not None and loss_scale is not None:
             moved = moved * loss_scale
         if p.grad is None:
             part = local(p.detach())
-            return (
-                moved
-                if moved is not None
-                else torch.zeros_like(part, dtype=wide(part[:0] if part.dim() else part).dtype)
-            )
+            return torch.zeros_like(part) if moved is None else moved
         gradient = local(p.grad)
-        own = wide(gradient)
-        own = own.clone() if own is gradient else own
-        return own if moved is None else own.add_(moved)
-
-    def _finish(
-        self, name: str, whole: Tensor, sum_: Any, noise: NoisePlan, number: int, std: float, batch: float, scale: Any
-    ) -> None:
-        p = self.trained[name]
-        if sum_ is not None:
-            with self._stopwatch.time("communication", name, "all-reduce", nbytes=float(whole.nbytes), cuda=p.is_cuda):
-                sum_.wait()
-        with self._stopwatch.time("noise", name, nbytes=float(whole.nbytes), cuda=p.is_cuda):
-            if std > 0:
-                whole = whole.contiguous()
-                noise.add_noise_(whole, name, std if scale is None else std * scale, number, local_rows(p))
-            whole /= batch
-            p.grad = placed(_laid_out(whole.to(p.dtype), local(p.detach())), p)
+        if moved is not None:
+            return moved.add_(gradient)
+        return wide(gradient) if self._parallel.kind == "ddp" else gradient
 
 
 def _laid_out(t: Tensor, like: Tensor) -> Tensor:

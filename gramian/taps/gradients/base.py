@@ -99,12 +99,6 @@ class PerSampleGradient(ABC):
         return samples_per_chunk(torch.Size(self.shape).numel())
 
 
-def scaled(t_B: Tensor, weights_B: Tensor) -> Tensor:
-    """c_i t_i in the dtype of t: multiplied wide, rounded once. [B, …] in, the same out."""
-    out = torch.empty_like(t_B, memory_format=torch.contiguous_format)
-    return torch.mul(t_B, weights_B.reshape(-1, *[1] * (t_B.dim() - 1)), out=out)
-
-
 def flat(gradients_B: Tensor) -> Tensor:
     """[B, *shape] as [B, N], also where B is 0 or the shape is ()."""
     return gradients_B.reshape(gradients_B.shape[0], torch.Size(gradients_B.shape[1:]).numel())

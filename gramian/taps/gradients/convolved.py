@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gramian.kernels.scaled_rows import scaled_rows
 from gramian.linalg.wide import wide, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient, scaled
+from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.gradients.dense import Dense
 from gramian.taps.units import Units
 
@@ -88,7 +89,7 @@ class Convolved(PerSampleGradient):
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
         """One ordinary convolution-backward, its gradients weighted."""
-        weighted = scaled(wide(self.gradients_BK), weights_B)
+        weighted = scaled_rows(wide(self.gradients_BK), weights_B)
         return Convolved(self.images_BK, weighted, self.geometry).total().to(dtype)
 
     def algorithm(self, choice: str) -> str:

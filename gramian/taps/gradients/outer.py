@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gramian.kernels.direct_squares import direct_squares
 from gramian.kernels.gram_squares import gram_squares
+from gramian.kernels.scaled_rows import scaled_rows
 from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
 from gramian.plan.norms import Algorithm, choose
-from gramian.taps.gradients.base import PerSampleGradient, scaled
+from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.units import Units
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -74,9 +75,9 @@ class Outer(PerSampleGradient):
         """Lᵀ(cR), the narrower side scaled in its own dtype. 2·B·T·M·N FLOPs and one pass over that side."""
         left, right = self.left_BTM, self.right_BTN
         if self.shape[0] < self.shape[1]:
-            left = scaled(left, weights_B)
+            left = scaled_rows(left, weights_B)
         else:
-            right = scaled(right, weights_B)
+            right = scaled_rows(right, weights_B)
         left, right = left.flatten(0, 1), right.flatten(0, 1)
         if left.is_cuda and left.dtype == right.dtype == dtype:
             return left.mT @ right  # accumulated wide, rounded once
