@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -84,6 +85,16 @@ def reduce_to_shard(full: Tensor, like: DTensor) -> DTensor:
     """Every process's sum of a whole parameter, added up and cut as the parameter is. One reduce-scatter, not waited for."""
     partial = DTensor.from_local(full, like.device_mesh, [Partial()], run_check=False)
     return partial.redistribute(like.device_mesh, like.placements, async_op=True)
+
+
+def landed(shard: DTensor) -> DTensor:
+    """What `reduce_to_shard` gave, waited for: its local part is a plain tensor again."""
+    part = shard.to_local()
+    if not isinstance(part, AsyncCollectiveTensor):
+        return shard
+    placed_ = placed(part.wait(), shard)
+    assert isinstance(placed_, DTensor)
+    return placed_
 
 
 def local_rows(p: Tensor) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.linalg.wide import wide
-from gramian.parallel.gradients import DataParallel, local, local_rows, placed, reduce_to_shard
+from gramian.parallel.gradients import DataParallel, landed, local, local_rows, placed, reduce_to_shard
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.timing import Stopwatch
 
@@ -27,7 +27,7 @@ class GradientSums:
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
-        self._arriving: deque[tuple[str, Tensor]] = deque()
+        self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class GradientSums:
 
     def _land(self) -> None:
         name, shard = self._arriving.popleft()
-        self._add(self.trained[name], shard)
+        self._add(self.trained[name], landed(shard))
 
     def _add(self, p: nn.Parameter, total: Tensor) -> None:
         if p.grad is None:
