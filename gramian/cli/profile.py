@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gramian.cli import RunFailed, refuse_unavailable
+from gramian.cli import RunFailed, profile_clipping, refuse_unavailable
 from gramian.errors import GramianError
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from gramian.models import GPTConfig
     from gramian.verify.runs.kfac_profile import Profile
 
-TARGETS = ("kfac",)
-LATER = ("clipping", "train")
+TARGETS = ("clipping", "kfac")
+LATER = ("train",)
 USAGE = "gramian profile kfac [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] [--cpu]"
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 100
-SEQUENCE_LENGTHS = [128, 256]
+KFAC_DEFAULTS = {"seq_lengths": [128, 256], "batch_size": 8, "layers": 4, "width": 128, "vocabulary": 256}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,33 +36,55 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     parser.add_argument("target", nargs="?", metavar="TARGET", help=f"what to measure: {', '.join(TARGETS)}")
-    parser.add_argument(
-        "--seq-lengths", type=_count, nargs="+", default=SEQUENCE_LENGTHS, metavar="T", help="tokens per sequence"
-    )
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="B", help="sequences per step (default: 8)")
-    parser.add_argument("--layers", type=_count, default=4, metavar="L", help="blocks of the GPT (default: 4)")
-    parser.add_argument("--width", type=_count, default=128, metavar="W", help="of its residual stream (default: 128)")
-    parser.add_argument("--vocabulary", type=_count, default=256, metavar="V", help="token ids (default: 256)")
+    parser.add_argument("--seq-lengths", type=_count, nargs="+", metavar="T", help="tokens per sequence")
+    parser.add_argument("--batch-size", type=_count, metavar="B", help="sequences per step, and process")
+    parser.add_argument("--layers", type=_count, metavar="L", help="blocks of the GPT")
+    parser.add_argument("--width", type=_count, metavar="W", help="of its residual stream")
+    parser.add_argument("--vocabulary", type=_count, metavar="V", help="token ids")
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU where a GPU is there")
+    clipping = parser.add_argument_group(
+        "clipping", "also under torchrun; GRAMIAN_PROFILE=1 times any private run of yours"
+    )
+    clipping.add_argument("--fsdp", action="store_true", help="FSDP2 in place of DDP")
+    clipping.add_argument("--mode", metavar="M", help="auto (default), bookkeeping, keep or two_pass")
+    clipping.add_argument("--algorithm", metavar="A", help="norms of linear layers: auto (default), gram or direct")
+    clipping.add_argument(
+        "--iterations", type=_count, metavar="N", help="timed steps of each kind (default and least: 10)"
+    )
+    clipping.add_argument("--json", type=Path, metavar="FILE", help="the numbers, once more here")
+    clipping.add_argument(
+        "--out", type=Path, metavar="DIR", help="clipping.json and clipping.svg (default: runs/profile)"
+    )
     parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--fsdp", action="store_true", help=argparse.SUPPRESS)
-    for option in ("--mode", "--algorithm"):
-        parser.add_argument(option, nargs="?", const=True, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Measure what was asked for."""
+    refuse_unavailable(USAGE, arguments.target, TARGETS, LATER, {})
+    clipping_alone = ("fsdp", "mode", "algorithm", "iterations", "json", "out") if arguments.target == "kfac" else ()
+    options = {f"--{name}": getattr(arguments, name) for name in clipping_alone}
+    usage = USAGE if arguments.target == "kfac" else profile_clipping.USAGE
+    refuse_unavailable(usage, arguments.target, TARGETS, LATER, {"CONFIG": arguments.config, **options})
+    if arguments.target == "clipping":
+        return profile_clipping.run(arguments, _console, _progress)
+    return _run_kfac(arguments)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def _run_kfac(arguments: argparse.Namespace) -> int:
     """Measure every sequence length and print the tables."""
-    options = {
-        "CONFIG": arguments.config,
-        "--fsdp": arguments.fsdp,
-        "--mode": arguments.mode,
-        "--algorithm": arguments.algorithm,
-    }
-    refuse_unavailable(USAGE, arguments.target, TARGETS, LATER, options)
+    for name, default in KFAC_DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
 
     import torch
-    from rich.console import Console
 
     from gramian.verify.runs import kfac_profile
 
@@ -71,9 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     except GramianError as problem:
         raise GramianError(f"argument --{problem}") from None
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = _console()
 
     profiles: list[Profile] = []
     failure = ""
@@ -113,8 +134,8 @@ def _first_line(problem: BaseException) -> str:
 
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a live bar on a terminal, and nothing elsewhere."""
-    if not console.is_terminal:
+    """Show a live bar on a terminal, and nothing elsewhere or for nothing to do."""
+    if not console.is_terminal or not total:
         yield lambda length: None
         return
 

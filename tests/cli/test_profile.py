@@ -1,13 +1,21 @@
-"""`gramian profile kfac`: a table of stages that a person can read, and one-line errors."""
+"""`gramian profile`: tables that a person can read, figures that are those of the run, and one-line errors."""
 
+import json
+import math
+import os
 import re
+import subprocess
+import sys
+import xml.dom.minidom
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from gramian.cli import main
-from gramian.verify.runs import kfac_profile
+from gramian.privacy import PrivacyEngine
+from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
 
 TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
 
@@ -15,14 +23,28 @@ TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--wid
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        ([], ["TARGET", "accepted: kfac"]),
-        (["everything"], ["'everything'", "unknown", "accepted: kfac"]),
-        (["clipping"], ["'clipping'", "not available yet", "accepted: kfac"]),
+        ([], ["TARGET", "accepted: clipping, kfac"]),
+        (["everything"], ["'everything'", "unknown", "accepted: clipping, kfac"]),
         (["train"], ["'train'", "not available yet"]),
         (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian profile kfac"]),
         (["kfac", "--mode", "keep"], ["--mode", "'keep'", "not available yet"]),
         (["kfac", "--algorithm", "gram"], ["--algorithm", "'gram'", "not available yet"]),
         (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
+        (["kfac", "--iterations", "20"], ["--iterations", "20", "not available yet"]),
+        (["kfac", "--json", "x.json"], ["--json", "not available yet"]),
+        (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "accepted: gramian profile clipping"]),
+        (["clipping", "--mode", "fast"], ["--mode", "'fast'", "accepted: auto, bookkeeping, keep, two_pass"]),
+        (["clipping", "--algorithm", "ghost"], ["--algorithm", "'ghost'", "accepted: auto, gram, direct"]),
+        (
+            ["clipping", "--mode", "keep", "--algorithm", "gram"],
+            ["--algorithm", "'gram'", "--mode keep", "accepted: auto"],
+        ),
+        (["clipping", "--iterations", "9"], ["--iterations", "'9'", "accepted: an integer of at least 10"]),
+        (["clipping", "--iterations", "ten"], ["--iterations", "'ten'", "accepted"]),
+        (["clipping", "--seq-lengths", "0"], ["--seq-lengths", "'0'", "accepted"]),
+        (["clipping", "--width", "30"], ["--width", "30", "accepted: a multiple of heads"]),
+        (["clipping", "--out", "/dev/null/x"], ["--out", "/dev/null/x", "accepted: a file that can be written"]),
+        (["clipping", "--json", "/"], ["--json", "Is a directory", "accepted"]),
         (["kfac", "--seq-lengths", "128", "long"], ["--seq-lengths", "'long'", "accepted: an integer of at least 1"]),
         (["kfac", "--batch-size", "0"], ["--batch-size", "'0'", "accepted"]),
         (["kfac", "--width", "30"], ["--width", "30", "accepted: a multiple of heads"]),
@@ -36,6 +58,9 @@ def test_bad_input_exits_2_with_one_line_that_says_what_is_accepted(argv, names,
     assert captured.err.count("\n") == 1
     for name in names:
         assert name in captured.err
+
+
+# ---- kfac ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_sequence_length_has_a_row_per_stage(capsys):
@@ -99,3 +124,254 @@ def test_memory_on_a_gpu_is_that_of_its_allocator(capsys):
     assert main([*(part for part in TINY if part != "--cpu"), "--seq-lengths", "16"]) == 0
     out = capsys.readouterr().out
     assert "reserved" in out and "bfloat16 autocast" in out
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+CLIPPING = ["profile", "clipping", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the command prints, and the folder it writes into."""
+    out = tmp_path_factory.mktemp("profile")
+    command = [sys.executable, "-m", "gramian", *CLIPPING, "--seq-lengths", "24", "8", "16", "8", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--json", str(out / "more.json")], capture_output=True, text=True, check=False, env=_environment()
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return done.stdout, out
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def test_every_length_has_its_phases_the_plain_step_and_the_ratio(profiled):
+    printed, _ = profiled
+    assert all(character == "\n" or character.isprintable() for character in printed)
+    number, spread = r"[\d,]+\.\d", r"[\d,]+\.\d±[\d,]+\.\d"
+    for length in (8, 16, 24):
+        assert re.search(rf"^ +{length}( +{number}){{7}}( +{spread}){{2}} +\d+\.\d\d +\d+\.\d\d", printed, re.MULTILINE)
+        assert re.search(rf"^plan at {length}: .* sum.*; holds ", printed, re.MULTILINE)
+    assert "…" not in printed  # no column was cut
+    for name in ("private step", "plain step", "norms", "memory, private"):
+        assert re.search(rf"^ {name} +-?\d+\.\d\d +-?\d+\.\d\d to -?\d+\.\d\d ", printed, re.MULTILINE), name
+    assert re.search(r"^verdict at 24: forward \d+%, .*communication 0% of the backward$", printed, re.MULTILINE)
+
+
+def test_the_json_holds_every_figure(profiled):
+    _, out = profiled
+    numbers = json.loads((out / "clipping.json").read_text())
+    assert numbers == json.loads((out / "more.json").read_text())
+    assert numbers["options"]["seq_lengths"] == [8, 16, 24]
+    assert (numbers["processes"], numbers["parallel"], numbers["device"]) == (1, "one", "cpu")
+    for profile in numbers["profiles"]:
+        assert set(profile["phases"]) == set(clipping_profile.PHASES)
+        assert sum(profile["shares"].values()) == pytest.approx(1)
+        for spread in (*profile["phases"].values(), profile["private"]["total"], profile["plain"]["total"]):
+            assert 0 <= spread["low"] <= spread["median"] <= spread["high"]
+        assert profile["ratio"] == profile["private"]["total"]["median"] / profile["plain"]["total"]["median"]
+        assert profile["private"]["memory"]["above"] > 0 < profile["plain"]["memory"]["above"]
+        assert profile["private"]["memory"]["reserved"] is None
+        assert not profile["flagged"] and profile["communication_of_backward"] == 0
+        assert {"norm", "clip", "noise"} <= {line["phase"] for line in profile["layers"]}
+        assert sum(profile["ways"].values()) == len({line["what"] for line in profile["layers"]})
+    assert numbers["scaling"]["memory, plain"]["exponent"] > 0.5
+
+
+def test_the_picture_is_well_formed_and_holds_every_length(profiled):
+    _, out = profiled
+    picture = xml.dom.minidom.parse(str(out / "clipping.svg"))
+    words = {node.firstChild.data for node in picture.getElementsByTagName("text")}
+    assert {"8", "16", "24", "milliseconds", "O(T)", "O(T²)", "private step", "norm", "clip"} <= words
+    assert len(picture.getElementsByTagName("polyline")) == 5
+
+
+@pytest.mark.parametrize(("mode", "ways"), [("two_pass", "two passes, nothing held"), ("keep", "keep")])
+def test_modes_and_algorithms_are_those_asked_for(mode, ways, capsys, tmp_path):
+    assert main([*CLIPPING, "--seq-lengths", "8", "--mode", mode, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"mode {mode}" in printed and ways in printed
+    assert "95 % interval" not in printed  # one length has no exponent
+
+
+@pytest.mark.parametrize("algorithm", ["gram", "direct"])
+def test_a_forced_algorithm_is_taken_everywhere(algorithm):
+    config = kfac_profile.model_config(1, 16, 32, 8)
+    where = clipping_profile.World(0, 1, torch.device("cpu"), "one")
+    calls = []
+    found = clipping_profile.profile_clipping(
+        config, 8, 2, where, mode="bookkeeping", algorithm=algorithm, on_progress=lambda: calls.append(1)
+    )
+    assert found.ways[algorithm] == 5 and set(found.ways) == {algorithm, "sum", "rows"}
+    assert len(calls) == clipping_profile.rounds(10)
+
+
+def test_a_failing_length_exits_1_after_what_was_measured(capsys, monkeypatch, tmp_path):
+    measure = clipping_profile.profile_clipping
+
+    def fail_on_long(config: Any, length: int, *rest: Any, **options: Any) -> Any:
+        if length > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
+        return measure(config, length, *rest, **options)
+
+    monkeypatch.setattr(clipping_profile, "profile_clipping", fail_on_long)
+    assert main([*CLIPPING, "--fsdp", "--seq-lengths", "8", "24", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "FSDP2 over 1" in captured.out and (tmp_path / "clipping.json").exists()
+    assert captured.err == (
+        "gramian: profile clipping: sequence length 24: OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB.\n"
+    )
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_engine_is_gone_after_a_failure(monkeypatch):
+    config = kfac_profile.model_config(1, 16, 32, 8)
+    where = clipping_profile.World(0, 1, torch.device("cpu"), "one")
+    detached = []
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(PrivacyEngine, "backward", fail)
+    monkeypatch.setattr(PrivacyEngine, "detach", lambda engine: detached.append(engine))
+    with pytest.raises(RuntimeError, match="no"):
+        clipping_profile.profile_clipping(config, 8, 2, where)
+    assert len(detached) == 1
+
+
+def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
+    """Two processes; their exit codes are in the last line of what they print."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return subprocess.run(
+        [*launcher, *command], capture_output=True, text=True, check=False, env=_environment(), timeout=300
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
+def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
+    done = _torchrun("-m", "gramian", *CLIPPING, "--seq-lengths", "8", "--out", str(tmp_path), *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Private step on CPU") == 1
+    assert ("FSDP2 over 2" if options else "DDP over 2") in done.stdout
+    numbers = json.loads((tmp_path / "clipping.json").read_text())
+    assert numbers["processes"] == 2
+    assert numbers["profiles"][0]["phases"]["communication"]["median"] > 0
+    ways = {line["way"] for line in numbers["profiles"][0]["layers"] if line["phase"] == "communication"}
+    assert ("reduce-scatter" if options else "all-reduce") in ways
+
+
+FAILING = """
+import os, sys
+from gramian.cli import main
+from gramian.verify.runs import clipping_profile
+
+measure = clipping_profile.profile_clipping
+def fail_on_one(*args, **options):
+    if os.environ["RANK"] == "1":
+        raise MemoryError("no room here")
+    return measure(*args, **options)
+clipping_profile.profile_clipping = fail_on_one
+status = main(sys.argv[2:])
+open(sys.argv[1] + os.environ["RANK"], "w").write(str(status))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_a_process_that_fails_alone_ends_all_with_one_exit_code_and_one_line(tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = _torchrun(str(script), str(tmp_path / "status"), *CLIPPING, "--seq-lengths", "8", "--out", str(tmp_path))
+    assert [(tmp_path / f"status{rank}").read_text() for rank in (0, 1)] == ["1", "1"], done.stderr
+    assert done.stderr.count("gramian: profile clipping:") == 1
+    assert "process 1: sequence length 8: MemoryError: no room here" in done.stderr
+
+
+# ---- exponents and advice --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("power", "growth"), [(1, "O(T)"), (2, "O(T²)"), (0, "less than"), (1.5, "between"), (3, "more than")]
+)
+def test_the_exponent_of_a_power_law_is_found(power, growth):
+    lengths = [64, 128, 256, 512]
+    fit = clipping_scaling.fit_power(lengths, [3e-4 * length**power for length in lengths])
+    assert fit is not None and fit.low is not None and fit.high is not None
+    assert fit.exponent == pytest.approx(power, abs=1e-9)
+    assert fit.high - fit.low < 1e-6
+    assert fit.growth.startswith(growth)
+
+
+def test_the_interval_is_that_of_the_textbook():
+    # log2 T = 1, 2, 3, 4 and log2 cost = 1, 3, 2, 4: slope 0.8, residual sum of squares 1.8, so s.e. √(0.9/5).
+    fit = clipping_scaling.fit_power([2, 4, 8, 16], [2, 8, 4, 16])
+    assert fit is not None and fit.low is not None and fit.high is not None
+    assert fit.exponent == pytest.approx(0.8)
+    assert (fit.high - fit.low) / 2 == pytest.approx(4.303 * math.sqrt(0.18), rel=1e-3)
+    assert fit.growth == "O(T) or O(T²): the interval holds both"
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    lengths, held = [64, 128, 256, 512, 1024], 0
+    for _ in range(400):
+        noise = torch.randn(5, generator=generator).mul(0.1).exp().tolist()
+        fit = clipping_scaling.fit_power(lengths, [t**1.3 * n for t, n in zip(lengths, noise, strict=True)])
+        assert fit is not None and fit.low is not None and fit.high is not None
+        held += fit.low <= 1.3 <= fit.high
+    assert 0.92 < held / 400 < 0.98  # 95 %, give or take three standard errors
+
+
+def test_too_few_lengths_have_no_interval_or_no_fit():
+    two = clipping_scaling.fit_power([8, 16], [1, 2])
+    assert two is not None and two.exponent == pytest.approx(1) and two.low is None
+    assert "three lengths" in two.growth
+    assert clipping_scaling.fit_power([8, 8], [1, 2]) is None
+    assert clipping_scaling.fit_power([8, 16], [0, 2]) is None
+
+
+def test_quantiles_of_student_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    for freedom in range(1, 60):
+        assert clipping_scaling.student_95(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=2e-3)
+
+
+PHASES = {"forward": 3.0, "backward": 4.0, "norm": 1.0, "clip": 3.0, "communication": 2.3, "noise": 0.5, "step": 0.2}
+
+
+def test_communication_above_30_percent_of_the_backward_is_flagged_with_its_knob():
+    assert clipping_scaling.communication_share(PHASES) == pytest.approx(2.3 / 8)
+    assert clipping_scaling.advice(PHASES, "ddp") == []
+    slow = {**PHASES, "communication": 2.5}
+    (ddp,) = clipping_scaling.advice(slow, "ddp")
+    assert "31% of the backward" in ddp and "raise the batch" in ddp
+    (fsdp2,) = clipping_scaling.advice(slow, "fsdp2")
+    assert "raise max_physical_batch" in fsdp2
+
+
+@pytest.mark.parametrize(("phase", "knob"), [("norm", "memory_budget"), ("noise", "a larger batch")])
+def test_norms_and_noise_have_a_knob_too(phase, knob):
+    (line,) = clipping_scaling.advice({**PHASES, phase: 10.0}, "one")
+    assert phase in line and knob in line
+
+
+def test_noisy_figures_say_so():
+    assert clipping_profile.Spread.of([1.0, 1.0, 2.0, 2.0]).noisy
+    assert not clipping_profile.Spread.of([1.0, 1.01, 1.02]).noisy
+    assert clipping_profile.Spread.of([3.0]) == clipping_profile.Spread(3.0, 3.0, 3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_clipping_on_a_gpu_has_the_allocators_memory(capsys, tmp_path):
+    options = [part for part in CLIPPING if part != "--cpu"]
+    assert main([*options, "--seq-lengths", "16", "32", "--out", str(tmp_path)]) == 0
+    assert "reserved" in capsys.readouterr().out
+    memory = json.loads((tmp_path / "clipping.json").read_text())["profiles"][0]["private"]["memory"]
+    assert memory["reserved"] >= memory["allocated"] > 0 < memory["above"]
