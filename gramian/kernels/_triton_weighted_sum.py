@@ -28,7 +28,7 @@ def weighted_sum(
         mask = (weight != 0.0)[:, None] & inside[None, :]
         row = tl.load(start + rows.to(tl.int64)[:, None] * kept_b, mask=mask, other=0.0)
         total += weight[:, None] * row.to(tl.float32)
-    tl.store(out + columns, tl.sum(total, 0), mask=inside)
+    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

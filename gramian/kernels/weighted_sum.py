@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.kernels._launch import on_device, takes_kernel, wide_dtype
+from gramian.kernels._launch import DTYPES, on_device, takes_kernel, wide_dtype
 from gramian.plan.norms import CHUNK_ELEMENTS
 
 
-def weighted_sum(kept_BN: Tensor, weights_B: Tensor) -> Tensor:
+def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """Σ_b c_b g_b, accumulated in float32.
 
     A row of weight exactly 0 adds nothing, whatever it holds; the kernel does not read it.
@@ -21,17 +21,18 @@ def weighted_sum(kept_BN: Tensor, weights_B: Tensor) -> Tensor:
     Args:
         kept_BN: Of any strides.
         weights_B: c, taken in float32 (in float64 if what is kept is).
+        out_dtype: of the result, rounded once; None: float32, or float64 if what is kept is.
 
     Returns:
-        [N] in float32; in float64 if what is kept is.
+        [N].
     """
     if weights_B.shape != kept_BN.shape[:1]:
         raise GramianError(
             f"weights: shape {list(weights_B.shape)}, accepted is one for each of the {len(kept_BN)} rows"
         )
-    if takes_kernel(kept_BN) and weights_B.is_cuda:
-        return weighted_sum_kernel(kept_BN, weights_B)
-    return weighted_sum_twin(kept_BN, weights_B)
+    if takes_kernel(kept_BN) and weights_B.is_cuda and out_dtype in (None, *DTYPES):
+        return weighted_sum_kernel(kept_BN, weights_B, out_dtype)
+    return weighted_sum_twin(kept_BN, weights_B, out_dtype)
 
 
 def row_squares(kept_BN: Tensor) -> Tensor:
@@ -49,14 +50,14 @@ def row_squares(kept_BN: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def weighted_sum_twin(kept_BN: Tensor, weights_B: Tensor) -> Tensor:
+def weighted_sum_twin(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     """`weighted_sum` in plain torch: row after row."""
     wide = wide_dtype(kept_BN)
     weights_B = weights_B.to(wide)
     total_N = kept_BN.new_zeros(kept_BN.shape[1], dtype=wide)
     for row_N, weight in zip(kept_BN, weights_B, strict=True):
         total_N += (row_N.to(wide) * weight).masked_fill_(weight == 0, 0)
-    return total_N
+    return total_N if out_dtype is None else total_N.to(out_dtype)
 
 
 @torch.no_grad()
@@ -70,12 +71,15 @@ def row_squares_twin(kept_BN: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def weighted_sum_kernel(kept_BN: Tensor, weights_B: Tensor, *, rows: int = 4, columns: int = 1024) -> Tensor:
+def weighted_sum_kernel(
+    kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None, *, rows: int = 4, columns: int = 1024
+) -> Tensor:
     """`weighted_sum` in Triton: one program per block of columns, which runs down the rows.
 
     Args:
         kept_BN: As in `weighted_sum`.
         weights_B: As in `weighted_sum`.
+        out_dtype: As in `weighted_sum`.
         rows: Rows read at once, a power of two.
         columns: Columns of a program, a power of two.
     """
@@ -83,8 +87,8 @@ def weighted_sum_kernel(kept_BN: Tensor, weights_B: Tensor, *, rows: int = 4, co
 
     samples, width = kept_BN.shape
     if not kept_BN.numel():
-        return kept_BN.new_zeros(width, dtype=torch.float32)
-    out_N = kept_BN.new_empty(width, dtype=torch.float32)
+        return kept_BN.new_zeros(width, dtype=out_dtype or torch.float32)
+    out_N = kept_BN.new_empty(width, dtype=out_dtype or torch.float32)
     weights_B = weights_B.to(torch.float32).contiguous()
     with on_device(kept_BN):
         triton_kernels.weighted_sum[(-(-width // columns),)](

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
+from gramian.kernels.weighted_sum import row_squares
 from gramian.plan.clipping import (
     MACHINES,
     ClippingPlan,
@@ -31,6 +32,7 @@ from gramian.plan.clipping import (
 )
 from gramian.privacy.timing import Stopwatch
 from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients.base import flat
 from gramian.taps.gradients.joined import Joined
 from gramian.taps.gradients.outer import gram_of, same_tensor
 from gramian.taps.hub import Hub
@@ -100,6 +102,8 @@ class Work:
     plan: ClippingPlan | None
     squares_B: Tensor | None = None
     held: dict[str, Held] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Per-sample gradients [B, n] of biases and norms: small and many, so they are handled all at once."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
     together: list[Outer] = field(default_factory=list)
@@ -110,6 +114,8 @@ class Work:
     """c, known before a second pass."""
     finite: list[tuple[int, int]] | None = None
     """Runs of samples that take part; None: all."""
+    weights: dict[torch.device, Tensor] = field(default_factory=dict)
+    """What carried gradients are weighted with, on every device that has some."""
 
     def add(self, squares_B: Tensor) -> None:
         """One parameter's share of the squared norms."""
@@ -290,6 +296,9 @@ class Clipping:
         row = self._row(work, record)
         work.slack = max(work.slack, SLACK[record.gradient.dtype])
         with self._time("norm", record, row):
+            if row.way == "sum":
+                work.sums[record.parameter] = flat(record.gradient.per_sample())
+                return
             held = self._norm(work, record, row)
         if not self._norms_alone(work):
             work.held[record.parameter] = Held.of(held)
@@ -353,10 +362,6 @@ class Clipping:
     def _norm(self, work: Work, record: ParameterRecord, row: Row) -> PerSampleGradient:
         """Add the parameter's norms; what is to be held of it."""
         gradient = record.gradient
-        if row.way == "sum":
-            kept = Dense(gradient.per_sample(), gradient.dtype)
-            work.add(kept.squared_norms())
-            return kept
         if row.way == "keep" and not self._norms_alone(work):
             kept = Dense(_per_sample_in_own_dtype(gradient), gradient.dtype)
             work.add(kept.squared_norms())
@@ -393,6 +398,8 @@ class Clipping:
     def _factors(self, work: Work) -> Tensor:
         """c [B]; waits for the device once."""
         self._flush(work)
+        for sums_BN, _ in self._groups(work):
+            work.add(row_squares(sums_BN))
         if work.squares_B is None:
             work.squares_B = torch.zeros(work.info.batch)
         flags = self._flags(work, work.squares_B)
@@ -437,11 +444,13 @@ class Clipping:
         if self.again:
             work.factors_B = factors_B
             work.squares_B = None
+            work.sums.clear()
             return
         del self._works[info.number]
         if self.paused:
             return
         work.factors_B = factors_B
+        self._sum_small(work)
         if work.plan is None:
             self.plan = ClippingPlan(tuple(work.rows.values()), self.budget, two_pass=False)
         if self.tuning.layerwise:
@@ -457,25 +466,45 @@ class Clipping:
         self.passes += 1
         self.on_done()
 
+    def _groups(self, work: Work) -> list[tuple[Tensor, list[str]]]:
+        """The small per-sample gradients side by side, [B, N], for each device and dtype of the parameters."""
+        groups: dict[Any, list[str]] = {}
+        for name, sums_BN in work.sums.items():
+            groups.setdefault((sums_BN.device, sums_BN.dtype, self._trained[name].dtype), []).append(name)
+        return [(torch.cat([work.sums[name] for name in names], dim=1), names) for names in groups.values()]
+
+    def _sum_small(self, work: Work) -> None:
+        """The sums of all biases and norms at once, as views of one tensor."""
+        for sums_BN, names in self._groups(work):
+            with self.stopwatch.time("clip", "biases and norms", "sum", cuda=sums_BN.is_cuda):
+                total_N = self._sum(work, self._trained[names[0]].dtype, Dense(sums_BN))
+            sizes = [work.sums[name].shape[1] for name in names]
+            for name, total in zip(names, total_N.split(sizes), strict=True):
+                work.totals[name] = total.reshape(self._trained[name].shape)
+        work.sums.clear()
+
     def _sum_held(self, work: Work, name: str) -> Tensor | None:
+        if name in work.totals:
+            return work.totals.pop(name)
         held = work.held.pop(name, None) if self.tuning.release else work.held.get(name)
         if held is None:
             return None
         held.check(name)
         with self.stopwatch.time("clip", name, work.rows[name].way, cuda=held.gradient.tensors()[0].is_cuda):
-            return self._sum(work, name, held.gradient)
+            return self._sum(work, self._trained[name].dtype, held.gradient)
 
     def _sum_now(self, work: Work, record: ParameterRecord) -> None:
         """In the second pass: the parameter's sum at once."""
         with self.stopwatch.time("clip", record.parameter, "two_pass", cuda=record.gradient.tensors()[0].is_cuda):
-            work.totals[record.parameter] = self._sum(work, record.parameter, record.gradient)
+            work.totals[record.parameter] = self._sum(work, self._trained[record.parameter].dtype, record.gradient)
 
-    def _sum(self, work: Work, name: str, gradient: PerSampleGradient) -> Tensor:
+    def _sum(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient) -> Tensor:
         """Σ c_i g_i times the loss scale: the carried gradients, weighted with c_i·B for a mean loss."""
         assert work.factors_B is not None
         device = gradient.tensors()[0].device
-        weights_B = (work.factors_B * work.info.factor).to(device)
-        dtype = self._trained[name].dtype
+        if device not in work.weights:
+            work.weights[device] = (work.factors_B * work.info.factor).to(device)
+        weights_B = work.weights[device]
         if work.finite is None:
             return gradient.weighted_total(weights_B, dtype)
         total = torch.zeros(gradient.shape, dtype=dtype, device=device)

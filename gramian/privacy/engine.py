@@ -143,6 +143,7 @@ class PrivacyEngine:
         self._agree(data_loader, trained, device)
         self._noise = NoisePlan(self._secrets.noise_key, [(name, tuple(p.shape)) for name, p in trained.items()])
         self._accounting.record(noise_multiplier, self._sample_rate)
+        self._accounting.set_steps(self._counter.spent)  # a counter file may have been there before
         self._loader = self._private_loader(data_loader) if poisson_sampling else None
         loader = data_loader if self._loader is None else self._loader
         if not poisson_sampling:
@@ -433,7 +434,7 @@ class PrivacyEngine:
             theirs = {"released": int.from_bytes(got[:8], "big"), "spent": int.from_bytes(got[8:], "big")}
             if parallel.rank:
                 self._counter.load_state_dict(theirs, replay=True)
-        if self._accounting.history or self._counter.spent:
+        if self._accounting.history or self._installed is not None:
             self._accounting.set_steps(self._counter.spent)
 
     def state_dict(self) -> dict[str, Any]:

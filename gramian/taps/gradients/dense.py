@@ -62,4 +62,4 @@ class Dense(PerSampleGradient):
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
         """One read of what is given."""
-        return weighted_sum(flat(self.gradients_B), weights_B).reshape(self.shape).to(dtype)
+        return weighted_sum(flat(self.gradients_B), weights_B, dtype).reshape(self.shape)

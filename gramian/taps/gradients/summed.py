@@ -71,7 +71,7 @@ class Summed(PerSampleGradient):
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Weighted sum of the samples' sums."""
-        return weighted_sum(flat(self.per_sample()), weights_B).reshape(self.shape).to(dtype)
+        return weighted_sum(flat(self.per_sample()), weights_B, dtype).reshape(self.shape)
 
     def algorithm(self, choice: str) -> str:
         """There is one way."""
