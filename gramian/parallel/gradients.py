@@ -1,6 +1,6 @@
 """Clipped sums over data-parallel processes: reduced once, in an order that no process decides by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
@@ -57,14 +58,15 @@ class DataParallel:
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
-    def same(self, values: Sequence[int], device: torch.device) -> bool:
-        """True if all processes hold the same numbers. One all-reduce."""
+    def differing(self, values: Mapping[str, int], device: torch.device) -> str | None:
+        """The first of these numbers that is not the same on all processes, by name; None: all are. One all-reduce."""
         if self.world == 1:
-            return True
-        mine = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=device)
+            return None
+        numbers = list(values.values())
+        mine = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=device)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
-        highest, lowest = mine[: len(values)], -mine[len(values) :]
-        return bool((highest == lowest).all())
+        highest, lowest = mine[: len(numbers)].tolist(), (-mine[len(numbers) :]).tolist()
+        return next((n for n, high, low in zip(values, highest, lowest, strict=True) if high != low), None)
 
     def from_first(self, data: bytes, device: torch.device) -> bytes:
         """The first process's bytes, on every process. One broadcast."""
@@ -95,6 +97,15 @@ def landed(shard: DTensor) -> DTensor:
     placed_ = placed(part.wait(), shard)
     assert isinstance(placed_, DTensor)
     return placed_
+
+
+def each_unsharded(root: nn.Module) -> Iterator[None]:
+    """Gather the parameters of one FSDP2 group after the other, so that whole tensors stand in its modules. Collective."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            yield
+            module.reshard()
 
 
 def local_rows(p: Tensor) -> tuple[int, int] | None:

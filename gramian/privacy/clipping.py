@@ -104,6 +104,8 @@ class Work:
     held: dict[str, Held] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Per-sample gradients [B, n] of biases and norms: small and many, so they are handled all at once."""
+    small: list[tuple[Tensor, list[str]]] = field(default_factory=list)
+    """The same side by side."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
     together: list[Outer] = field(default_factory=list)
@@ -251,11 +253,14 @@ class Clipping:
 
     def _make_plan(self, shares: Sequence[Share]) -> ClippingPlan:
         storage = "bookkeeping" if self.storage == "two_pass" else self.storage
-        algorithm = self.algorithm if self.tuning.adaptive or self.algorithm != "auto" else "direct"
         budget = default_budget(shares) if self.budget is None else self.budget
         limit = None if self.storage == "keep" and self.budget is None else budget
-        plan = plan_clipping(shares, self._machine(shares), limit, algorithm, storage)
+        plan = plan_clipping(shares, self._machine(shares), limit, self._algorithm, storage)
         return replace(plan, two_pass=plan.two_pass or self.storage == "two_pass")
+
+    @property
+    def _algorithm(self) -> NormAlgorithm:
+        return self.algorithm if self.tuning.adaptive or self.algorithm != "auto" else "direct"
 
     def _machine(self, shares: Sequence[Share]) -> Machine:
         if next(iter(self._trained.values())).device.type != "cuda":
@@ -339,7 +344,7 @@ class Clipping:
         if row is None or row.tokens != record.gradient.tokens:
             share = share_of(record.parameter, record.gradient)
             storage = "bookkeeping" if self._norms_alone(work) else self.storage
-            open_ways = ways(share, self._machine([share]), self.algorithm, storage)
+            open_ways = ways(share, self._machine([share]), self._algorithm, storage)
             if (
                 self.budget is None
             ):  # compiled: what the step holds is not known before; what it need not keep, it does not
@@ -398,7 +403,8 @@ class Clipping:
     def _factors(self, work: Work) -> Tensor:
         """c [B]; waits for the device once."""
         self._flush(work)
-        for sums_BN, _ in self._groups(work):
+        work.small = self._groups(work)
+        for sums_BN, _ in work.small:
             work.add(row_squares(sums_BN))
         if work.squares_B is None:
             work.squares_B = torch.zeros(work.info.batch)
@@ -445,6 +451,7 @@ class Clipping:
             work.factors_B = factors_B
             work.squares_B = None
             work.sums.clear()
+            work.small.clear()
             return
         del self._works[info.number]
         if self.paused:
@@ -475,13 +482,14 @@ class Clipping:
 
     def _sum_small(self, work: Work) -> None:
         """The sums of all biases and norms at once, as views of one tensor."""
-        for sums_BN, names in self._groups(work):
+        for sums_BN, names in work.small:
             with self.stopwatch.time("clip", "biases and norms", "sum", cuda=sums_BN.is_cuda):
                 total_N = self._sum(work, self._trained[names[0]].dtype, Dense(sums_BN))
             sizes = [work.sums[name].shape[1] for name in names]
             for name, total in zip(names, total_N.split(sizes), strict=True):
                 work.totals[name] = total.reshape(self._trained[name].shape)
         work.sums.clear()
+        work.small.clear()
 
     def _sum_held(self, work: Work, name: str) -> Tensor | None:
         if name in work.totals:

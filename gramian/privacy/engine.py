@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from gramian.errors import GramianError
-from gramian.parallel.gradients import DataParallel, ReducerOff
+from gramian.parallel.gradients import DataParallel, ReducerOff, each_unsharded
 from gramian.plan.clipping import ClippingPlan
 from gramian.privacy.accounting import Accounting, find_noise_multiplier
 from gramian.privacy.bypass import Bypass
 from gramian.privacy.clipping import Clipped, Clipping, Tuning
 from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.noise import NoisePlan
-from gramian.privacy.options import PrivacyOptions, batch_and_rate
+from gramian.privacy.options import PrivacyOptions, batch_and_rate, digest
 from gramian.privacy.secrets import ReleaseCounter, Secrets
 from gramian.privacy.sums import GradientSums
 from gramian.privacy.timing import Stopwatch
@@ -67,6 +67,7 @@ class PrivacyEngine:
         """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
         self.nonfinite = 0
         """Samples that were left out because their gradient was not finite. Not covered by ε."""
+        self._warned = False
         self._installed: ExitStack | None = None
         self._clipping: Clipping | WholeGradient | None = None
 
@@ -155,7 +156,7 @@ class PrivacyEngine:
             _private.add(root)
             stack.callback(_private.discard, root)
             self._installed = stack.pop_all()
-        self._trained, self._root = trained, root
+        self._trained, self._root, self._module = trained, root, module
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -187,16 +188,23 @@ class PrivacyEngine:
         return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
 
     def _agree(self, data_loader: Any, trained: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        """One key for all processes, and one data set."""
+        """One key for all processes, one data set, one set of options."""
         if self._parallel.world == 1:
             return
-        marks = [len(trained), sum(p.numel() for p in trained.values())]
-        if self._options.poisson_sampling:
-            marks += list(fingerprint(data_loader.dataset))
-        if not self._parallel.same(marks, device):
+        told = {**vars(self._options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
+        told["loss_scale"] = type(told["loss_scale"]).__name__
+        told["optimizer"] = [(name, tuple(p.shape)) for name, p in trained.items()]
+        told["accountant"] = self._accounting.mechanism
+        marks = {field: digest(value) for field, value in told.items()}
+        known = fingerprint(data_loader.dataset) if self._options.poisson_sampling else (0, 0)
+        marks.update(zip(("data_loader", "data_loader's records"), known, strict=True))
+        field = self._parallel.differing(marks, device)
+        if field is not None and field.startswith("data_loader"):
             raise GramianError(
                 "data_loader: its data set is not the same on every process; expected the whole one everywhere"
             )
+        if field is not None:
+            raise GramianError(f"{field}: is not the same on every process; expected one value everywhere")
         state = self._secrets.state_dict()
         key = self._parallel.from_first(bytes(state["key"].tolist()), device)
         self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
@@ -253,6 +261,11 @@ class PrivacyEngine:
             bypass = Bypass(trained)
             stack.callback(bypass.remove)
             self._clipping.on_watch = bypass.watch
+            if self._parallel.kind == "fsdp2":
+                for _ in each_unsharded(root):
+                    for name, p in named_parameters(root):
+                        if not hasattr(p, "placements"):
+                            bypass.watch(name, p)
             stack.enter_context(hub.governed_by(self._clipping))
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
@@ -271,6 +284,13 @@ class PrivacyEngine:
         assert clipping is not None
         if clipping.last is not None:
             self.nonfinite += clipping.last.nonfinite
+            if clipping.last.nonfinite and clipping.last.nonfinite == len(clipping.last.norms_B) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "backward: no sample of a batch had a finite gradient, so the step was noise alone; expected a smaller "
+                    "loss_scale (a GradScaler does not see this), or data without NaN",
+                    stacklevel=2,
+                )
         if self._options.poisson_sampling and clipping.passes - self._passes_at_piece > 1:
             raise GramianError(
                 "backward: ran twice on one batch of the loader, so its samples would count twice; "
@@ -490,7 +510,7 @@ class PrivacyEngine:
             raise GramianError("engine: makes no model private; expected make_private before")
         self._installed.close()
         self._installed, self._clipping = None, None
-        return self._root
+        return self._module
 
     def _active(self) -> "Clipping | WholeGradient":
         if self._clipping is None:

@@ -1,5 +1,6 @@
 """What `make_private` is told, checked before anything is touched."""
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,11 @@ def parse_bytes(field: str, value: int | str | None) -> int | None:
         except (ValueError, KeyError):
             pass
     raise GramianError(f'{field}: expected bytes, such as 8000000000 or "8GB", got {value!r}')
+
+
+def digest(value: Any) -> int:
+    """63 bits of anything that prints what it is."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _number(value: Any) -> bool:

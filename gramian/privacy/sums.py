@@ -49,10 +49,15 @@ class GradientSums:
         """Wait for what is still on its way."""
         while self._arriving:
             self._land()
+        if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
+            first = next(iter(self.trained.values()))
+            first.grad = torch.zeros_like(first)
 
     def _land(self) -> None:
         name, shard = self._arriving.popleft()
-        self._add(self.trained[name], landed(shard))
+        with self._stopwatch.time("communication", name, "wait", cuda=shard.is_cuda):
+            whole = landed(shard)
+        self._add(self.trained[name], whole)
 
     def _add(self, p: nn.Parameter, total: Tensor) -> None:
         if p.grad is None:
@@ -120,15 +125,15 @@ class GradientSums:
         moved = self.moved.pop(name, None)
         if moved is not None and loss_scale is not None:
             moved = moved * loss_scale
+        part = local(p.detach())
         if p.grad is None:
-            part = local(p.detach())
-            return torch.zeros_like(part) if moved is None else moved
-        gradient = local(p.grad)
-        if moved is not None:
-            return moved.add_(gradient)
-        return wide(gradient) if self._parallel.kind == "ddp" else gradient
+            whole = torch.zeros_like(part) if moved is None else moved
+        else:
+            whole = local(p.grad) if moved is None else moved.add_(local(p.grad))
+        # one dtype and one layout on all processes, whoever has a gradient
+        return _laid_out(wide(whole), part) if self._parallel.kind == "ddp" else whole
 
 
 def _laid_out(t: Tensor, like: Tensor) -> Tensor:
     """In memory as another is: fused optimizers read memory, not strides."""
-    return t if t.stride() == like.stride() else torch.empty_like(like).copy_(t)
+    return t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t)
