@@ -398,7 +398,7 @@ class _Bench:
         """Ask what is returned once the steps are over."""
         device = self.where.device
         if not self.cuda:
-            found = Memory(_resident(), _highest(step), None)
+            found = Memory(_resident(), highest_on_cpu(step), None)
             return lambda: found
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -446,7 +446,7 @@ def _resident() -> int | None:
         return None
 
 
-def _highest(step: Callable[[], Any]) -> int | None:
+def highest_on_cpu(step: Callable[[], Any]) -> int | None:
     """Most bytes that torch's CPU allocator held during a step above what it held before, from its own record."""
     with _quiet(), torch.autograd.profiler.profile(profile_memory=True) as recorded:
         step()
