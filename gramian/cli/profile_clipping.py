@@ -168,12 +168,12 @@ def _targets(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
 def _title(config: GPTConfig, batch_size: int, where: World, mode: str, algorithm: str) -> str:
     import torch
 
-    on = f"CPU, {torch.get_num_threads()} threads"
+    on = f"CPU, {_counted(torch.get_num_threads(), 'thread')}"
     if where.device.type == "cuda":
         on = f"{torch.cuda.get_device_name(where.device)}, bfloat16 autocast"
     spread = {"one": "", "ddp": f", DDP over {where.size}", "fsdp2": f", FSDP2 over {where.size}"}[where.kind]
     return (
-        f"Private step on {on}{spread}. GPT: {config.layers} layers, width {config.width}, vocabulary "
+        f"Private step on {on}{spread}. GPT: {_counted(config.layers, 'layer')}, width {config.width}, vocabulary "
         f"{config.vocabulary}; batch {batch_size}; mode {mode}, algorithm {algorithm}"
     )
 
@@ -346,6 +346,10 @@ def _numbers(profile: Profile, kind: str) -> dict[str, Any]:
         "flagged": waits > COMMUNICATION_LIMIT,
         "advice": advice(phases, kind),
     }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _milliseconds(spread: Spread) -> str:

@@ -153,7 +153,7 @@ def _bars(left: float, right: float, profiles: Sequence[Profile]) -> Iterator[st
     yield _text(left, 52, "share of the private step", weight="bold")
     named = [phase for phase in PHASES if any(p.phases[phase].median > 0 for p in profiles)]
     for number, phase in enumerate(named):
-        at, line = left + 92 * (number % 3), 63 + 16 * (number // 3)
+        at, line = left + (0, 72, 186)[number % 3], 63 + 16 * (number // 3)
         yield f'<rect x="{at}" y="{line}" width="10" height="10" fill="{COLOURS[phase]}"/>'
         yield _text(at + 14, line + 9, phase, size=11)
     top = 63 + 16 * -(-len(named) // 3) + 8
