@@ -1,0 +1,338 @@
+"""Private training under FSDP2 (`fully_shard` of every block and the root), against the loop over all ranks' samples."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+import gramian
+from gramian.privacy.clipping import Tuning
+from tests.dist import private_bodies as bodies
+from tests.dist.bodies import Bypassed
+from tests.dist.test_private_ddp import (
+    ACCEPTS_EMPTY,
+    ALL_RUNS,
+    CLIPPING,
+    EMPTY,
+    MATRIX_OF_THREE,
+    RUNS,
+    UNEVEN,
+)
+from tests.dist.worlds import CASE_NAMES, each_block, mine, wrap
+from tests.kit.matrix import FULL, sample
+from tests.kit.processes import distributed, run_on_ranks
+from tests.statistics.problems import assert_tensors, problem
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+SHARDED = ("fsdp2", "fsdp2 kept")
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+MATRIX = [
+    *itertools.product(CASE_NAMES, SHARDED, CLIPPING, UNEVEN, ("mean", "sum")),
+    *itertools.product(ACCEPTS_EMPTY, SHARDED, CLIPPING, EMPTY, ("mean", "sum")),
+]
+ways = pytest.mark.parametrize("way", SHARDED)
+
+
+# ---- one step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, way, clipping, sizes, reduction", sample(MATRIX, 14))
+@distributed(world_size=2)
+def test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it(
+    rank: int, world_size: int, name: str, way: str, clipping: str, sizes: tuple[int, ...], reduction: str
+) -> None:
+    bodies.one_step(rank, way, name, sizes, reduction, clipping)
+
+
+@pytest.mark.parametrize("name, clipping, sizes, reduction", sample(MATRIX_OF_THREE, 5))
+@distributed(world_size=3)
+def test_a_step_of_three_ranks(
+    rank: int, world_size: int, name: str, clipping: str, sizes: tuple[int, ...], reduction: str
+) -> None:
+    bodies.one_step(rank, "fsdp2", name, sizes, reduction, clipping)
+
+
+@pytest.mark.parametrize(
+    "name, way, clipping",
+    sample([*itertools.product(["tied_gpt", "gpt", "hf_llama"], SHARDED, CLIPPING)], 3, case=lambda item: None),
+)
+@distributed(world_size=2)
+def test_checkpointed_blocks(rank: int, world_size: int, name: str, way: str, clipping: str) -> None:
+    bodies.one_step(rank, way, name, (3, 1), "mean", clipping, checkpoint=True)
+
+
+@pytest.mark.parametrize("off", ["overlap", "release", "adaptive", "layerwise"])
+@distributed(world_size=2)
+def test_a_step_without_one_of_the_optimisations(rank: int, world_size: int, off: str) -> None:
+    bodies.one_step(rank, "fsdp2", "tied_gpt", (3, 1), tuning=Tuning(**{off: False}))
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@distributed(world_size=2)
+def test_the_root_alone_may_be_sharded(rank: int, world_size: int, clipping: str) -> None:
+    sizes = (3, 2)
+    p, rows = problem("tied_gpt", sum(sizes)), mine(rank, sizes)
+    private = bodies.make_private(p, fully_shard(p.model()), clipping=clipping)
+    private.backward(rows, by_engine=True)
+    private.optimizer.step()
+    bodies.assert_moved(private.model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
+
+
+@pytest.mark.parametrize("name", ["hf_gpt2", "unused", "lora", "conv2d"])
+@distributed(world_size=2)
+def test_models_with_unused_frozen_and_transposed_parameters(rank: int, world_size: int, name: str) -> None:
+    sizes = (2, 3)
+    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+    private = bodies.make_private(p, fully_shard(p.model()))
+    private.backward(rows)
+    private.optimizer.step()
+    sums = bodies.clipped_sum(p, bodies.limit_of(p))
+    frozen = {key: torch.zeros_like(q) for key, q in p.model().named_parameters() if not q.requires_grad}
+    bodies.assert_moved(private.model, p, {key: (sums | frozen)[key] for key, _ in p.model().named_parameters()})
+    private.engine.detach()
+
+
+@pytest.mark.parametrize(
+    "name, clipping", sample([*itertools.product(["mlp", "gpt", "padded_embedding"], CLIPPING)], 3)
+)
+@distributed(world_size=2)
+def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, world_size: int, name: str, clipping: str) -> None:
+    sizes = (3, 2)
+    # The loop runs on weights and inputs as bfloat16 rounds them.
+    p, rows = problem(name, sum(sizes), torch.bfloat16), mine(rank, sizes)
+    model = wrap("fsdp2", p.model().float(), mp_policy=BFLOAT16)
+    start = bodies.parameters_of(model)
+    private = bodies.make_private(p, model, clipping=clipping)
+    private.backward(rows, by_engine=True)
+    for q in model.parameters():
+        assert isinstance(q.grad, DTensor) and q.grad.dtype == torch.float32
+    got, want = bodies.gradients_of(model), bodies.clipped_sum(p, bodies.limit_of(p))
+    size = sum(float(g.square().sum()) for g in want.values()) ** 0.5
+    off = sum(float((got[key].double() - g).square().sum()) for key, g in want.items()) ** 0.5
+    assert off < 3e-2 * size
+    private.optimizer.step()
+    assert_tensors(bodies.moved_by(model, start), {key: -g / bodies.EXPECTED_BATCH for key, g in got.items()}, 1e-4)
+    bodies.assert_ranks_hold_the_same(bodies.parameters_of(model))
+    private.engine.detach()
+
+
+@distributed(world_size=2)
+def test_a_clipped_gradient_in_mixed_precision_is_within_the_clip_norm(rank: int, world_size: int) -> None:
+    p = problem("gpt", 4, torch.float32)
+    limit = 0.1 * bodies.limit_of(p)
+    for rows in (slice(0, 1), slice(1, 2), slice(2, 3)):
+        private = bodies.make_private(p, wrap("fsdp2", p.model(), mp_policy=BFLOAT16), max_grad_norm=limit)
+        private.backward(rows if rank == 1 else slice(0, 0))
+        size = sum(float(g.double().square().sum()) for g in bodies.gradients_of(private.model).values()) ** 0.5
+        assert 0.9 * limit < size <= limit
+        private.engine.detach()
+
+
+@pytest.mark.parametrize("name", ["reused"] if not FULL else ACCEPTS_EMPTY)
+@distributed(world_size=2)
+def test_backwards_before_a_step_add_up(rank: int, world_size: int, name: str) -> None:
+    bodies.several_backwards(rank, "fsdp2", name)
+
+
+@distributed(world_size=2)
+def test_a_detached_model_trains_as_one_that_never_was_private(rank: int, world_size: int) -> None:
+    bodies.as_without_an_engine(rank, "fsdp2")
+
+
+@distributed(world_size=2)
+def test_a_scaled_loss(rank: int, world_size: int) -> None:
+    bodies.scaled(rank, "fsdp2", fused=False)  # torch has no fused SGD for DTensor
+
+
+@distributed(world_size=2)
+def test_the_stopwatch_sees_the_reduction_of_every_parameter(rank: int, world_size: int) -> None:
+    bodies.timed(rank, "fsdp2")
+
+
+@distributed(world_size=2)
+def test_independence_is_checked_on_every_rank(rank: int, world_size: int) -> None:
+    bodies.independent(rank, "fsdp2")
+
+
+@distributed(world_size=2)
+def test_norms_can_be_captured_beside(rank: int, world_size: int) -> None:
+    bodies.own_norms_beside(rank, "fsdp2")
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@distributed(world_size=2)
+def test_adam_steps_on_shards_as_on_a_whole_model(rank: int, world_size: int, options: dict[str, bool]) -> None:
+    p, rows = problem("tied_gpt", 6), slice(3 * rank, 3 * rank + 3)
+    plain = p.model()
+    reference = AdamW(plain.parameters(), lr=0.1, **options)
+    for key, q in plain.named_parameters():
+        q.grad = bodies.clipped_sum(p, bodies.limit_of(p))[key] / bodies.EXPECTED_BATCH
+    reference.step()
+    model = wrap("fsdp2", p.model())
+    private = bodies.make_private(p, model, optimizer=AdamW(model.parameters(), lr=0.1, **options))
+    private.backward(rows)
+    private.optimizer.step()
+    assert_tensors(bodies.parameters_of(model), bodies.parameters_of(plain), 1e-7)
+    private.engine.detach()
+
+
+# ---- what stays on its rank, what all agree on -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied_gpt"] if not FULL else ACCEPTS_EMPTY)
+@ways
+@distributed(world_size=2)
+def test_without_one_sample_the_sum_changes_by_the_clip_norm_and_no_factor_of_another_rank_changes(
+    rank: int, world_size: int, way: str, name: str
+) -> None:
+    bodies.one_sample_less(rank, way, name, (3, 2))
+
+
+@distributed(world_size=3)
+def test_the_last_sample_of_a_rank_leaves(rank: int, world_size: int) -> None:
+    bodies.one_sample_less(rank, "fsdp2", "reused", (2, 1, 3))
+
+
+@distributed(world_size=2)
+def test_a_sample_that_is_not_finite_counts_nothing(rank: int, world_size: int) -> None:
+    bodies.a_nan_stays_on_its_rank(rank, "fsdp2")
+
+
+@distributed(world_size=2)
+def test_a_layer_that_one_rank_does_not_use(rank: int, world_size: int) -> None:
+    bodies.unused_on_one_rank(rank, "fsdp2")
+
+
+@pytest.mark.parametrize("kind", ["length", "records"])
+@distributed(world_size=2)
+def test_data_sets_that_differ_between_ranks_are_refused(rank: int, world_size: int, kind: str) -> None:
+    bodies.another_data_set(rank, "fsdp2", kind)
+
+
+@distributed(world_size=2)
+def test_all_ranks_take_the_key_of_the_first(rank: int, world_size: int) -> None:
+    bodies.the_key_is_rank_zeros(rank, "fsdp2")
+
+
+@distributed(world_size=3)
+def test_the_expected_batch_counts_all_ranks(rank: int, world_size: int) -> None:
+    bodies.expected_batch_counts_all_ranks(rank, world_size, "fsdp2")
+
+
+@distributed(world_size=2)
+def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
+    bodies.nobody_waits_for_a_rank_that_raised(rank, "fsdp2", 2.0)
+
+
+@pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
+@distributed(world_size=2)
+def test_a_bypass_is_named(rank: int, world_size: int, kind: type[nn.Module], name: str) -> None:
+    bodies.a_bypass_is_named(rank, fully_shard(kind()), name)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("audited", [False, True])
+@distributed(world_size=2)
+def test_a_bypass_after_clean_steps_is_named(rank: int, world_size: int, audited: bool, inside: bool) -> None:
+    bodies.a_bypass_later_on(rank, "fsdp2", audited, inside)
+
+
+@pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
+@distributed(world_size=2, timeout=300)
+def test_a_bypass_in_a_compiled_model_is_named(rank: int, world_size: int, kind: type[nn.Module], name: str) -> None:
+    torch.compiler.reset()
+    bodies.a_bypass_is_named(rank, torch.compile(fully_shard(kind()), backend="aot_eager"), name)
+
+
+class Split(nn.Module):
+    """One half sharded, the other not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 9), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_sharded_in_part_is_refused(rank: int, world_size: int) -> None:
+    model = Split()
+    fully_shard(model.first)
+    with pytest.raises(gramian.GramianError, match="expected fully_shard on the root"):
+        bodies.make_private(problem("mlp", 4, torch.float32), model)
+
+
+@distributed(world_size=2)
+def test_a_mesh_of_two_dimensions_is_refused(rank: int, world_size: int) -> None:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(problem("mlp", 4).model(), mesh=mesh)
+    with pytest.raises(gramian.GramianError, match="one mesh dimension"):
+        bodies.make_private(problem("mlp", 4), model)
+
+
+# ---- noise, draws and runs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tied_gpt"] if not FULL else ACCEPTS_EMPTY)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.dist
+def test_a_step_over_nothing_moves_by_the_noise_of_the_release(name: str, world: int) -> None:
+    run_on_ranks(world, bodies.noise_alone, "fsdp2", name)
+
+
+@pytest.mark.dist
+def test_noise_of_different_shards_is_independent() -> None:
+    first, second = (part.flatten().double() for part in run_on_ranks(2, bodies.noise_of_shards, "fsdp2"))
+    count = first.numel()
+    assert count == second.numel() == 120_000
+    # 5 standard errors each: one run in about 400 000 fails by chance
+    for part in (first, second):
+        assert abs(float(part.mean())) < 5 / count**0.5
+        assert abs(float(part.var()) - 1) < 5 * (2 / count) ** 0.5
+    assert abs(float((first * second).mean())) < 5 / count**0.5
+    assert abs(float((first.square() - 1).mul(second.square() - 1).mean())) < 5 * 2 / count**0.5
+    assert not torch.equal(first, second) and int((first == second).sum()) < 5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name, pieces, clipping, rate", ALL_RUNS if FULL else RUNS)
+def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
+    name: str, pieces: int | None, clipping: str, rate: float
+) -> None:
+    bodies.compare_runs("fsdp2", name, pieces, clipping, rate)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, replay: bool) -> None:
+    bodies.compare_resumed(2, "fsdp2", tmp_path, replay)
+
+
+# ---- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["blocks", "root"])
+@pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
+@distributed(world_size=2, timeout=300)
+def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
+    torch.compiler.reset()
+    sizes = (3, 2)
+    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+    if what == "blocks":
+        model = wrap("fsdp2", each_block(p.model(), lambda block: torch.compile(block, backend="aot_eager")))
+    else:
+        model = torch.compile(wrap("fsdp2", p.model()), backend="aot_eager")
+    private = bodies.make_private(p, model)
+    private.backward(rows)
+    private.optimizer.step()
+    bodies.assert_moved(model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
