@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed, refuse_unavailable
+from gramian.errors import GramianError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -16,9 +18,12 @@ if TYPE_CHECKING:
 
     from gramian.verify.runs import Check, Outcome
 
-TARGETS = ("kfac",)
-LATER = ("clipping", "distill", "resume")
-USAGE = "gramian verify kfac [--verbose]"
+TARGETS = ("kfac", "clipping")
+LATER = ("distill", "resume")
+USAGE = {
+    "kfac": "gramian verify kfac [--verbose]",
+    "clipping": "gramian verify clipping [--fsdp] [--verbose] [--profile]",
+}
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 100
 # Failed checks that the last line names.
@@ -35,50 +40,104 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("target", nargs="?", metavar="TARGET", help=f"what to prove: {', '.join(TARGETS)}")
     parser.add_argument("--verbose", action="store_true", help="a row for every layer and case")
+    parser.add_argument("--fsdp", action="store_true", help="clipping: with fully_shard (FSDP2) in place of DDP")
+    parser.add_argument("--profile", action="store_true", help="clipping: where the time of the private steps went")
     parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
-    for option in ("--fsdp", "--tp", "--profile"):
-        parser.add_argument(option, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tp", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks and print what came of them."""
-    options = {
-        "CONFIG": arguments.config,
-        "--fsdp": arguments.fsdp,
-        "--tp": arguments.tp,
-        "--profile": arguments.profile,
-    }
-    refuse_unavailable(USAGE, arguments.target, TARGETS, LATER, options)
+    """Run the checks and print what came of them; under torchrun the first process alone prints."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        options = {"CONFIG": arguments.config, "--tp": arguments.tp}
+        if arguments.target != "clipping":
+            options |= {"--fsdp": arguments.fsdp, "--profile": arguments.profile}
+        refuse_unavailable(USAGE.get(arguments.target, ""), arguments.target, TARGETS, LATER, options)
+        _verify_kfac(arguments) if arguments.target == "kfac" else _verify_clipping(arguments, first)
+    except (GramianError, RunFailed) as problem:
+        if first:
+            raise
+        return 2 if isinstance(problem, GramianError) else 1
+    return 0
 
-    from rich.console import Console
 
+def _verify_kfac(arguments: argparse.Namespace) -> None:
     from gramian.verify.runs import kfac_matrix, run_checks
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
+    console = _console()
     checks = kfac_matrix.plan()
     with _progress(console, len(checks)) as on_progress:
         outcomes = run_checks(checks, on_progress)
+    _report(
+        console,
+        outcomes,
+        f"K-FAC on {_machine()} against the dense float64 oracle on the CPU",
+        "Errors: norm of the difference over norm of the reference, per layer. s.e.: standard errors.",
+        arguments.verbose,
+    )
+    failed = {outcome.check.title: outcome.problem for outcome in outcomes if not outcome.passed}
+    _conclude(console, arguments.target, failed, len(checks))
 
-    if arguments.verbose:
+
+def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
+    from gramian.privacy.timing import Stopwatch
+    from gramian.verify.runs import clipping_matrix, run_checks
+    from gramian.verify.runs.clipping_profile import world
+
+    console = _console(quiet=not first)
+    stopwatch = Stopwatch(on=True) if arguments.profile else None
+    with world(cpu=False, fsdp=arguments.fsdp) as where:
+        checks = clipping_matrix.plan(where, stopwatch=stopwatch)
+        with _progress(console, len(checks)) as on_progress:
+            outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
+    failed = clipping_matrix.agree(where, outcomes)
+    spread = {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
+    _report(
+        console,
+        outcomes,
+        f"Clipping on {_machine()}{spread} against a float64 loop of single samples on the CPU",
+        "Errors: norm of the difference over the norms of the clipped gradients that are added up, per parameter.",
+        arguments.verbose,
+    )
+    if stopwatch is not None:
+        console.print(_time_table(stopwatch.report(), arguments.verbose))
+    _conclude(console, arguments.target, failed, len(checks))
+
+
+def _console(quiet: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=PLAIN_WIDTH)
+
+
+def _report(console: Console, outcomes: Sequence[Outcome], title: str, legend: str, verbose: bool) -> None:
+    """The tables, and what was held to a declared approximation."""
+    if verbose:
         for outcome in outcomes:
             console.print(_comparison_table(outcome))
-    console.print(f"K-FAC on {_machine()} against the dense float64 oracle on the CPU", markup=False)
+    console.print(title, markup=False, soft_wrap=True)
     console.print(_check_table(outcomes))
-    console.print("Errors: norm of the difference over norm of the reference, per layer. s.e.: standard errors.")
+    console.print(legend, soft_wrap=True)
     for line in _notes(outcomes):
         console.print(line, markup=False, soft_wrap=True)
-    failed = [outcome for outcome in outcomes if not outcome.passed]
-    for outcome in failed:
-        console.print(f"FAILED {outcome.check.title}: {outcome.problem}", markup=False, soft_wrap=True, style="red")
-    console.print(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed", markup=False)
+
+
+def _conclude(console: Console, target: str, failed: Mapping[str, str], total: int) -> None:
+    """Print what failed.
+
+    Raises:
+        RunFailed: if something did.
+    """
+    for title, problem in failed.items():
+        console.print(f"FAILED {title}: {problem}", markup=False, soft_wrap=True, style="red")
+    console.print(f"{total - len(failed)} of {total} checks passed", markup=False)
     if failed:
-        names = "; ".join(outcome.check.title for outcome in failed[:NAMED])
+        names = "; ".join(list(failed)[:NAMED])
         more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
-        raise RunFailed(f"verify {arguments.target}: {len(failed)} of {len(outcomes)} checks failed: {names}{more}")
-    return 0
+        raise RunFailed(f"verify {target}: {len(failed)} of {total} checks failed: {names}{more}")
 
 
 @contextmanager
@@ -141,6 +200,26 @@ def _comparison_table(outcome: Outcome) -> RenderableType:
         from rich.text import Text
 
         table.add_row("", Text(f"crashed: {outcome.crash}"), "-", _verdict(False))
+    return table
+
+
+def _time_table(report: Sequence[Mapping[str, Any]], verbose: bool) -> RenderableType:
+    """Mean times of the private steps, a row per phase and way; verbose: per parameter, too."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title="time of the private steps", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("phase", *["parameter"] * verbose, "way"):
+        table.add_column(heading)
+    for heading in ("calls", "total ms", "ms a call"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    sums: dict[tuple[str, ...], tuple[int, float]] = {}
+    for line in report:
+        key = (line["phase"], *[line["what"]] * verbose, line["way"])
+        calls, total = sums.get(key, (0, 0.0))
+        sums[key] = calls + line["calls"], total + line["calls"] * line["milliseconds"]
+    for key, (calls, total) in sorted(sums.items()):
+        table.add_row(*key, f"{calls:,}", f"{total:,.1f}", f"{total / calls:.3f}")
     return table
 
 

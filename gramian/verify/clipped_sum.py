@@ -25,11 +25,14 @@ class ClippedSum(NamedTuple):
         totals: ``{name: [*parameter.shape]}``, float64: the clipped gradients added up.
         norms_B: of the whole gradient of each sample; inf or NaN where it is not finite.
         factors_B: what each sample's gradient was multiplied by.
+        sizes: ``{name: number}``: the norms of the clipped gradients added up, of which the norm of the total may be a small
+            part; rounding errors are relative to this.
     """
 
     totals: dict[str, Tensor]
     norms_B: Tensor
     factors_B: Tensor
+    sizes: dict[str, float]
 
     @property
     def nonfinite(self) -> int:
@@ -40,7 +43,7 @@ class ClippedSum(NamedTuple):
 def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
     """Clip gradients that are there already.
 
-    Cost: two readings of them.
+    Cost: three readings of them, and a copy.
 
     Args:
         per_sample: ``{name: [B, *shape]}``; the norm covers all of them together.
@@ -50,11 +53,16 @@ def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
     norms_B = torch.stack([g.flatten(1).square().sum(1).cpu() for g in wide.values()]).sum(0).sqrt()
     factors_B = torch.where(norms_B.isfinite(), (max_grad_norm / norms_B).clamp(max=1.0), 0.0)
     finite = norms_B.isfinite().nonzero()[:, 0]
-    totals = {
-        name: torch.einsum("b,b...->...", factors_B[finite].to(g.device), g[finite.to(g.device)])
+    clipped = {
+        name: g[finite.to(g.device)] * factors_B[finite].to(g.device).reshape(-1, *[1] * (g.dim() - 1))
         for name, g in wide.items()
     }
-    return ClippedSum(totals, norms_B, factors_B)
+    return ClippedSum(
+        {name: g.sum(0) for name, g in clipped.items()},
+        norms_B,
+        factors_B,
+        {name: float(g.flatten(1).norm(dim=1).sum()) for name, g in clipped.items()},
+    )
 
 
 def clipped_sum(

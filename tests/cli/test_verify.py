@@ -1,6 +1,7 @@
-"""`gramian verify kfac`: it passes here, and a library that computes something else does not pass."""
+"""`gramian verify`: it passes here, and a library that computes something else does not pass."""
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +16,15 @@ from gramian.cli import main
 from gramian.curvature import build, fisher
 from gramian.curvature.block import Block
 from gramian.curvature.estimate import KroneckerSums
-from gramian.verify.runs import Check, Comparison, Outcome, kfac_matrix, relative_error, run_checks
+from gramian.privacy.clipping import Clipping
+from gramian.privacy.sums import GradientSums
+from gramian.taps.gradients import Indexed
+from gramian.verify.runs import Check, Comparison, Outcome, clipping_matrix, kfac_matrix, relative_error, run_checks
+from gramian.verify.runs.clipping_profile import World
 
 # A sample: every policy, mode, power and state of the clip is in it, but not every combination.
 SAMPLE = kfac_matrix.CASES[::7]
+FEW = clipping_matrix.CASES[::4]
 
 
 def take_sample(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
@@ -27,8 +33,13 @@ def take_sample(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
     monkeypatch.setattr(kfac_matrix, "plan", plan)
 
 
-def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    status = main(["verify", "kfac", *options])
+def take_few(monkeypatch: pytest.MonkeyPatch, *models: str) -> None:
+    """The same for clipping."""
+    monkeypatch.setattr(clipping_matrix, "plan", partial(clipping_matrix.plan, models=models, cases=FEW))
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str, target: str = "kfac") -> tuple[int, str, str]:
+    status = main(["verify", target, *options])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -37,6 +48,9 @@ def test_the_sample_holds_every_option():
     for field in ("policy", "mode", "clip", "power"):
         wanted = {getattr(case, field) for case in kfac_matrix.CASES}
         assert {getattr(case, field) for case in SAMPLE} == wanted
+    for field in ("mode", "algorithm", "reduction"):
+        wanted = {getattr(case, field) for case in clipping_matrix.CASES}
+        assert {getattr(case, field) for case in FEW} == wanted
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -45,15 +59,16 @@ def test_the_sample_holds_every_option():
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        ([], ["TARGET", "accepted: kfac"]),
-        (["everything"], ["'everything'", "unknown", "accepted: kfac"]),
-        (["clipping"], ["'clipping'", "not available yet", "accepted: kfac"]),
+        ([], ["TARGET", "accepted: kfac, clipping"]),
+        (["everything"], ["'everything'", "unknown", "accepted: kfac, clipping"]),
         (["distill"], ["'distill'", "not available yet"]),
         (["resume"], ["'resume'", "not available yet"]),
         (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian verify kfac [--verbose]"]),
         (["kfac", "--tp"], ["--tp", "not available yet"]),
         (["kfac", "--profile"], ["--profile", "not available yet"]),
         (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
+        (["clipping", "--tp"], ["--tp", "not available yet", "accepted: gramian verify clipping [--fsdp] [--verbose]"]),
+        (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
         (["kfac", "--verbos"], ["--verbos", "accepted", "--verbose"]),
     ],
 )
@@ -69,8 +84,8 @@ def test_bad_input_exits_2_with_one_line_that_says_what_is_accepted(argv, names,
 def test_help_shows_what_works_and_nothing_else(capsys):
     assert main(["verify", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "--verbose" in shown and "kfac" in shown
-    assert "--fsdp" not in shown
+    assert all(word in shown for word in ("--verbose", "--fsdp", "--profile", "kfac", "clipping"))
+    assert "--tp" not in shown
 
 
 def test_bad_input_loads_neither_rich_nor_the_model():
@@ -124,6 +139,129 @@ def test_the_progress_bar_is_for_terminals(capsys, monkeypatch):
     status, out, _ = run(capsys)
     assert status == 0
     assert "\x1b[" in out and "model: a check" in out
+
+
+def test_clipping_has_a_row_per_check_and_a_row_per_layer_and_case_where_asked(capsys, monkeypatch):
+    take_few(monkeypatch, "mlp", "tied gpt")
+    status, out, err = run(capsys, "--verbose", target="clipping")
+    assert (status, err) == (0, "")
+    assert all(character == "\n" or character.isprintable() for character in out)
+    rows = [line for line in out.splitlines() if re.search(r"\d\.\de-\d\d +[13]e-\d\d +ok *$", line)]
+    assert len(rows) == 12 and "clipped sums, bfloat16" in out
+    assert out.splitlines()[-1] == "12 of 12 checks passed"
+    for case in FEW:
+        part = out.split("tied gpt: clipped sums, float32 ")[1].split("tied gpt: ")[0]
+        for layer in ("norms", "token_embedding.weight", "blocks.1.qkv.bias"):
+            assert any(line.split()[0] == layer and case.label in line for line in part.splitlines() if line.strip())
+
+
+def test_profile_adds_the_times_of_the_private_steps(capsys, monkeypatch):
+    take_few(monkeypatch, "mlp")
+    status, out, _ = run(capsys, "--profile", target="clipping")
+    assert status == 0
+    table = out.split("time of the private steps")[1]
+    for phase in ("norm", "clip", "factors", "step", "noise"):
+        assert re.search(rf"^ {phase} .* \d+ +[\d.]+ +[\d.]+ *$", table, re.MULTILINE), phase
+    assert "0.weight" not in table
+    _, out, _ = run(capsys, "--profile", "--verbose", target="clipping")
+    assert "0.weight" in out.split("time of the private steps")[1]
+    assert "time of" not in run(capsys, target="clipping")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_whole_matrix_of_clipping_passes_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "gramian", "verify", "clipping"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert re.fullmatch(r"(\d+) of \1 checks passed", done.stdout.splitlines()[-1])
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def torchrun(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp", "tied gpt"), cases: int = 7) -> Any:
+    """The command on two processes, on a few models and cases; `breaks` is code that runs before it."""
+    script = (
+        "import os, sys; from functools import partial; from gramian.cli import main;"
+        "from gramian.verify.runs import clipping_matrix as m;"
+        f"m.plan = partial(m.plan, models={models!r}, cases=m.CASES[::{cases}]);"
+        "\nrank = int(os.environ['RANK'])\n" + breaks + "\n"
+        f"status = main(['verify', 'clipping', *{list(options)!r}])\n"
+        "print(f'process {rank} ends with {status}', file=sys.stderr)\nsys.exit(status)"
+    )
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--no-python",
+            sys.executable,
+            "-c",
+            script,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+FULL_FSDP = pytest.param(["--fsdp"], marks=pytest.mark.full)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], FULL_FSDP], ids=["DDP", "FSDP2"])
+def test_two_processes_agree_with_the_loop_and_the_first_alone_prints(option):
+    done = torchrun(*option)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("checks passed") == 1
+    assert ("FSDP2 over 2" if option else "DDP over 2") in done.stdout
+    assert all(f"process {rank} ends with 0" in done.stderr for rank in (0, 1))
+
+
+NORMS_OF_ONE = """
+from gramian.privacy.clipping import Clipping
+factors = Clipping._factors
+def broken(self, work):
+    found = factors(self, work)
+    return found * 1.01 if rank == 1 else found
+Clipping._factors = broken
+"""
+CRASH_OF_ONE = """
+from gramian.privacy.clipping import Clipping
+parameter = Clipping.parameter
+def broken(self, record):
+    if rank == 1 and record.parameter.startswith("blocks"):
+        raise RuntimeError("no luck")
+    parameter(self, record)
+Clipping.parameter = broken
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("option", [[], ["--fsdp"]], ids=["DDP", "FSDP2"])
+def test_what_is_wrong_on_one_process_fails_on_all(option):
+    done = torchrun(*option, breaks=NORMS_OF_ONE, models=("mlp",))
+    assert done.returncode == 1
+    assert all(f"process {rank} ends with 1" in done.stderr for rank in (0, 1))
+    assert "FAILED mlp: clipped sums, float64: process 0: error" in done.stdout
+    assert done.stderr.count("gramian: verify clipping:") == 1
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_crash_of_one_process_ends_both_with_the_same_exit_code():
+    done = torchrun(breaks=CRASH_OF_ONE, models=("tied gpt",))
+    assert done.returncode == 1
+    assert all(f"process {rank} ends with 1" in done.stderr for rank in (0, 1)), done.stderr
+    assert re.search(r"FAILED tied gpt: clipped sums, float64: process [01]: .*", done.stdout)
 
 
 # ---- a broken library ------------------------------------------------------------------------------------------------
@@ -183,6 +321,45 @@ def test_a_broken_library_exits_1_and_the_check_is_named(bug, capsys, monkeypatc
     assert out.splitlines()[-1] == f"{total - len(failed)} of {total} checks passed"
 
 
+def divided_by_the_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, noise, number, std, expected, scale: function(self, noise, number, std, 3.0, scale)
+
+
+def careless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Samples that are not finite are not left out."""
+
+    def factors(self: Clipping, work: Any) -> Any:
+        found = function(self, work)
+        work.finite = None
+        return found
+
+    return factors
+
+
+CLIPPING_BUGS = {
+    "the factors": (Clipping, "_factors", partial(scaled, by=1.001), "mlp: clipped sums, float32: error"),
+    "the norm of an embedding": (
+        Indexed,
+        "squared_norms",
+        partial(scaled, by=1.001),
+        "text: clipped sums, float64: error",
+    ),  # fmt: skip
+    "the actual batch": (GradientSums, "release", divided_by_the_batch, "mlp: several backwards: error"),
+    "a bad sample": (Clipping, "_factors", careless, "mlp: a sample that is NaN: error nan"),
+}
+
+
+@pytest.mark.parametrize("bug", CLIPPING_BUGS)
+def test_broken_clipping_exits_1_and_the_check_is_named(bug, capsys, monkeypatch):
+    owner, name, broken, failing = CLIPPING_BUGS[bug]
+    take_few(monkeypatch, failing.split(":")[0])
+    monkeypatch.setattr(owner, name, broken(getattr(owner, name)))
+    status, out, err = run(capsys, target="clipping")
+    assert status == 1 and err.count("\n") == 1
+    assert f"FAILED {failing}" in out
+    assert err.startswith("gramian: verify clipping: ")
+
+
 def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypatch):
     take_sample(monkeypatch, "mlp", "deep linear")
 
@@ -213,6 +390,15 @@ def test_a_check_passes_if_it_compared_something_and_every_error_is_within_the_t
     assert bool(outcome.problem) != passed
 
 
+def test_collective_checks_end_at_the_first_crash():
+    def crash() -> list[Comparison]:
+        raise RuntimeError("gone")
+
+    checks = [_check(0.0), Check("model", "crashes", 1.0, crash), _check(0.0)]
+    assert len(run_checks(checks)) == 3
+    assert [outcome.passed for outcome in run_checks(checks, stop_at_crash=True)] == [True, False]
+
+
 def test_nan_is_the_worst_error():
     outcome = Outcome(_check(), (Comparison("a", "", 1.0), Comparison("b", "", float("nan"))))
     assert outcome.worst is not None and outcome.worst.layer == "b"
@@ -221,6 +407,7 @@ def test_nan_is_the_worst_error():
 def test_a_run_leaves_threads_and_random_state_as_they_were():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     run_checks(kfac_matrix.plan(torch.device("cpu"), ("mlp",), SAMPLE[:1]))
+    run_checks(clipping_matrix.plan(World(0, 1, torch.device("cpu"), "one"), ("mlp",), FEW[:1]))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -246,3 +433,11 @@ def test_the_whole_matrix_passes_on_a_gpu(capsys):
     status, out, err = run(capsys)
     assert (status, err) == (0, ""), out
     assert "CPU and CUDA" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("option", [[], ["--fsdp"]], ids=["one", "FSDP2"])
+def test_the_whole_matrix_of_clipping_passes_on_a_gpu(option, capsys):
+    status, out, err = run(capsys, *option, target="clipping")
+    assert (status, err) == (0, ""), out

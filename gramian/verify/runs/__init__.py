@@ -80,16 +80,19 @@ class Outcome:
 
 
 def run_checks(
-    checks: Sequence[Check], on_progress: Callable[[int, Check], None] = lambda done, check: None
+    checks: Sequence[Check],
+    on_progress: Callable[[int, Check], None] = lambda done, check: None,
+    stop_at_crash: bool = False,
 ) -> list[Outcome]:
     """Run every check; one that raises has failed, and the others run on.
 
     Args:
         checks: in the order in which they run.
         on_progress: called before each with the number of those done.
+        stop_at_crash: end there instead: where checks are collective, the others are no longer in step.
 
     Returns:
-        One outcome per check.
+        One outcome per check that ran.
     """
     outcomes = []
     with _one_thread():
@@ -103,6 +106,8 @@ def run_checks(
             except Exception as problem:
                 crash = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
             outcomes.append(Outcome(check, tuple(seen), crash))
+            if crash and stop_at_crash:
+                break
     return outcomes
 
 
