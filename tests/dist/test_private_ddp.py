@@ -339,8 +339,8 @@ def test_every_rank_adds_the_same_noise_once() -> None:
 
 
 RUNS = [
-    ("tied_gpt", None, "auto", 0.5), ("mlp", 2, "bookkeeping", 0.5), ("reused", 3, "two_pass", 0.5), ("padded_embedding", 1, "keep", 0.5),
-    ("mlp", None, "auto", 0.1),
+    ("tied_gpt", None, "auto", 0.5), ("mlp", 2, "bookkeeping", 0.5), ("reused", 3, "two_pass", 0.5),
+    ("padded_embedding", 1, "keep", 0.5), ("mlp", None, "auto", 0.1),
 ]  # fmt: skip
 ALL_RUNS = [*itertools.product(ACCEPTS_EMPTY, [None, 1, 3], CLIPPING, [0.5, 0.1])]
 
