@@ -254,8 +254,8 @@ def _fresh_graphs() -> Iterator[None]:
 
 COMPILED = [(name, "aot_eager", storage) for name in FEW if name != "vit" for storage in ("auto", "keep")]
 COMPILED = [*COMPILED, ("tied_gpt", "aot_eager", "bookkeeping")] if FULL else sample(COMPILED, 4)
-INDUCTOR = [("mlp", "inductor", "auto"), ("tied_gpt", "inductor", "bookkeeping")]
-INDUCTOR += [(name, "inductor", s) for name in ("gpt", "reused") for s in ("auto", "keep", "bookkeeping")] * FULL
+INDUCTOR = [("tied_gpt", "inductor", "bookkeeping")]
+INDUCTOR += [(name, "inductor", s) for name in ("mlp", "gpt", "reused") for s in ("auto", "keep", "bookkeeping")] * FULL
 
 
 @pytest.mark.slow
@@ -426,6 +426,7 @@ def test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted(name: str
         assert all(q.isfinite().all() for q in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:backward. no sample")
 def test_a_whole_gradient_that_is_not_finite_counts_for_nothing() -> None:
     p = problem("mlp", 3)
     limit, model = clip_norm(p), p.model()
@@ -445,7 +446,8 @@ def test_a_batch_of_bad_samples_alone_changes_nothing(storage: str) -> None:
     before = weights(model)
     with private(model, 1.0, clipping=storage) as run:
         bad = torch.full_like(p.batch[0], float("nan"))
-        run.engine.backward(p.case.loss(model, bad, p.batch[1], reduction="mean"))
+        with pytest.warns(UserWarning, match="no sample of a batch had a finite gradient"):
+            run.engine.backward(p.case.loss(model, bad, p.batch[1], reduction="mean"))
         run.optimizer.step()
         assert run.engine.nonfinite == 3
     assert all(torch.equal(before[key], now) for key, now in weights(model).items())
@@ -465,6 +467,7 @@ def test_a_sample_without_a_gradient_has_factor_1(storage: str) -> None:
         assert run.engine.nonfinite == 0
 
 
+@pytest.mark.filterwarnings("ignore:backward. no sample")
 @pytest.mark.parametrize("size", [1e-30, 1e25])
 @pytest.mark.parametrize("storage", STORAGES)
 def test_squares_beyond_float32_do_not_become_wrong_sums(storage: str, size: float) -> None:

@@ -1,5 +1,6 @@
 """The lines of the contract as a user writes them, and the one-line refusals of what cannot be private."""
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -106,6 +107,17 @@ def test_forced_two_pass_raises_on_a_plain_backward_of_a_compiled_model() -> Non
     model = torch.compile(p.model(), backend="aot_eager", fullgraph=True)
     with private(model, 1.0, clipping="two_pass"), pytest.raises(gramian.GramianError, match="two_pass"):
         p.backward(model, p.batch)
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_too_small_for_a_compiled_model_raises_in_one_line() -> None:
+    p = problem("mlp", 3)
+    model = p.model()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with private(compiled, 1.0, memory_budget=10) as run:
+        with pytest.raises(gramian.GramianError, match="memory_budget"):
+            run.engine.backward(p.case.loss(compiled, *p.batch, reduction="mean"))
+        assert all(q.grad is None for q in model.parameters())
 
 
 @pytest.mark.parametrize("clipping", ["auto", "bookkeeping", "keep"])
@@ -280,6 +292,17 @@ def test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step(cl
         assert model.emb.weight.grad is not None
 
 
+@pytest.mark.slow
+def test_a_weight_used_past_its_layer_is_found_in_a_compiled_graph() -> None:
+    model, ids = _bypassed()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with private(compiled, 1.0):
+        for _ in range(2):
+            with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
+                F.cross_entropy(compiled(ids).transpose(1, 2), ids).backward()
+            assert all(q.grad is None for q in model.parameters())
+
+
 def test_earlier_gradients_survive_a_refused_backward() -> None:
     model, ids = _bypassed()
     with private(model, 1.0):
@@ -368,21 +391,52 @@ def test_create_graph_is_refused() -> None:
         p.case.loss(model, *p.batch, reduction="mean").backward(create_graph=True)
 
 
-def test_a_backward_that_breaks_off_leaves_nothing_behind() -> None:
-    p = problem("gpt", 4)
+_WHOLE = pytest.mark.xfail(strict=True, reason="the end of a backward that raises is not seen")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clipping": "keep"}, {"clipping": "two_pass"}, pytest.param({"max_physical_batch": 1}, marks=_WHOLE)],
+    ids=["taps", "keep", "two passes", "whole gradients"],
+)
+def test_a_backward_that_breaks_off_leaves_nothing_behind(options: dict[str, Any]) -> None:
+    p = problem("gpt", 3)
     limit, model = clip_norm(p), p.model()
 
     def fail(*_: Any) -> None:
         raise ValueError("stop")
 
-    with private(model, limit) as run:
+    with private(model, limit, **options) as run:
+        run.engine.backward(p.case.loss(model, *p.rows([0]), reduction="mean"))
+        kept = run.gradients()
         handle = model.blocks[0].attention.register_full_backward_hook(fail)
+        loss = p.case.loss(model, *p.rows([1]), reduction="mean")
         with pytest.raises(ValueError, match="stop"):
-            p.backward(model, p.batch)
+            run.engine.backward(loss)
         handle.remove()
-        assert all(q.grad is None for q in model.parameters())
-        p.backward(model, p.batch)
+        loss = p.case.loss(model, *p.rows([1]), reduction="mean")
+        assert all(torch.equal(g, kept[key]) for key, g in run.gradients().items())
+        run.engine.backward(loss)
+        run.engine.backward(p.case.loss(model, *p.rows([2]), reduction="mean"))
         assert_sums(run.gradients(), wanted(p, limit).totals, p.tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"max_physical_batch": 1}, marks=_WHOLE)], ids=["taps", "whole"])
+def test_a_step_after_a_backward_that_broke_off_releases_nothing_of_it(options: dict[str, Any]) -> None:
+    p = problem("gpt", 3)
+    model = p.model()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("stop")
+
+    before = weights(model)
+    with private(model, 1e-3, **options) as run:
+        model.blocks[0].attention.register_full_backward_hook(fail)
+        with pytest.raises(ValueError, match="stop"):
+            p.backward(model, p.rows([1]))
+        with contextlib.suppress(gramian.GramianError):
+            run.optimizer.step()
+    assert all(torch.equal(now, before[key]) for key, now in weights(model).items())
 
 
 # ---- independence ----------------------------------------------------------------------------------------------------------

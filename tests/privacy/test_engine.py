@@ -71,6 +71,23 @@ def test_a_step_is_one_draw_whatever_its_pieces(name: str, physical: int | None)
     assert_sums(moved, wanted(p, limit, seen).totals, p.tolerance)
 
 
+@pytest.mark.parametrize("physical", [None, 2, 5])
+@pytest.mark.parametrize("options", [{"clipping": "two_pass"}, {"memory_budget": 100}], ids=["forced", "by the budget"])
+def test_two_passes_over_the_pieces_of_draws(options: dict[str, Any], physical: int | None) -> None:
+    p = problem("tied_gpt", RECORDS)
+    limit, ends = clip_norm(p), []
+    for given in ({"max_physical_batch": physical, **options}, {}):
+        model = p.model()
+        with _poisson(p, model, limit, noise_multiplier=1.0, **given) as run:
+            for _, *batch in run.loader:
+                run.optimizer.zero_grad()
+                run.engine.backward(p.case.loss(model, *batch, reduction="sum"))
+                run.optimizer.step()
+            assert run.engine.steps == len(run.loader)
+        ends.append(_flat(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_all_splits_of_a_draw_give_the_same_steps_and_the_same_noise(noise: float) -> None:
     p = problem("mlp", RECORDS)
@@ -308,9 +325,6 @@ def test_a_grad_scaler_and_the_loss_scale_leave_the_step_as_it_is(physical: int 
     torch.testing.assert_close(ends[0], _flat(plain), rtol=close, atol=close)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a backward without rows leaves p.grad None, which a GradScaler cannot step with"
-)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_grad_scaler_steps_on_an_empty_draw(fused: bool) -> None:
     p = problem("mlp", RECORDS)
@@ -489,6 +503,19 @@ def test_a_replay_from_a_checkpoint_is_the_same_release_bit_for_bit_and_counts_o
     assert torch.equal(_trained_on(p, again, at, 2), went_on)
     assert again.steps == first.steps == 4
     assert again.get_epsilon(1e-5) == first.get_epsilon(1e-5)
+
+
+def test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key() -> None:
+    p = problem("mlp", RECORDS)
+    first, model = gramian.PrivacyEngine(), p.model()
+    _trained_on(p, first, model, 1)
+    saved, at = copy.deepcopy(first.state_dict()), copy.deepcopy(model)
+    went_on = _trained_on(p, first, model, 2)
+    again = gramian.PrivacyEngine()
+    with _poisson(p, at, clip_norm(p), engine=again, noise_multiplier=1.0, max_physical_batch=4) as run:
+        again.load_state_dict(saved, replay=True)
+        list(_steps(run, p, 2))
+    assert torch.equal(_flat(at), went_on) and again.steps == 3
 
 
 def test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothing() -> None:
