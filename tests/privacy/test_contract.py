@@ -383,6 +383,39 @@ def test_a_second_backward_through_one_forward_is_refused(clipping: str) -> None
         assert all(torch.equal(g, kept[key]) for key, g in gradients(model).items())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.xfail(strict=True, reason="taps sum in any backward that passes them")),
+        {"max_physical_batch": 1},
+    ],
+    ids=["taps", "whole gradients"],
+)
+def test_gradients_of_inputs_leave_the_parameters_alone(options: dict[str, Any]) -> None:
+    p = problem("linear_3d", 1)
+    model, x = p.model(), p.batch[0].clone().requires_grad_()
+    plain = p.model()
+    with private(model, 1e-2, **options) as run:
+        try:
+            (g,) = torch.autograd.grad(p.case.loss(model, x, p.batch[1], reduction="mean"), x)
+        except gramian.GramianError:
+            pass
+        else:
+            (want,) = torch.autograd.grad(p.case.loss(plain, x, p.batch[1], reduction="mean"), x)
+            assert torch.equal(g, want)
+        assert all(q.grad is None for q in model.parameters())
+        p.backward(model, p.batch)
+        assert_sums(run.gradients(), wanted(p, 1e-2).totals, p.tolerance)
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="shapes are noted before the tap refuses")
+def test_a_submodule_called_by_itself_is_refused_in_one_line() -> None:
+    p = problem("gpt", 3)
+    model = p.model()
+    with private(model, 1.0), pytest.raises(gramian.GramianError, match="tokens: ran outside a forward"):
+        model.tokens(p.batch[0]).sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_is_refused() -> None:
     p = problem("mlp", 4)
