@@ -144,6 +144,36 @@ def test_any_number_of_samples(name: str, samples: int) -> None:
         assert_sums(gradients(model), wanted(p, limit).totals, p.tolerance)
 
 
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "LSTM": (lambda: nn.LSTM(5, 6, batch_first=True), (4, 7, 5)),
+    "GRU": (lambda: nn.GRU(5, 6, batch_first=True), (4, 7, 5)),
+    "PReLU": (lambda: nn.Sequential(nn.Linear(5, 6), nn.PReLU(6), nn.Linear(6, 3), nn.PReLU()), (4, 5)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 3), (4, 3, 5, 5)),
+    "channels last": (lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), (4, 3, 7, 7)),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (4, 5, 8)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)), (4, 3, 5)),
+    "one token": (lambda: nn.Linear(5, 6), (4, 1, 5)),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_further_layers_with_a_formula_or_without(name: str, storage: str) -> None:
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    model, x = make().double(), torch.randn(shape, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out[0] if isinstance(out, tuple) else out).square().flatten(1).sum(1).mean()
+
+    limit = 0.9 * float(per_sample_norms(model, loss, (x,)).median())
+    want = clipped_sum(model, loss, (x,), limit)
+    with private(model, limit, clipping=storage) as run:
+        run.engine.backward(loss(model, x))
+        assert_sums(run.gradients(), want.totals, 1e-9)
+
+
 # ---- batches of one sample: whole gradients ----------------------------------------------------------------------------
 
 
