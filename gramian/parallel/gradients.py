@@ -40,6 +40,10 @@ class DataParallel:
                 raise GramianError(
                     "module: some parameters are sharded otherwise than the rest; expected fully_shard on the root"
                 )
+            if not any(isinstance(module, FSDPModule) for module in root.modules()):
+                raise GramianError(
+                    f"module: {name} is sharded, but not by fully_shard; expected FSDP2, DDP or one process"
+                )
             if first.device_mesh.ndim != 1 or any(p.placements != (Shard(0),) for _, p in sharded):
                 raise GramianError(
                     f"module: {name} is placed as {first.placements}; expected fully_shard over one mesh dimension"

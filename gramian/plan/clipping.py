@@ -5,8 +5,8 @@ All form the same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; wha
 
 | way | holds | extra work |
 |---|---|---|
-| gram | A and G: B·T·(M+N)·e | B·T·(T+128)·(M+N) FLOPs and a pass over the narrower side |
-| direct | the same | 2·B·T·M·N FLOPs and that pass |
+| gram | A and G: B·T·(M+N)·e | B·T·(T+128)·(M+N) FLOPs, and weighting: a pass over the narrower side, or a slower GEMM |
+| direct | the same | 2·B·T·M·N FLOPs, and weighting |
 | keep | per-sample gradients: B·M·N·e | three passes over them |
 
 An ordinary step frees activations while the backward runs; what is held here takes their place, so a step that holds as much
@@ -30,6 +30,8 @@ class Machine:
 
     product: float
     """FLOPs of a library GEMM."""
+    weighted: float
+    """FLOPs of the product that weights every sample in its accumulator; 0: a side is scaled before instead."""
     gram: float
     """FLOPs of the symmetric Gram kernel."""
     direct: float
@@ -39,9 +41,9 @@ class Machine:
 
 
 MACHINES: dict[str, Machine] = {
-    "cuda half": Machine(6.5e14, 4.5e14, 4.5e14, 3.6e12),
-    "cuda float": Machine(4.5e13, 3.0e13, 3.0e13, 3.6e12),
-    "cpu": Machine(1e11, 5e10, 5e10, 1e10),
+    "cuda half": Machine(7.7e14, 5.5e14, 5.3e14, 6.8e14, 3.3e12),
+    "cuda float": Machine(4.5e13, 0.0, 3.0e13, 3.0e13, 3.3e12),
+    "cpu": Machine(1e11, 0.0, 5e10, 5e10, 1e10),
 }
 """Measured on an H200 (`benchmarks/clip_kernels.py`); ratios on other GPUs are close enough to choose by."""
 
@@ -115,15 +117,17 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
     if share.form != "outer":
         return [keep]
     rows, columns = share.shape
+    products = 2 * share.batch * share.tokens * rows * columns
     scaling = 2 * share.scaled / machine.bandwidth
+    if machine.weighted:
+        scaling = products / machine.weighted - products / machine.product
     if share.tokens == 1:
         found = [row("rank1", share.held, scaling)]
     else:
         gram_flops = share.batch * share.tokens * (share.tokens + TILE) * (rows + columns)
-        direct_flops = 2 * share.batch * share.tokens * rows * columns
         found = [
             row("gram", share.held, scaling + gram_flops / machine.gram),
-            row("direct", share.held, scaling + direct_flops / machine.direct),
+            row("direct", share.held, scaling + products / machine.direct),
         ]
     if algorithm != "auto" and share.tokens > 1:
         found = [candidate for candidate in found if candidate.way == algorithm]

@@ -34,7 +34,7 @@ from gramian.privacy.timing import Stopwatch
 from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.base import flat
 from gramian.taps.gradients.joined import Joined
-from gramian.taps.gradients.outer import gram_of, same_tensor
+from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.hub import Hub
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 
@@ -62,9 +62,9 @@ class Tuning:
 
 @dataclass
 class Doubt:
-    """Samples whose Gram norm may have lost its digits, looked at once for all layers."""
+    """Samples of layers in which tokens cancel, so that a norm, or a sum, may have lost its digits; looked at once for all."""
 
-    outers: Sequence[Outer]
+    outers: Mapping[str, Outer]
     squares_B: Tensor
     doubtful_B: Tensor
 
@@ -100,6 +100,8 @@ class Work:
 
     info: PassInfo
     plan: ClippingPlan | None
+    idle: bool = False
+    """True if this is no `backward()` but `torch.autograd.grad` of something else: parameters get nothing then."""
     squares_B: Tensor | None = None
     held: dict[str, Held] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -108,7 +110,9 @@ class Work:
     """The same side by side."""
     totals: dict[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
-    together: list[Outer] = field(default_factory=list)
+    together: dict[str, Outer] = field(default_factory=dict)
+    written: dict[str, tuple[Tensor, Dense | None]] = field(default_factory=dict)
+    """{parameter: (samples, their gradients)} that were in doubt: clipped as they stand there. None: to be written again."""
     slack: float = 0.0
     bytes_held: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
@@ -206,13 +210,15 @@ class Clipping:
         self._seen: dict[int, list[Any]] = {}
         self._number, self._batch = -1, 0
         self._works: dict[int, Work] = {}
+        self._accumulates = torch.autograd.graph.get_gradient_edge(hub.probe).node
+        """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
 
     # ---- planning --------------------------------------------------------------------------------------------------
 
     def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
         """Note the shapes of one use of a layer."""
         made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
-        self._seen[self._number].append((tap, tuple((tuple(t.shape), t.dtype) for t in kept), made))
+        self._seen.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in kept), made))
 
     def foreseen(self) -> ClippingPlan | None:
         """The plan for the last forward, made from its shapes; None where they are not known (compiled)."""
@@ -237,7 +243,10 @@ class Clipping:
             else:
                 inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kept]
                 output = torch.empty(made[0], dtype=made[1], device="meta")
-                gradients = tap.site.gradients(module, inputs, [output], batch, None)
+                try:
+                    gradients = tap.site.gradients(module, inputs, [output], batch, None)
+                except RuntimeError:  # it reads numbers of the module, not shapes alone: handled when they are there
+                    continue
                 found = {
                     locals_[local]: share_of(locals_[local], gradient)
                     for local, gradient in gradients.items()
@@ -295,6 +304,8 @@ class Clipping:
             self._open(record.info)
             return
         work = self._open(record.info)
+        if work.idle:
+            return
         if work.factors_B is not None:
             self._sum_now(work, record)
             return
@@ -312,22 +323,33 @@ class Clipping:
     def _open(self, info: PassInfo) -> Work:
         work = self._works.get(info.number)
         if work is None:
-            if self._works and next(iter(self._works.values())).factors_B is None:
+            if (
+                self._works
+                and not next(iter(self._works.values())).idle
+                and next(iter(self._works.values())).factors_B is None
+            ):
                 raise GramianError(
                     "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                     "expected one forward for each backward (rows of one sample next to each other in one batch)"
                 )
             work = self._works[info.number] = Work(info, self._planned(info.number, info.batch))
             self._seen.pop(info.number, None)
+            work.idle = not torch._C._will_engine_execute_node(self._accumulates)
             if work.plan is not None:
                 self.plan = work.plan
-            self._refuse_over_budget(work)
+            if not work.idle:
+                self._refuse_over_budget(work)
         return work
 
     def _refuse_over_budget(self, work: Work) -> None:
-        if work.plan is None or not work.plan.two_pass or self.allows_two_passes or self.paused:
+        unplanned = work.plan is None and self.storage == "two_pass" and not self.again
+        if self.paused or (not unplanned and (work.plan is None or not work.plan.two_pass or self.allows_two_passes)):
             return
         self._works.clear()
+        if unplanned and self.allows_two_passes:
+            raise GramianError(
+                'clipping: "two_pass" through a compiled graph; expected eager mode, or another clipping'
+            )
         if self.storage == "two_pass":
             raise GramianError('clipping: "two_pass" needs two backwards; expected engine.backward(loss)')
         raise GramianError(
@@ -373,32 +395,47 @@ class Clipping:
             return kept
         if record.borrowed and not self._norms_alone(work):
             gradient = gradient.copy()
-        if isinstance(gradient, Outer) and row.way == "gram":
-            self._join_grams(work, gradient, at_once=record.borrowed)
+        if isinstance(gradient, Outer) and gradient.tokens > 1:
+            if row.way == "gram":
+                self._join_grams(work, record.parameter, gradient, at_once=record.borrowed)
+            else:
+                self._doubt(work, {record.parameter: gradient}, *direct_of(gradient))
         else:
-            work.add(gradient.squared_norms("direct" if row.way == "keep" else _choice(row)))
+            work.add(gradient.squared_norms())
         return gradient
 
-    def _join_grams(self, work: Work, gradient: Outer, at_once: bool) -> None:
+    def _join_grams(self, work: Work, name: str, gradient: Outer, at_once: bool) -> None:
         """Wait for layers that share a side with this one (q/k/v, gate/up): they come one after the other."""
         waiting = work.together
-        if waiting and (len(waiting) == MOST_TOGETHER or not _share_a_side([*waiting, gradient])):
+        if waiting and (len(waiting) == MOST_TOGETHER or not _share_a_side([*waiting.values(), gradient])):
             self._flush(work)
-        work.together.append(gradient)
+        work.together[name] = gradient
         if at_once:
             self._flush(work)
 
     def _flush(self, work: Work) -> None:
-        if not work.together:
-            return
-        outers, work.together = work.together, []
-        squares_B, doubtful_B = gram_of(outers)
+        if work.together:
+            outers, work.together = work.together, {}
+            self._doubt(work, outers, *gram_of([*outers.values()]))
+
+    def _doubt(self, work: Work, outers: Mapping[str, Outer], squares_B: Tensor, doubtful_B: Tensor) -> None:
         doubt = Doubt(outers, squares_B, doubtful_B)
         if self._norms_alone(work):  # nothing will be there later
-            _settle(doubt, bool(doubtful_B.any()))
+            self._settle(work, doubt, bool(doubtful_B.any()))
             work.add(doubt.squares_B)
         else:
             work.doubts.append(doubt)
+
+    def _settle(self, work: Work, doubt: Doubt, doubtful: bool) -> None:
+        """Write the gradients of doubtful samples down, wide: their norms are then those of what is summed."""
+        if not doubtful:
+            return
+        chosen, squares_K = doubt.doubtful_B.nonzero()[:, 0], []
+        for name, outer in doubt.outers.items():
+            written = Dense(Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).per_sample())
+            squares_K.append(written.squared_norms())
+            work.written[name] = (chosen, None if self._norms_alone(work) else written)
+        doubt.squares_B[chosen] = torch.stack(squares_K).sum(0)
 
     def _factors(self, work: Work) -> Tensor:
         """c [B]; waits for the device once."""
@@ -410,7 +447,7 @@ class Clipping:
             work.squares_B = torch.zeros(work.info.batch)
         flags = self._flags(work, work.squares_B)
         for doubt, doubtful in zip(work.doubts, flags, strict=False):
-            _settle(doubt, doubtful)
+            self._settle(work, doubt, doubtful)
             work.add(doubt.squares_B)
         work.doubts.clear()
         squares_B = work.squares_B
@@ -441,6 +478,9 @@ class Clipping:
         """The backward is over: clip and sum, or after the first of two passes remember the factors."""
         work = self._works[info.number] if info.number in self._works else self._open(info)
         cuda = next(iter(self._trained.values())).is_cuda
+        if work.idle:
+            del self._works[info.number]
+            return
         if work.factors_B is not None:
             del self._works[info.number]
             self._hand_on(work, lambda name: work.totals.pop(name, None))
@@ -499,26 +539,45 @@ class Clipping:
             return None
         held.check(name)
         with self.stopwatch.time("clip", name, work.rows[name].way, cuda=held.gradient.tensors()[0].is_cuda):
-            return self._sum(work, self._trained[name].dtype, held.gradient)
+            return self._sum(work, self._trained[name].dtype, held.gradient, name)
 
     def _sum_now(self, work: Work, record: ParameterRecord) -> None:
         """In the second pass: the parameter's sum at once."""
         with self.stopwatch.time("clip", record.parameter, "two_pass", cuda=record.gradient.tensors()[0].is_cuda):
-            work.totals[record.parameter] = self._sum(work, self._trained[record.parameter].dtype, record.gradient)
+            dtype = self._trained[record.parameter].dtype
+            work.totals[record.parameter] = self._sum(work, dtype, record.gradient, record.parameter)
 
-    def _sum(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient) -> Tensor:
+    def _sum(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
         """Σ c_i g_i times the loss scale: the carried gradients, weighted with c_i·B for a mean loss."""
         assert work.factors_B is not None
         device = gradient.tensors()[0].device
         if device not in work.weights:
             work.weights[device] = (work.factors_B * work.info.factor).to(device)
         weights_B = work.weights[device]
+        if name in work.written:
+            return self._sum_with_written(work, dtype, gradient, name)
         if work.finite is None:
             return gradient.weighted_total(weights_B, dtype)
         total = torch.zeros(gradient.shape, dtype=dtype, device=device)
         for start, stop in work.finite:
             total += gradient.select(start, stop).weighted_total(weights_B[start:stop], dtype)
         return total
+
+    def _sum_with_written(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
+        """The doubtful samples from what was written down, the others as ever; wide, rounded at the end."""
+        assert isinstance(gradient, Outer)
+        chosen, written = work.written.pop(name)
+        if written is None:
+            written = Dense(Outer(gradient.left_BTM[chosen], gradient.right_BTN[chosen]).per_sample())
+        weights_B = work.weights[chosen.device]
+        total = written.weighted_total(weights_B[chosen], written.gradients_B.dtype)
+        sure = torch.ones(gradient.batch, dtype=torch.bool, device=chosen.device)
+        sure[chosen] = False
+        runs = work.finite if work.finite is not None else [(0, gradient.batch)]
+        for start, stop in runs:
+            weights = torch.where(sure, weights_B, 0.0)[start:stop]
+            total += gradient.select(start, stop).weighted_total(weights, total.dtype)
+        return total.to(dtype)
 
     def _time(self, phase: str, record: ParameterRecord, row: Row) -> Any:
         if not self.stopwatch.on:
@@ -562,10 +621,6 @@ def _joined(one: Share, other: Share) -> Share:
     return replace(one, form="parts", tokens=max(one.tokens, other.tokens), held=one.held + other.held)
 
 
-def _choice(row: Row) -> Any:
-    return row.way if row.way in ("gram", "direct") else "auto"
-
-
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
     """[B, *shape] in the narrowest dtype that took part."""
     if isinstance(gradient, Outer) and gradient.left_BTM.dtype == gradient.right_BTN.dtype:
@@ -578,15 +633,6 @@ def _share_a_side(outers: Sequence[Outer]) -> bool:
     return all(same_tensor(first.right_BTN, outer.right_BTN) for outer in rest) or all(
         same_tensor(first.left_BTM, outer.left_BTM) for outer in rest
     )
-
-
-def _settle(doubt: Doubt, doubtful: bool) -> None:
-    """Do the doubtful samples again directly."""
-    if not doubtful:
-        return
-    chosen = doubt.doubtful_B.nonzero()[:, 0]
-    again = [Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).squared_norms("direct") for outer in doubt.outers]
-    doubt.squares_B[chosen] = torch.stack(again).sum(0)
 
 
 def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
@@ -191,13 +193,13 @@ class PrivacyEngine:
         """One key for all processes, one data set, one set of options."""
         if self._parallel.world == 1:
             return
+        known = fingerprint(data_loader.dataset) if self._options.poisson_sampling else (0, 0)
+        marks = dict(zip(("data_loader", "data_loader's records"), known, strict=True))
         told = {**vars(self._options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
         told["loss_scale"] = type(told["loss_scale"]).__name__
         told["optimizer"] = [(name, tuple(p.shape)) for name, p in trained.items()]
         told["accountant"] = self._accounting.mechanism
-        marks = {field: digest(value) for field, value in told.items()}
-        known = fingerprint(data_loader.dataset) if self._options.poisson_sampling else (0, 0)
-        marks.update(zip(("data_loader", "data_loader's records"), known, strict=True))
+        marks.update({field: digest(value) for field, value in told.items()})
         field = self._parallel.differing(marks, device)
         if field is not None and field.startswith("data_loader"):
             raise GramianError(
@@ -208,6 +210,7 @@ class PrivacyEngine:
         state = self._secrets.state_dict()
         key = self._parallel.from_first(bytes(state["key"].tolist()), device)
         self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
+        self._share_counter(device)
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -275,6 +278,10 @@ class PrivacyEngine:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def _begin_piece(self, draw: int, piece: int, last: bool) -> None:
+        if draw in self._draws and piece == 0:  # a loop that was left and begun again: nothing of this draw counts yet
+            self._sums.moved.clear()
+            for p in self._trained.values():
+                p.grad = None
         self._piece = (draw, piece, last)
         self._draws.add(draw)
         self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0
@@ -329,7 +336,9 @@ class PrivacyEngine:
             raise GramianError(
                 "optimizer: its trained parameters are not those of make_private; expected detach() and make_private again"
             )
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        if isinstance(self._clipping, WholeGradient):
+            self._clipping.recover()
+        scale = self._loss_scale_at(optimizer)
         if self._options.poisson_sampling:
             if len(self._draws) != 1 or self._piece is None:
                 raise GramianError(
@@ -347,6 +356,25 @@ class PrivacyEngine:
         self._draws.clear()
         self._piece = None
         self.stopwatch.step += 1
+
+    def _loss_scale_at(self, optimizer: Optimizer) -> Any:
+        """What `p.grad` is multiplied by as the step begins, and stays so; a number that nobody else undoes is undone here.
+
+        Raises:
+            GramianError: if a scaler was to unscale the gradients and has not.
+        """
+        scaler = self._options.loss_scale
+        if not isinstance(scaler, torch.amp.GradScaler):
+            if scaler != 1.0:
+                for p in self._trained.values():
+                    if p.grad is not None:
+                        p.grad /= scaler
+            return None
+        inside = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+        if inside is None and scaler.is_enabled() and stage is OptState.READY:
+            raise GramianError("loss_scale: the gradients are still scaled; expected scaler.step(optimizer)")
+        return inside
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -439,15 +467,17 @@ class PrivacyEngine:
             path: of the file; the first process writes it.
             must_exist: a resumed run passes True.
         """
-        if getattr(self, "_parallel", DataParallel("one")).rank == 0:
+        private = self._installed is not None
+        first = self._parallel.rank == 0 if private else not dist.is_initialized() or dist.get_rank() == 0
+        if first:
             self._counter.bind(path, must_exist=must_exist)
-        self._share_counter()
+        if private:  # else make_private does
+            self._share_counter(next(iter(self._trained.values())).device)
 
-    def _share_counter(self, replay: bool = False) -> None:
+    def _share_counter(self, device: torch.device) -> None:
         """Every process counts as the first does."""
-        parallel = getattr(self, "_parallel", DataParallel("one"))
+        parallel = self._parallel
         if parallel.world > 1:
-            device = next(iter(self._trained.values())).device
             mine = self._counter.state_dict()
             sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
             got = parallel.from_first(sent, device)
@@ -491,8 +521,10 @@ class PrivacyEngine:
         self._accounting.load_state_dict(state["accountant"])
         self._counter.load_state_dict(state["counter"], replay=replay)
         self.nonfinite = int(state["nonfinite"])
-        self._share_counter()
+        if self._accounting.history:
+            self._accounting.set_steps(self._counter.spent)
         if self._installed is not None:
+            self._share_counter(next(iter(self._trained.values())).device)
             self._noise = NoisePlan(self._secrets.noise_key, list(self._noise.shapes.items()))
             self._accounting.record(self._options.noise_multiplier, self._sample_rate)
             self._draws.clear()
@@ -539,14 +571,13 @@ def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
     given = list(batch) if isinstance(batch, tuple | list) else [batch]
     try:
-        takes = [
-            p.kind
-            for p in inspect.signature(loss_fn).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-        ]
-        count = len(takes)
+        takes = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        count = len(given)
+        return loss_fn(*given)
+    needed = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    count = len(needed)
+    if any(p.kind is p.VAR_POSITIONAL for p in takes):
+        return loss_fn(model, *given) if count else loss_fn(*given)
     if count == 1 and isinstance(batch, tuple | list) and len(given) != 1:
         return loss_fn(batch)
     return loss_fn(model, *given) if count == len(given) + 1 else loss_fn(*given)

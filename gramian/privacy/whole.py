@@ -27,6 +27,7 @@ class WholeGradient:
         """Put hooks on the parameters; `remove` takes them off."""
         self._trained, self._limit, self._loss_scale = dict(trained), max_grad_norm, loss_scale
         self._before: dict[str, Tensor | None] | None = None
+        self._task = -1
         self._batch = 1
         self.last: Clipped | None = None
         self.passes = 0
@@ -35,12 +36,21 @@ class WholeGradient:
         self._handles: list[RemovableHandle] = [root.register_forward_pre_hook(self._count_rows, with_kwargs=True)]
         self._handles += [p.register_hook(self._begin) for p in self._trained.values()]
 
+    def recover(self) -> None:
+        """After a backward that broke off: `p.grad` as it was before it."""
+        if self._before is not None and self._task != torch._C._current_graph_task_id():
+            for name, p in self._trained.items():
+                p.grad = self._before[name]
+            self._before = None
+
     def remove(self) -> None:
         """Take the hooks off."""
+        self.recover()
         for handle in self._handles:
             handle.remove()
 
     def _count_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recover()
         self._batch = first_tensor(args, kwargs).shape[0]
         if self._batch > 1 and torch.is_grad_enabled():
             raise GramianError(
@@ -49,7 +59,9 @@ class WholeGradient:
 
     def _begin(self, gradient: Tensor) -> None:
         """The backward reached a first parameter: put earlier sums aside, so that `p.grad` becomes this sample's own."""
+        self.recover()
         if self._before is None:
+            self._task = torch._C._current_graph_task_id()
             self._before = {name: p.grad for name, p in self._trained.items()}
             for p in self._trained.values():
                 p.grad = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from gramian.kernels.direct_squares import direct_squares
 from gramian.kernels.gram_squares import gram_squares
 from gramian.kernels.scaled_rows import scaled_rows
+from gramian.kernels.weighted_product import weighted_product
 from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
 from gramian.plan.norms import Algorithm, choose
 from gramian.taps.gradients.base import PerSampleGradient
@@ -72,15 +73,19 @@ class Outer(PerSampleGradient):
         return self.left_BTM.shape[1]
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Lᵀ(cR), the narrower side scaled in its own dtype. 2·B·T·M·N FLOPs and one pass over that side."""
+        """Σ_b c_b L_bᵀR_b. 2·B·T·M·N FLOPs.
+
+        In half precision every sample's product is weighted in its accumulator: c·R, rounded to half, would not cancel over
+        tokens where R does. In float32 and float64 the narrower side is scaled, one pass over it.
+        """
         left, right = self.left_BTM, self.right_BTN
+        if torch.float16 in (left.dtype, right.dtype) or torch.bfloat16 in (left.dtype, right.dtype):
+            return weighted_product(left, right, weights_B, dtype)
         if self.shape[0] < self.shape[1]:
             left = scaled_rows(left, weights_B)
         else:
             right = scaled_rows(right, weights_B)
         left, right = left.flatten(0, 1), right.flatten(0, 1)
-        if left.is_cuda and left.dtype == right.dtype == dtype:
-            return left.mT @ right  # accumulated wide, rounded once
         return wide_mm(left.mT, right).to(dtype)
 
     def algorithm(self, choice: Algorithm) -> str:
@@ -126,8 +131,19 @@ def gram_of(outers: Sequence[Outer]) -> tuple[Tensor, Tensor]:
     else:
         sides, shared = [outer.left_BTM for outer in outers], first.right_BTN
     squares_B, diagonal_B = gram_squares(sides, shared)
+    return squares_B, _cancels(squares_B, diagonal_B)
+
+
+def direct_of(outer: Outer) -> tuple[Tensor, Tensor]:
+    """‖LᵀR‖² of every sample by the direct form, and where tokens cancel so much that sums in another order would differ."""
+    squares_B = direct_squares(outer.left_BTM, outer.right_BTN)
+    diagonal_B = (wide_norms(outer.left_BTM) * wide_norms(outer.right_BTN)).square().sum(1)
+    return squares_B, _cancels(squares_B, diagonal_B)
+
+
+def _cancels(squares_B: Tensor, diagonal_B: Tensor) -> Tensor:
     epsilon = torch.finfo(squares_B.dtype).eps
-    return squares_B, 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
+    return 4 * epsilon * diagonal_B > GRAM_TOLERANCE[squares_B.dtype] * squares_B
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
