@@ -473,6 +473,8 @@ class PrivacyEngine:
             self._counter.bind(path, must_exist=must_exist)
         if private:  # else make_private does
             self._share_counter(next(iter(self._trained.values())).device)
+        elif self._accounting.history:
+            self._accounting.set_steps(self._counter.spent)
 
     def _share_counter(self, device: torch.device) -> None:
         """Every process counts as the first does."""

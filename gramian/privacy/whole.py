@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide_dtype
 from gramian.privacy.clipping import SLACK, Clipped
+from gramian.taps.passes import in_backward
 from gramian.taps.sites.site import first_tensor
 
 
@@ -27,7 +28,6 @@ class WholeGradient:
         """Put hooks on the parameters; `remove` takes them off."""
         self._trained, self._limit, self._loss_scale = dict(trained), max_grad_norm, loss_scale
         self._before: dict[str, Tensor | None] | None = None
-        self._task = -1
         self._batch = 1
         self.last: Clipped | None = None
         self.passes = 0
@@ -38,7 +38,7 @@ class WholeGradient:
 
     def recover(self) -> None:
         """After a backward that broke off: `p.grad` as it was before it."""
-        if self._before is not None and self._task != torch._C._current_graph_task_id():
+        if self._before is not None and not in_backward():
             for name, p in self._trained.items():
                 p.grad = self._before[name]
             self._before = None
@@ -59,9 +59,7 @@ class WholeGradient:
 
     def _begin(self, gradient: Tensor) -> None:
         """The backward reached a first parameter: put earlier sums aside, so that `p.grad` becomes this sample's own."""
-        self.recover()
         if self._before is None:
-            self._task = torch._C._current_graph_task_id()
             self._before = {name: p.grad for name, p in self._trained.items()}
             for p in self._trained.values():
                 p.grad = None

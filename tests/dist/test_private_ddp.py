@@ -360,7 +360,6 @@ def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, r
     bodies.compare_resumed(2, "ddp", tmp_path, replay, seed)
 
 
-@pytest.mark.xfail(reason="the counter is not shared when a model is made private", strict=True)
 @pytest.mark.dist
 def test_all_ranks_count_as_the_first_does() -> None:
     (steps, ended), (steps_of_second, ended_of_second) = run_on_ranks(2, bodies.counted_before, "ddp")

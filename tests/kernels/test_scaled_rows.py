@@ -18,7 +18,9 @@ def test_kernel_and_twin_multiply_wide_and_round_once(dtype: torch.dtype, shape:
     assert got.dtype == dtype and torch.equal(got, exact)
     got = interpreted(scaled_rows_kernel, x, weights, block=16)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, exact, rtol=torch.finfo(dtype).eps, atol=0)  # the interpreter may cut off, not round
+    torch.testing.assert_close(
+        got, exact, rtol=torch.finfo(dtype).eps, atol=0
+    )  # the interpreter may cut off, not round
 
 
 def test_other_layouts_and_float64_take_the_twin() -> None:

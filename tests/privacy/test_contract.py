@@ -101,7 +101,6 @@ def test_forced_two_pass_raises_on_a_plain_backward() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="a compiled graph takes one pass whatever is forced")
 def test_forced_two_pass_raises_on_a_plain_backward_of_a_compiled_model() -> None:
     p = problem("mlp", 3)
     model = torch.compile(p.model(), backend="aot_eager", fullgraph=True)
@@ -331,7 +330,6 @@ def test_layers_that_couple_samples_are_refused_by_name(make: Any) -> None:
     assert all(torch.equal(before[key], now) for key, now in weights(model).items())
 
 
-@pytest.mark.xfail(strict=True, reason="the planner runs the layer's formula on meta tensors beside its buffers")
 def test_running_statistics_couple_nothing() -> None:
     torch.manual_seed(0)
     model, x = (
@@ -386,7 +384,7 @@ def test_a_second_backward_through_one_forward_is_refused(clipping: str) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, marks=pytest.mark.xfail(strict=True, reason="taps sum in any backward that passes them")),
+        {},
         {"max_physical_batch": 1},
     ],
     ids=["taps", "whole gradients"],
@@ -408,7 +406,6 @@ def test_gradients_of_inputs_leave_the_parameters_alone(options: dict[str, Any])
         assert_sums(run.gradients(), wanted(p, 1e-2).totals, p.tolerance)
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="shapes are noted before the tap refuses")
 def test_a_submodule_called_by_itself_is_refused_in_one_line() -> None:
     p = problem("gpt", 3)
     model = p.model()
@@ -424,12 +421,9 @@ def test_create_graph_is_refused() -> None:
         p.case.loss(model, *p.batch, reduction="mean").backward(create_graph=True)
 
 
-_WHOLE = pytest.mark.xfail(strict=True, reason="the end of a backward that raises is not seen")
-
-
 @pytest.mark.parametrize(
     "options",
-    [{}, {"clipping": "keep"}, {"clipping": "two_pass"}, pytest.param({"max_physical_batch": 1}, marks=_WHOLE)],
+    [{}, {"clipping": "keep"}, {"clipping": "two_pass"}, {"max_physical_batch": 1}],
     ids=["taps", "keep", "two passes", "whole gradients"],
 )
 def test_a_backward_that_breaks_off_leaves_nothing_behind(options: dict[str, Any]) -> None:
@@ -454,7 +448,7 @@ def test_a_backward_that_breaks_off_leaves_nothing_behind(options: dict[str, Any
         assert_sums(run.gradients(), wanted(p, limit).totals, p.tolerance)
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"max_physical_batch": 1}, marks=_WHOLE)], ids=["taps", "whole"])
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch": 1}], ids=["taps", "whole"])
 def test_a_step_after_a_backward_that_broke_off_releases_nothing_of_it(options: dict[str, Any]) -> None:
     p = problem("gpt", 3)
     model = p.model()

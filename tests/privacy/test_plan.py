@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gramian.plan.clipping import MACHINES, ClippingPlan, Machine, Share, default_budget, plan_clipping, ways
+from gramian.privacy import clipping as clipping_module
 from gramian.privacy.clipping import Clipping, Tuning, share_of
 from gramian.taps.gradients import Outer
 from tests.kit.models import CASES
@@ -61,7 +62,7 @@ def test_keep_is_forced_on_every_matrix() -> None:
 
 
 def test_the_ways_of_a_matrix_cost_and_hold_what_the_docstring_says() -> None:
-    share, machine = _linear("w", 4, 32, 48, 80), Machine(1e9, 2e9, 3e9, 1e8)
+    share, machine = _linear("w", 4, 32, 48, 80), Machine(1e9, 0.0, 2e9, 3e9, 1e8)
     found = {row.way: row for row in ways(share, machine, "auto", "auto")}
     scaling = 2 * share.scaled / 1e8
     assert found["gram"].seconds == pytest.approx(scaling + 4 * 32 * (32 + 128) * (48 + 80) / 2e9)
@@ -69,6 +70,9 @@ def test_the_ways_of_a_matrix_cost_and_hold_what_the_docstring_says() -> None:
     assert found["keep"].seconds == pytest.approx(3 * 4 * 48 * 80 * 2 / 1e8)
     assert found["gram"].held == found["direct"].held == 4 * 32 * (48 + 80) * 2
     assert found["keep"].held == 4 * 48 * 80 * 2
+    weighted = {row.way: row for row in ways(share, Machine(1e9, 5e8, 2e9, 3e9, 1e8), "auto", "auto")}
+    slower = 2 * 4 * 32 * 48 * 80 * (1 / 5e8 - 1 / 1e9)
+    assert weighted["gram"].seconds == pytest.approx(slower + 4 * 32 * (32 + 128) * (48 + 80) / 2e9)
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------------
@@ -186,18 +190,18 @@ def test_forced_choices_are_those_of_the_plan_and_those_that_run(
 ) -> None:
     p = problem("linear_3d", 4)
     model, limit, used = p.model(), clip_norm(p), []
-    flush, squares = Clipping._flush, Outer.squared_norms
+    flush, direct = Clipping._flush, clipping_module.direct_of
 
     def watched_flush(self: Clipping, work: object) -> None:
         used.extend("gram" for _ in work.together)
         flush(self, work)
 
-    def watched_squares(self: Outer, algorithm: str = "auto") -> torch.Tensor:
-        used.append(algorithm)
-        return squares(self, algorithm)
+    def watched_direct(gradient: Outer) -> tuple[torch.Tensor, torch.Tensor]:
+        used.append("direct")
+        return direct(gradient)
 
     monkeypatch.setattr(Clipping, "_flush", watched_flush)
-    monkeypatch.setattr(Outer, "squared_norms", watched_squares)
+    monkeypatch.setattr(clipping_module, "direct_of", watched_direct)
     with private(model, limit, clipping=storage, norm_algorithm=algorithm) as run:
         p.backward(model, p.batch)
         plan = run.engine.plan

@@ -142,11 +142,8 @@ def test_how_a_batch_is_split_into_backwards_does_not_matter(name: str, storage:
     assert float((sums[0] - sums[1]).norm()) <= 1e-12 * 6 * limit
 
 
-_ROUNDED = pytest.mark.xfail(strict=True, reason="c·G is rounded token by token before tokens cancel")
-
-
 @pytest.mark.parametrize("dtype, mean", [(torch.bfloat16, 1e3), (torch.float32, 1e7), (torch.float64, 1e15)])
-@pytest.mark.parametrize("storage", [pytest.param(s, marks=_ROUNDED if s != "keep" else ()) for s in STORAGES])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_tokens_whose_gradients_cancel_stay_within_C(storage: str, dtype: torch.dtype, mean: float) -> None:
     """The tokens' output gradients add up to exactly 0, and their inputs differ in one place of 64 only.
 
