@@ -1,0 +1,1155 @@
+"""Bugs that libraries of private training have had, each of which must turn a test red.
+
+A bug is put back into the package, by an edit of one function or another in its place, while a test of the suite runs; the
+same test is green without it. `docs/privacy_bugs.md` is the list for people, with the bugs that this design cannot have and
+why; it is checked against this one.
+"""
+
+import functools
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+
+import gramian
+from gramian.kernels import direct_squares, gram_squares
+from gramian.parallel.gradients import DataParallel
+from gramian.privacy import sums
+from gramian.privacy.noise import NoisePlan
+from gramian.privacy.sums import GradientSums
+from gramian.privacy.timing import Stopwatch
+from gramian.verify.clipped_sum import clipped_sum
+from gramian.verify.single_sample import per_sample_norms
+from tests.dist import private_bodies as bodies
+from tests.dist import test_private_ddp, test_private_fsdp2
+from tests.kernels import interpreted, test_chacha, test_gram_squares
+from tests.kit.processes import run_on_ranks
+from tests.privacy import (
+    test_clipping,
+    test_contract,
+    test_engine,
+    test_loader,
+    test_noise,
+    test_plan,
+    test_properties,
+    test_sampling,
+    test_secrets,
+)
+from tests.privacy.problems import assert_sums, private
+from tests.statistics.problems import problem
+from tests.test_mutations import RED, Edit, Mutation, Swap, _package, _square_of_every_token
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "privacy_bugs.md"
+KEY = bytes(range(32))
+ALL_RED = (*RED, KeyError, ValueError)
+"""What a bug may raise, beside what a failing test raises."""
+
+
+# ---- tests that no other file has --------------------------------------------------------------------------------------
+
+
+class _Branches(nn.Module):
+    """y = a(x) + b(x): autograd hands one gradient tensor to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def _squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().flatten(1).sum(1).mean()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("storage", test_clipping.STORAGES)
+def test_branches_that_share_input_and_output_gradient_are_each_scaled_once(storage: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Branches().double(), torch.randn(4, 3, 7, dtype=torch.float64)
+    limit = float(per_sample_norms(model, _squares, (x,)).median()) / 2
+    want = clipped_sum(model, _squares, (x,), limit)
+    with private(model, limit, clipping=storage) as run:
+        run.engine.backward(_squares(model, x))
+        assert_sums(run.gradients(), want.totals, 1e-9)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("storage", test_clipping.STORAGES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_summed_wide(dtype: torch.dtype, storage: str) -> None:
+    """A thousand tokens whose squares add up to more than float16 has, in steps that bfloat16 would lose."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(2, 1000, 5, generator=generator).to(dtype)
+    g = torch.rand(2, 1000, 3, generator=generator).to(dtype)
+    model = nn.Linear(5, 3).to(dtype)
+    exact_BOI = torch.einsum("bto,bti->boi", g.double(), x.double())
+    exact = (exact_BOI.square().sum((1, 2)) + g.double().sum(1).square().sum(1)).sqrt()
+    with private(model, 1.0, clipping=storage, loss_reduction="sum") as run:
+        run.engine.backward((model(x) * g).sum())
+        seen = run.engine.last
+    assert seen.nonfinite == 0 and seen.norms_B.dtype == torch.float32
+    torch.testing.assert_close(seen.norms_B.double(), exact, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["tied_gpt", "vit"])
+def test_clipped_samples_of_half_precision_are_within_C(name: str) -> None:
+    limit = 0.3 * float(problem(name, 6, torch.bfloat16).norms().min())
+    for i in range(6):
+        assert float(test_properties._summed(name, torch.bfloat16, [i], limit).norm()) <= limit
+
+
+@pytest.mark.parametrize("storage", test_clipping.STORAGES)
+def test_samples_that_cancel_a_little_are_within_C(storage: str) -> None:
+    """Too little to be in doubt; but tokens that are weighted and rounded one by one no longer cancel as they did."""
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        x = (torch.randn(1, 5, 3, generator=generator) + 3).bfloat16()
+        g = torch.randn(1, 5, 1, generator=generator)
+        g = (g - 0.95 * g.mean(1, keepdim=True)).bfloat16()
+        limit = 0.3 * float(torch.einsum("bto,bti->oi", g.double(), x.double()).norm())
+        model = nn.Linear(3, 1, bias=False).bfloat16()
+        with private(model, limit, clipping=storage, loss_reduction="sum") as run:
+            run.engine.backward((model(x) * g).sum())
+            assert float(model.weight.grad.double().norm()) <= limit
+
+
+class _Doubled(nn.Linear):
+    """A subclass whose forward is another."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input.tanh())
+
+
+@pytest.mark.oracle
+def test_a_subclass_that_computes_something_else_is_no_linear_layer() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Doubled(7, 5), nn.Linear(5, 3)).double(), torch.randn(4, 7, dtype=torch.float64)
+    want = clipped_sum(model, _squares, (x,), 0.5)
+    with private(model, 0.5) as run:
+        _squares(model, x).backward()
+        assert_sums(run.gradients(), want.totals, 1e-9)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Takes a weight, and gives it no gradient: what a compiled backward does with the weights of tapped layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g, None
+
+
+class _TakesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _NoGradient.apply(self.layer(x), self.layer.weight)
+
+
+@pytest.mark.oracle
+def test_a_weight_that_gets_no_gradient_is_no_bypass() -> None:
+    model, x = _TakesItsWeight().double(), torch.randn(4, 7, dtype=torch.float64)
+    want = clipped_sum(model, _squares, (x,), 0.1)
+    with private(model, 0.1) as run:
+        _squares(model, x).backward()
+        assert_sums(run.gradients(), want.totals, 1e-9)
+
+
+def test_detach_gives_back_what_was_given() -> None:
+    model = torch.compile(problem("mlp", 2).model(), backend="eager")
+    with private(model, 1.0) as run:
+        assert run.engine.detach() is model
+
+
+def test_independence_of_a_loss_that_takes_the_rest_of_its_arguments() -> None:
+    p = problem("mlp", 4)
+    with private(p.model(), 1.0) as run:
+        run.engine.check_independence(lambda model, *batch: p.case.loss(model, *batch, reduction="mean"), p.batch)
+
+
+def test_frozen_parameters_of_the_optimizer_stay_as_they_are() -> None:
+    p = problem("partially_frozen", 4)
+    model = p.model()
+    before = {name: q.detach().clone() for name, q in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with private(model, 1.0, optimizer=optimizer, noise_multiplier=1.0) as run:
+        p.backward(model, p.batch)
+        run.optimizer.step()
+    for name, q in model.named_parameters():
+        assert torch.equal(q, before[name]) != q.requires_grad, name
+
+
+def test_a_counter_with_a_mark_can_be_bound_before_make_private(tmp_path: Path) -> None:
+    (tmp_path / "releases.json").write_text(json.dumps({"begun": 3}))
+    engine = gramian.PrivacyEngine("rdp")
+    engine.bind_counter(str(tmp_path / "releases.json"), must_exist=True)
+    with private(problem("mlp", 2).model(), 1.0, engine=engine, noise_multiplier=1.0):
+        assert engine.steps == 3
+
+
+# ---- one process that takes itself for the second of two -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _SecondOfTwo(DataParallel):
+    """The other process holds the same sums, KEY, and five releases; it was told what the first call here was told."""
+
+    kind: str = "ddp"
+    rank: int = 1
+    world: int = 2
+    told: dict[str, int] = field(default_factory=dict)
+
+    def differing(self, values: Any, device: Any) -> str | None:
+        if not self.told:
+            self.told.update(values)
+        return next((name for name, value in values.items() if value != self.told[name]), None)
+
+    def from_first(self, data: bytes, device: Any) -> bytes:
+        return KEY if len(data) == len(KEY) else 2 * (5).to_bytes(8, "big")
+
+    def start_sum(self, t: Tensor) -> None:
+        t.mul_(2)
+
+
+@contextmanager
+def _second_of_two() -> Iterator[None]:
+    other = _SecondOfTwo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataParallel, "of", lambda model, root: other)
+        yield
+
+
+def _private_draws(records: int = 12, **options: Any) -> Any:
+    given = {"noise_multiplier": 1.0, "poisson_sampling": True, "max_grad_norm": 1.0, "expected_batch": 4.0, **options}
+    data = (torch.zeros(records, 7, dtype=torch.float64), torch.zeros(records, dtype=torch.long))
+    return private(problem("mlp", 2).model(), data=data, **given)
+
+
+def test_the_second_process_takes_the_key_of_the_first() -> None:
+    with _second_of_two(), _private_draws() as run:
+        assert bytes(run.engine.state_dict()["secrets"]["key"].tolist()) == KEY
+
+
+def test_the_second_process_counts_as_the_first_does() -> None:
+    with _second_of_two(), _private_draws() as run:
+        assert run.engine.steps == run.engine._counter.released == 5
+
+
+@pytest.mark.parametrize(
+    "options, complaint",
+    [
+        ({"max_grad_norm": 2.0}, "max_grad_norm: is not the same"),
+        ({"expected_batch": 5.0}, "expected_batch: is not the same"),
+        ({"max_physical_batch": 2}, "max_physical_batch: is not the same"),
+        ({"records": 13}, "data_loader: its data set is not the same"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_differs_between_processes_is_refused_by_its_name(options: dict[str, Any], complaint: str) -> None:
+    with _second_of_two():
+        with _private_draws():
+            pass
+        with pytest.raises(gramian.GramianError, match=f"^{complaint}"), _private_draws(**options):
+            pass
+
+
+def test_noise_is_added_once_after_the_sum_over_processes() -> None:
+    p = nn.Parameter(torch.zeros(40))
+    p.grad = torch.ones(40)
+    plan = NoisePlan(KEY, [("w", (40,))])
+    GradientSums({"w": p}, _SecondOfTwo(), True, Stopwatch(on=False)).release(plan, 3, 0.5, 4.0, None)
+    drawn = plan.add_noise_(torch.zeros(40), "w", 0.5, 3)
+    torch.testing.assert_close(p.grad, (2 + drawn) / 4)
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------------
+
+
+def _every_sum_is_reduced(rank: int, world_size: int = 2) -> None:
+    """What would be reduced, without communication, since a process that leaves one out would leave the others waiting."""
+    bare = bodies.Sometimes().double()
+    bare.skips = rank == 1
+    model = fully_shard(bare)
+    reduced: list[tuple[int, ...]] = []
+
+    def note(full: Tensor, like: DTensor) -> DTensor:
+        reduced.append(tuple(full.shape))
+        return torch.zeros_like(like)
+
+    engine, _ = bodies.private_squares(model, expected_batch=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sums, "reduce_to_shard", note)
+        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+    engine.detach()
+    of_all: list[Any] = [None] * world_size
+    dist.all_gather_object(of_all, reduced)
+    assert of_all[0] == of_all[1] == [tuple(q.shape) for q in model.parameters()]
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("processes")
+def test_every_process_reduces_every_sum_in_one_order_whatever_it_used() -> None:
+    run_on_ranks(2, _every_sum_is_reduced)
+
+
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _alone(test: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """A test of several processes, or its body, where one shows the bug."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with _world_of_one():
+            inspect.unwrap(test)(*arguments)
+
+    return check
+
+
+# ---- checks --------------------------------------------------------------------------------------------------------------
+
+
+def _sums(
+    name: str, storage: str = "auto", algorithm: str = "auto", reduction: str | float = "mean"
+) -> Callable[[], None]:
+    """The matrix of sums against the loop, at one cell."""
+    how = "engine.backward" if storage == "two_pass" else "loss.backward"
+    test = test_clipping.test_backward_gains_the_clipped_sum_and_a_step_moves_by_it_over_the_expected_batch
+    return functools.partial(test, name, storage, algorithm, reduction, torch.float64, how)
+
+
+def _cancelling(storage: str, algorithm: str) -> Callable[[], None]:
+    return functools.partial(test_clipping.test_norms_survive_cancellation_in_float32, storage, algorithm, 1e4)
+
+
+def _in_folder(test: Callable[..., None]) -> Callable[[], None]:
+    """A test that wants a folder."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            test(tmp_path=Path(folder))
+
+    return check
+
+
+def _compiled(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test that compiles, from scratch."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        torch.compiler.reset()
+        try:
+            test(*arguments)
+        finally:
+            torch.compiler.reset()
+
+    return check
+
+
+def _norms_of_this_rank(rank: int) -> None:
+    bodies.one_step(rank, "ddp", "mlp", (3, 3))
+
+
+def _shards_of_all_sums(rank: int) -> None:
+    bodies.one_step(rank, "fsdp2", "mlp", (3, 1))
+
+
+def _gram_at_the_edges() -> None:
+    """Where kernels are interpreted; the test itself asks another process to do so."""
+    lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
+    got = gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
+    test_gram_squares.close(got, test_gram_squares.reference(lefts, right), 1e-5)
+
+
+def _direct_at_the_edges() -> None:
+    lefts, right = test_gram_squares.case(2, 17, (7,), 5, layout="amid nan")
+    got = direct_squares.direct_squares_kernel(lefts[0], right, tiles=test_gram_squares.SMALL)
+    test_gram_squares.close([got], test_gram_squares.reference(lefts, right)[:1], 1e-5)
+
+
+# ---- bugs that are more than an edit -------------------------------------------------------------------------------------
+
+
+def _scaled_in_place(x: Tensor, weights_B: Tensor) -> Tensor:
+    return x.mul_(weights_B.to(x.dtype).view(-1, *[1] * (x.dim() - 1)))
+
+
+def _own_part(full: Tensor, like: DTensor) -> DTensor:
+    """This process's sum taken for everybody's."""
+    whole = DTensor.from_local(full, like.device_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(like.device_mesh, like.placements)
+
+
+def _normals_of_the_process(
+    tensor: Tensor, key: bytes, nonce: int, start: int, std: float | Tensor, factor: float = 1.0
+) -> Tensor:
+    return tensor.add_(torch.randn_like(tensor) * std).mul_(factor)
+
+
+def _first_by_position(args: Any, kwargs: Any) -> Tensor:
+    if not args:
+        raise gramian.GramianError("forward: got no tensor argument")
+    return args[0]
+
+
+def _narrow(*tensors: Tensor) -> torch.dtype:
+    return tensors[0].dtype
+
+
+_PRIVACY, _GRADIENTS, _TAPS = "gramian.privacy", "gramian.taps.gradients", "gramian.taps"
+_CLIPPING, _ENGINE, _SUMS = f"{_PRIVACY}.clipping:Clipping", f"{_PRIVACY}.engine:PrivacyEngine", f"{_PRIVACY}.sums"
+_KERNELS = "gramian.kernels"
+
+BUGS = (
+    # ---- norms ----
+    Mutation(
+        "bias norm of the tokens",
+        (
+            Edit(
+                f"{_CLIPPING}.parameter", 'if row.way == "sum":', 'if row.way == "sum" and not record.gradient.tokens:'
+            ),
+            Swap(f"{_GRADIENTS}.summed:Summed.squared_norms", _square_of_every_token),
+        ),
+        _sums("linear_3d"),
+    ),
+    Mutation(
+        "norm a little off",
+        (Edit(f"{_CLIPPING}._factors", ".sqrt() * work.info.scale", ".sqrt() * work.info.scale * 1.001"),),
+        _sums("mlp"),
+    ),
+    Mutation(
+        "mean loss taken for a sum",
+        (Edit(f"{_CLIPPING}.pass_info", '"mean": float(batch)', '"mean": 1.0'),),
+        _sums("mlp"),
+    ),
+    Mutation(
+        "batch of a mean loss missing in the sum",
+        (Edit(f"{_CLIPPING}._sum", "work.factors_B * work.info.factor", "work.factors_B"),),
+        _sums("mlp"),
+    ),
+    Mutation(
+        "module called twice keeps its last call",
+        (
+            Edit(
+                f"{_TAPS}.passes:PassBook._deliver",
+                "gradient = join([part for _, part in parts])",
+                "gradient = parts[-1][1]",
+            ),
+        ),
+        _sums("reused"),
+    ),
+    Mutation(
+        "tied weights as a sum of squares",
+        (
+            Edit(
+                f"{_GRADIENTS}.joined:Joined.squared_norms",
+                "apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))",
+                "apart_B.clone()",
+            ),
+        ),
+        _sums("tied_gpt", "bookkeeping"),
+    ),
+    Mutation(
+        "padding in the norm of an embedding",
+        (
+            Edit(
+                f"{_TAPS}.sites.embedding:Embedding.gradients",
+                "if module.padding_idx is not None:",
+                "if module.max_norm:",
+            ),
+        ),
+        _sums("padded_embedding"),
+    ),
+    Mutation(
+        "embedding left out of the norm",
+        (
+            Edit(
+                f"{_CLIPPING}._norm",
+                "work.add(gradient.squared_norms())",
+                "isinstance(gradient, Indexed) or work.add(gradient.squared_norms())",
+            ),
+        ),
+        _sums("padded_embedding", "bookkeeping"),
+    ),
+    Mutation(
+        "groups of a convolution ignored in the norm",
+        (Edit(f"{_GRADIENTS}.convolved:Convolved.per_sample", "groups=count * self.geometry.groups", "groups=count"),),
+        _sums("conv1d"),
+    ),
+    Mutation(
+        "positions of one row for all samples",
+        (Edit(f"{_TAPS}.hub:Hub.run", "if output.dim() and output.shape[0] == 1:", "if self.batch == -1:"),),
+        _sums("gpt"),
+    ),
+    Mutation(
+        "inputs of four axes not flattened",
+        (Swap(f"{_TAPS}.sites.site:tokens", lambda t, batch: t.reshape(batch, t.shape[1], -1)),),
+        _sums("linear_4d"),
+    ),
+    Mutation(
+        "arguments by keyword not seen",
+        (Swap(f"{_TAPS}.sites.site:first_tensor", _first_by_position),),
+        test_engine.test_a_hugging_face_batch_by_keyword,
+    ),
+    Mutation(
+        "subclass with another forward taken for its base",
+        (
+            Edit(
+                f"{_TAPS}.sites.registry:site_for",
+                'getattr(type(module), "forward", None) is getattr(base, "forward", None)',
+                "True",
+            ),
+        ),
+        test_a_subclass_that_computes_something_else_is_no_linear_layer,
+    ),
+    Mutation(
+        "layers without a formula dropped",
+        (
+            Edit(
+                f"{_TAPS}.sites.registry:site_for",
+                "their parent's\n    return Generic(whole=False) if own_parameters(module, whole=False) else None",
+                "their parent's\n    return None",
+            ),
+        ),
+        functools.partial(test_clipping.test_further_layers_with_a_formula_or_without, "PReLU", "auto"),
+    ),
+    Mutation(
+        "children of a module with its own parameter dropped",
+        (Edit(f"{_TAPS}.discover:discover", "if site.whole:", 'if site.whole or site.kind == "generic":'),),
+        _sums("vit"),
+    ),
+    Mutation(
+        "checkpointed layers counted twice",
+        (
+            Edit(f"{_TAPS}.hub:Hub.open_use", "if in_backward():", "if False:"),
+            Edit(
+                f"{_TAPS}.passes:PassBook._deliver",
+                "parts = pass_.arrived.pop(name)",
+                "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
+            ),
+        ),
+        functools.partial(test_clipping.test_checkpointed_blocks, "gpt", "auto"),
+    ),
+    Mutation(
+        "plan of the first batch for all",
+        (
+            Edit(
+                f"{_CLIPPING}._planned",
+                "key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))",
+                "key = 0",
+            ),
+        ),
+        test_plan.test_the_plan_follows_the_batch_and_the_sequence_length,
+    ),
+    # ---- rounding ----
+    Mutation(
+        "norms summed in half precision",
+        (
+            Swap("gramian.linalg.wide:wide_dtype", _narrow),
+            Swap("gramian.kernels._launch:wide_dtype", _narrow),
+        ),
+        functools.partial(test_norms_of_half_precision_are_summed_wide, torch.float16, "auto"),
+    ),
+    Mutation(
+        "Gram trusted under cancellation",
+        (Swap(f"{_GRADIENTS}.outer:_cancels", lambda squares_B, diagonal_B: diagonal_B < 0),),
+        _cancelling("bookkeeping", "gram"),
+    ),
+    Mutation(
+        "Gram done again on top of itself",
+        (
+            Edit(
+                f"{_CLIPPING}._doubt",
+                "work.doubts.append(doubt)",
+                "work.add(doubt.squares_B); work.doubts.append(doubt)",
+            ),
+            Edit(
+                f"{_CLIPPING}._factors",
+                "self._settle(work, doubt, doubtful)\n        work.add(doubt.squares_B)",
+                "before_B = doubt.squares_B.clone(); self._settle(work, doubt, doubtful)\n"
+                "        work.squares_B = work.squares_B + (doubt.squares_B - before_B)",
+            ),
+        ),
+        _cancelling("bookkeeping", "gram"),
+    ),
+    Mutation(
+        "weighted side rounded to half precision",
+        (
+            Edit(
+                f"{_GRADIENTS}.outer:Outer.weighted_total",
+                "if torch.float16 in (left.dtype, right.dtype) or torch.bfloat16 in (left.dtype, right.dtype):",
+                "if False:",
+            ),
+        ),
+        functools.partial(test_samples_that_cancel_a_little_are_within_C, "bookkeeping"),
+    ),
+    Mutation(
+        "doubtful samples summed otherwise than measured",
+        (Edit(f"{_CLIPPING}._sum", "if name in work.written:", "if False:"),),
+        functools.partial(
+            test_properties.test_tokens_whose_gradients_cancel_stay_within_C, "bookkeeping", torch.float32, 1e7
+        ),
+    ),
+    Mutation(
+        "no slack for rounding",
+        (Edit(f"{_CLIPPING}._factors", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
+        functools.partial(test_clipped_samples_of_half_precision_are_within_C, "vit"),
+    ),
+    # ---- clipping and sums ----
+    Mutation(
+        "norm layers get no gradient",
+        (Edit(f"{_CLIPPING}._sum_held", "return work.totals.pop(name)", "work.totals.pop(name); return None"),),
+        _sums("rmsnorm", "bookkeeping"),
+    ),
+    Mutation(
+        "every parameter clipped by itself",
+        (
+            Edit(
+                f"{_CLIPPING}._sum",
+                "weights_B = work.weights[device]",
+                "weights_B = (self.max_grad_norm / (gradient.squared_norms().sqrt() * work.info.scale)).clamp(max=1.0)"
+                " * work.info.factor",
+            ),
+        ),
+        _sums("mlp"),
+    ),
+    Mutation(
+        "output gradients scaled in place",
+        (
+            Swap(f"{_KERNELS}.scaled_rows:scaled_rows", _scaled_in_place),
+            Swap(f"{_PRIVACY}.clipping:Held.check", lambda self, parameter: None),
+        ),
+        functools.partial(test_branches_that_share_input_and_output_gradient_are_each_scaled_once, "bookkeeping"),
+    ),
+    Mutation(
+        "only the last backward survives",
+        (Edit(f"{_SUMS}:GradientSums._add", "p.grad += total", "p.grad = total"),),
+        functools.partial(test_clipping.test_backwards_before_a_step_accumulate, "mlp", "auto"),
+    ),
+    Mutation(
+        "only the last piece of a draw survives",
+        (Edit(f"{_SUMS}:GradientSums.move", "self.moved[name] += part", "self.moved[name] = part"),),
+        functools.partial(test_engine.test_a_step_is_one_draw_whatever_its_pieces, "mlp", 2),
+    ),
+    Mutation(
+        "sample that is not a number weighted by NaN",
+        (
+            Edit(
+                f"{_CLIPPING}._factors",
+                "torch.where(finite_B, (limit / norms_B).clamp(max=1.0), 0.0)",
+                "(limit / norms_B).clamp(max=1.0)",
+            ),
+            Edit(f"{_CLIPPING}._sum", "if work.finite is None:", "if True:"),
+        ),
+        functools.partial(
+            test_clipping.test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted,
+            "mlp",
+            "auto",
+            float("nan"),
+        ),
+    ),
+    Mutation(
+        "weight 0 times infinity",
+        (Edit(f"{_CLIPPING}._sum", "if work.finite is None:", "if True:"),),
+        functools.partial(
+            test_clipping.test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted,
+            "mlp",
+            "auto",
+            float("inf"),
+        ),
+    ),
+    Mutation(
+        "loss scale left in the norm",
+        (Edit(f"{_CLIPPING}._factors", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
+        functools.partial(test_engine.test_a_float_as_loss_scale_stays_in_the_gradient, "auto"),
+    ),
+    # ---- gradients that are not private ----
+    Mutation(
+        "weight gradients of the first pass left",
+        (
+            Edit(f"{_TAPS}.hub:Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),
+            Swap(f"{_PRIVACY}.bypass:_refuse", lambda name, gradient: None),
+        ),
+        _sums("mlp", "two_pass"),
+    ),
+    Mutation(
+        "weights not detached",
+        (Edit(f"{_TAPS}.hub:Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),),
+        _sums("mlp"),
+    ),
+    Mutation(
+        "weight used past its layer",
+        (Swap(f"{_PRIVACY}.bypass:_refuse", lambda name, gradient: None),),
+        functools.partial(
+            test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step, "auto"
+        ),
+    ),
+    Mutation(
+        "weight without a gradient refused",
+        (Edit(f"{_PRIVACY}.bypass:_refuse", "if gradient is None:", "if False:"),),
+        test_a_weight_that_gets_no_gradient_is_no_bypass,
+    ),
+    Mutation(
+        "gradients of a backward that broke off",
+        (Swap(f"{_PRIVACY}.whole:WholeGradient.recover", lambda self: None),),
+        functools.partial(
+            test_contract.test_a_backward_that_breaks_off_leaves_nothing_behind,
+            {"max_physical_batch": 1, "batch_size": 1},
+        ),
+    ),
+    Mutation(
+        "gradients of inputs add to the sums",
+        (
+            Edit(
+                f"{_CLIPPING}._open",
+                "work.idle = not torch._C._will_engine_execute_node(self._accumulates)",
+                "work.idle = False",
+            ),
+        ),
+        functools.partial(test_contract.test_gradients_of_inputs_leave_the_parameters_alone, {}),
+    ),
+    Mutation(
+        "layers that couple samples accepted",
+        (Edit(f"{_TAPS}.hub:Hub._run_site", "if reason is not None:", "if False:"),),
+        functools.partial(test_contract.test_layers_that_couple_samples_are_refused_by_name, nn.BatchNorm1d),
+    ),
+    Mutation(
+        "losses that couple samples accepted",
+        (Edit(f"{_ENGINE}.check_independence", "if bool((change > allowed).any()):", "if False:"),),
+        test_contract.test_losses_that_couple_samples_are_found,
+    ),
+    Mutation(
+        "two passes silently taken as one",
+        (Edit(f"{_CLIPPING}._refuse_over_budget", "unplanned = work.plan is None and", "unplanned = False and"),),
+        _compiled(test_contract.test_forced_two_pass_raises_on_a_plain_backward_of_a_compiled_model),
+    ),
+    Mutation(
+        "plan that reads numbers breaks off",
+        (Edit(f"{_CLIPPING}._shares", "except RuntimeError:", "except MemoryError:"),),
+        test_contract.test_running_statistics_couple_nothing,
+    ),
+    Mutation(
+        "submodule by itself ends in a KeyError",
+        (Edit(f"{_CLIPPING}.foresee", "self._seen.setdefault(self._number, [])", "self._seen[self._number]"),),
+        test_contract.test_a_submodule_called_by_itself_is_refused_in_one_line,
+    ),
+    Mutation(
+        "loss with further arguments called wrongly",
+        (Edit(f"{_PRIVACY}.engine:_call", "if any(p.kind is p.VAR_POSITIONAL for p in takes):", "if False:"),),
+        test_independence_of_a_loss_that_takes_the_rest_of_its_arguments,
+    ),
+    # ---- steps ----
+    Mutation(
+        "divided by the actual batch",
+        (
+            Edit(
+                f"{_ENGINE}._before_step",
+                "std, self._expected_batch, scale)",
+                "std, float(len(self._clipping.last.factors_B)), scale)",
+            ),
+        ),
+        functools.partial(test_engine.test_a_step_is_one_draw_whatever_its_pieces, "mlp", None),
+    ),
+    Mutation(
+        "empty batch skipped",
+        (
+            Edit(
+                f"{_ENGINE}._before_step",
+                "    options = self._options\n",
+                "    if self._clipping.last is None or not len(self._clipping.last.norms_B):\n"
+                "        return\n"
+                "    options = self._options\n",
+            ),
+        ),
+        functools.partial(test_engine.test_draws_without_a_record_step_with_noise, None),
+    ),
+    Mutation(
+        "empty draws left out by the loader",
+        (
+            Edit(
+                f"{_PRIVACY}.loader:_FilledPieces._filled",
+                "handed.append(piece)",
+                "piece.indices and handed.append(piece)",
+            ),
+        ),
+        test_loader.test_an_epoch_may_be_all_empty,
+    ),
+    Mutation(
+        "scaler finds no gradient in an empty draw",
+        (Edit(f"{_SUMS}:GradientSums.settle", "if all(p.grad is None for p in self.trained.values()):", "if False:"),),
+        functools.partial(test_engine.test_a_grad_scaler_steps_on_an_empty_draw, False),
+    ),
+    Mutation(
+        "unequal numbers of pieces",
+        (
+            Edit(
+                f"{_PRIVACY}.sampling:PoissonBatchSampler.pieces_of",
+                "pieces(len(share(indices, 0, self.world)),",
+                "pieces(len(mine),",
+            ),
+        ),
+        test_sampling.test_a_rank_with_a_smaller_share_runs_an_empty_piece,
+    ),
+    Mutation(
+        "draw that is begun again counts twice",
+        (Edit(f"{_ENGINE}._begin_piece", "if draw in self._draws and piece == 0:", "if False:"),),
+        functools.partial(test_engine.test_a_draw_that_is_begun_again_counts_no_sample_twice, "after a step", 2),
+    ),
+    Mutation(
+        "one batch counts twice",
+        (
+            Edit(
+                f"{_ENGINE}._begin_piece",
+                "self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0",
+                "self._passes_at_piece = 2**60",
+            ),
+        ),
+        functools.partial(test_engine.test_two_backwards_on_one_batch_of_the_loader_are_refused, None),
+    ),
+    # ---- noise ----
+    Mutation(
+        "noise without the clip norm",
+        (
+            Edit(
+                f"{_ENGINE}._before_step",
+                "options.noise_multiplier * options.max_grad_norm",
+                "options.noise_multiplier",
+            ),
+        ),
+        functools.partial(test_engine.test_the_noise_of_a_step_has_the_promised_variance, torch.float32),
+    ),
+    Mutation(
+        "noise of the process's generator",
+        (Swap(f"{_KERNELS}.chacha:add_normals_", _normals_of_the_process),),
+        test_engine.test_noise_is_not_that_of_the_global_generator_and_leaves_it_alone,
+    ),
+    Mutation(
+        "noise of every process",
+        (
+            Edit(
+                f"{_SUMS}:GradientSums.release",
+                "whole = self._whole(name, loss_scale)",
+                "whole = noise.add_noise_(self._whole(name, loss_scale), name, noise_std, number)",
+            ),
+        ),
+        test_noise_is_added_once_after_the_sum_over_processes,
+    ),
+    Mutation(
+        "noise of every piece",
+        (Edit(f"{_ENGINE}._before_step", "if not self._piece[2]:", "if False:"),),
+        functools.partial(test_engine.test_on_all_but_the_last_piece_the_optimizer_does_nothing, torch.optim.SGD),
+    ),
+    Mutation(
+        "noise in the dtype of the parameter",
+        (Edit(f"{_KERNELS}.chacha:_add_on_host", "noise.double().mul_(std)", "noise.to(part.dtype).mul_(std)"),),
+        functools.partial(test_chacha.test_noise_is_added_in_place_and_rounded_once, torch.bfloat16, False),
+    ),
+    Mutation(
+        "noise of a shard begins at the first row",
+        (
+            Edit(
+                f"{_PRIVACY}.noise:NoisePlan.add_noise_",
+                "self.offsets[name] + start * prod(shape[1:])",
+                "self.offsets[name]",
+            ),
+        ),
+        test_noise.test_a_slice_is_a_range_too,
+    ),
+    Mutation(
+        "one noise for all parameters",
+        (Edit(f"{_PRIVACY}.noise:NoisePlan.__init__", "place += prod(shape) + prod(shape) % 2", "pass"),),
+        test_noise.test_elements_have_places_of_their_own_that_start_even,
+    ),
+    Mutation(
+        "unused parameters without noise",
+        (
+            Edit(
+                f"{_SUMS}:GradientSums.release",
+                "for name in self.trained:",
+                "for name in (n for n, q in self.trained.items() if q.grad is not None):",
+            ),
+        ),
+        test_engine.test_an_unused_parameter_gets_noise_like_any_other,
+    ),
+    Mutation(
+        "frozen parameters with noise",
+        (Edit(f"{_PRIVACY}.engine:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),),
+        test_frozen_parameters_of_the_optimizer_stay_as_they_are,
+    ),
+    Mutation(
+        "noise of a number without its loss scale",
+        (Edit(f"{_ENGINE}._loss_scale_at", "if scaler != 1.0:", "if False:"),),
+        functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "float"),
+    ),
+    Mutation(
+        "noise on gradients that are still scaled",
+        (Edit(f"{_ENGINE}._loss_scale_at", "stage is OptState.READY", "False"),),
+        functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "GradScaler whose step was forgotten"),
+    ),
+    # ---- releases and secrets ----
+    Mutation(
+        "noise used again after a resume",
+        (Edit(f"{_PRIVACY}.secrets:ReleaseCounter.restore", "released if replay else mark", "released"),),
+        test_engine.test_rolling_back_noise_never_meets_another_sum,
+    ),
+    Mutation(
+        "noise used again in the next step",
+        (Edit(f"{_PRIVACY}.secrets:ReleaseCounter.begin", "self._next = release + 1", "self._next = 0"),),
+        test_secrets.test_numbers_follow_each_other_and_are_counted,
+    ),
+    Mutation(
+        "epsilon refunded by a rollback",
+        (
+            Edit(
+                f"{_PRIVACY}.secrets:ReleaseCounter.restore",
+                "mark = max(self._spent, released, recorded)",
+                "mark = max(released, recorded)",
+            ),
+        ),
+        test_engine.test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothing,
+    ),
+    Mutation(
+        "old draws with restored noise",
+        (Edit(f"{_ENGINE}.load_state_dict", "self._loader.rekey(self._secrets.sampling_key)", "pass"),),
+        test_engine.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
+    ),
+    Mutation(
+        "counter file of no kind refused",
+        (Edit(f"{_ENGINE}.bind_counter", "elif self._accounting.history:", "else:"),),
+        _in_folder(test_a_counter_with_a_mark_can_be_bound_before_make_private),
+    ),
+    Mutation(
+        "key in the text of an object",
+        (Swap(f"{_PRIVACY}.secrets:Secrets.__repr__", lambda self: f"Secrets({self._key.hex()})"),),
+        test_secrets.test_neither_text_nor_pickle_shows_the_key,
+    ),
+    Mutation(
+        "key that a seed gives",
+        (Edit(f"{_PRIVACY}.secrets:Secrets.__init__", "os.urandom(KEY_BYTES)", "bytes(KEY_BYTES)"),),
+        test_engine.test_two_engines_have_two_keys_and_the_insecure_one_is_recorded,
+    ),
+    # ---- processes ----
+    Mutation(
+        "every process its own key",
+        (Edit(f"{_PRIVACY}.secrets:Secrets.load_state_dict", "self._key = bytes(key.tolist())", "pass"),),
+        test_the_second_process_takes_the_key_of_the_first,
+    ),
+    Mutation(
+        "every process its own count of releases",
+        (Edit(f"{_ENGINE}._agree", "self._share_counter(device)", "pass"),),
+        test_the_second_process_counts_as_the_first_does,
+    ),
+    Mutation(
+        "processes told different things",
+        (Edit(f"{_ENGINE}._agree", "marks.update({field: digest(value) for field, value in told.items()})", "pass"),),
+        functools.partial(
+            test_what_differs_between_processes_is_refused_by_its_name,
+            {"max_grad_norm": 2.0},
+            "max_grad_norm: is not the same",
+        ),
+    ),
+    Mutation(
+        "wrong cause named for another data set",
+        (
+            Edit(
+                f"{_ENGINE}._agree",
+                'marks = dict(zip(("data_loader", "data_loader\'s records"), known, strict=True))',
+                'marks = {"sample_rate": digest(self._sample_rate)}',
+            ),
+        ),
+        functools.partial(
+            test_what_differs_between_processes_is_refused_by_its_name,
+            {"records": 13},
+            "data_loader: its data set is not the same",
+        ),
+    ),
+    Mutation(
+        "wrapper lost by detach",
+        (Edit(f"{_ENGINE}.detach", "return self._module", "return self._root"),),
+        test_detach_gives_back_what_was_given,
+    ),
+    Mutation(
+        "reducer of DDP left on",
+        (
+            Edit(
+                "gramian.parallel.gradients:ReducerOff.__init__",
+                "self._wrapper.require_backward_grad_sync = False",
+                "self._wrapper.require_backward_grad_sync = True",
+            ),
+        ),
+        _alone(test_private_ddp.test_the_reducer_is_off_while_private_and_on_again_afterwards, 0, 1),
+    ),
+    Mutation(
+        "unsharded weights not watched",
+        (Edit(f"{_ENGINE}._install", 'if self._parallel.kind == "fsdp2":', "if False:"),),
+        _alone(test_private_fsdp2.test_a_bypass_in_a_compiled_model_is_named, 0, 1, bodies.Bypassing, "second.weight"),
+    ),
+    Mutation(
+        "norms summed over processes",
+        (
+            Edit(
+                f"{_CLIPPING}._factors",
+                "squares_B = work.squares_B\n",
+                "squares_B = work.squares_B; torch.distributed.all_reduce(squares_B)\n",
+            ),
+        ),
+        _norms_of_this_rank,
+        red="tests/dist/test_private_ddp.py::test_a_step_moves_by_the_clipped_sum_of_all_ranks",
+        on_ranks=True,
+    ),
+    Mutation(
+        "shards of one process's own sum",
+        (Swap("gramian.parallel.gradients:reduce_to_shard", _own_part),),
+        _shards_of_all_sums,
+        red="tests/dist/test_private_fsdp2.py::"
+        "test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it",
+        on_ranks=True,
+    ),
+    Mutation(
+        "unused layer not reduced",
+        (
+            Edit(
+                f"{_SUMS}:GradientSums.receive",
+                "total = torch.zeros(p.shape, dtype=p.dtype, device=p.device)",
+                "return",
+            ),
+        ),
+        _every_sum_is_reduced,
+        red="tests/privacy/test_bugs.py::test_every_process_reduces_every_sum_in_one_order_whatever_it_used",
+        on_ranks=True,
+    ),
+    # ---- kernels ----
+    Mutation(
+        "Gram kernel without a mask beyond the width",
+        (
+            Edit(
+                f"{_KERNELS}.gram_squares:gram_squares_kernel",
+                "(*tensor.stride(), tensor.shape[2])",
+                "(*tensor.stride(), -(-tensor.shape[2] // tiles.depth) * tiles.depth)",
+            ),
+        ),
+        _gram_at_the_edges,
+        red="tests/kernels/test_gram_squares.py::test_kernel_at_the_edges_of_tiles",
+    ),
+    Mutation(
+        "direct kernel without a mask beyond the tokens",
+        (
+            Edit(
+                f"{_KERNELS}.direct_squares:direct_squares_kernel",
+                "                tokens,\n",
+                "                -(-tokens // tiles.depth) * tiles.depth,\n",
+            ),
+        ),
+        _direct_at_the_edges,
+        red="tests/kernels/test_direct_squares.py::test_kernel_in_every_layout",
+    ),
+)
+BY_NAME = {bug.name: bug for bug in BUGS}
+IN_KERNELS = [bug.name for bug in BUGS if bug.check in (_gram_at_the_edges, _direct_at_the_edges)]
+ON_RANKS = [bug.name for bug in BUGS if bug.on_ranks]
+HERE = [bug for bug in BUGS if bug.name not in (*IN_KERNELS, *ON_RANKS)]
+
+
+# ---- the tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("bug", HERE, ids=lambda bug: bug.name)
+def test_a_bug_that_is_put_back_turns_its_test_red(bug: Mutation) -> None:
+    bug.check()
+    with bug.applied(), pytest.raises(ALL_RED):
+        bug.check()
+    bug.check()
+
+
+def _is_red(name: str, applied: bool, *arguments: Any) -> bool:
+    """True if the check fails in this process."""
+    bug = BY_NAME[name]
+    with bug.applied() if applied else nullcontext():
+        try:
+            bug.check(*arguments)
+        except ALL_RED:
+            return True
+    return False
+
+
+def _is_red_on_a_rank(rank: int, world_size: int, name: str, applied: bool) -> bool:
+    """All ranks fail in the same place, so that none is left waiting."""
+    return _is_red(name, applied, rank)
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_bug_that_is_put_back_turns_its_test_red_on_every_rank(name: str) -> None:
+    for applied in (False, True, False):
+        assert run_on_ranks(2, _is_red_on_a_rank, name, applied) == [applied, applied]
+
+
+@pytest.mark.parametrize("name", IN_KERNELS)
+def test_a_bug_that_is_put_back_into_a_kernel_turns_its_test_red(name: str) -> None:
+    pytest.importorskip("triton")
+    for applied in (False, True, False):
+        assert interpreted(_is_red, name, applied) == applied
+
+
+def test_a_bug_leaves_nothing_behind() -> None:
+    before = _package()
+    for bug in BUGS:
+        with bug.applied():
+            assert _package() != before, bug.name
+        assert _package() == before, bug.name
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of the document."""
+    _, _, text = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[1:]]
+
+
+def test_the_document_lists_every_bug_with_its_test() -> None:
+    rows = _rows("Bugs that are put back")
+    assert all(len(row) == 4 and all(row) for row in rows)
+    assert [(row[0], row[3].strip("`")) for row in rows] == [(bug.name, bug.test) for bug in BUGS]
+
+
+def test_the_document_gives_a_reason_for_every_bug_that_is_not_put_back() -> None:
+    rows = _rows("Bugs that this design cannot have")
+    assert len(rows) > 10 and all(len(row) == 3 and all(row) for row in rows)
+    assert not {row[0] for row in rows} & BY_NAME.keys()
+
+
+def test_every_test_that_is_named_exists() -> None:
+    for bug in BUGS:
+        file, _, function = bug.test.partition("::")
+        assert f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), bug.name
+    assert len(BY_NAME) == len(BUGS)
