@@ -106,6 +106,20 @@ class Accounting:
         """
         return _epsilon(self.mechanism, self.history, _check_delta("delta", delta))
 
+    def catch_up(self, about: Any) -> None:
+        """Take over a later account of the same run: what a release counter kept beside its mark, or this object knew before.
+
+        Args:
+            about: a `state_dict`, or None.
+        """
+        if about is None:
+            return
+        later = Accounting(self.mechanism) if not self.approximate else object.__new__(Accounting)
+        later.mechanism, later._history = self.mechanism, []
+        later.load_state_dict(about)
+        if later.steps >= self.steps:
+            self._history = later._history
+
     def state_dict(self) -> dict[str, Any]:
         """The history, in plain values."""
         return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}

@@ -201,6 +201,8 @@ class Clipping:
         self.last: Clipped | None = None
         self.passes = 0
         """Backwards that were carried out."""
+        self.on_begin: Callable[[int], None] = lambda rows: None
+        """Called with the rows of a backward before anything is summed; may refuse."""
         self.on_done: Callable[[], None] = lambda: None
         """Called when a backward was carried out."""
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
@@ -339,6 +341,8 @@ class Clipping:
                 self.plan = work.plan
             if not work.idle:
                 self._refuse_over_budget(work)
+                if not self.paused:
+                    self.on_begin(info.batch)
         return work
 
     def _refuse_over_budget(self, work: Work) -> None:

@@ -1,6 +1,7 @@
 """`PrivacyEngine`: exact DP-SGD on the user's own model, optimizer and loop."""
 
 import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -133,13 +134,15 @@ class PrivacyEngine:
             loss_scale=loss_scale,
         )
         options.check_optimizer(module, optimizer)
+        if tuning is not None and not isinstance(tuning, Tuning):
+            raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
         root = unwrap(module)
         if root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         parallel = DataParallel.of(module, root)
         trained = _trained(root, optimizer)
         device = next(iter(trained.values())).device
-        self._options, self._parallel = options, parallel
+        self._options, self._parallel, self._rate_given = options, parallel, sample_rate is not None
         self._expected_batch, self._sample_rate = batch_and_rate(
             data_loader, parallel.world, expected_batch, sample_rate, poisson_sampling
         )
@@ -159,6 +162,7 @@ class PrivacyEngine:
             stack.callback(_private.discard, root)
             self._installed = stack.pop_all()
         self._trained, self._root, self._module = trained, root, module
+        self._forget_gradients()  # what was there before is not private
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -175,8 +179,9 @@ class PrivacyEngine:
         """
         if "noise_multiplier" in options:
             raise GramianError("noise_multiplier: follows from target_epsilon; expected only one of them")
-        if not epochs > 0:
-            raise GramianError(f"epochs: expected a number above 0, got {epochs!r}")
+        for field, value in (("epochs", epochs), ("target_epsilon", target_epsilon), ("target_delta", target_delta)):
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                raise GramianError(f"{field}: expected a number above 0, got {value!r}")
         world = DataParallel.of(options["module"], unwrap(options["module"])).world if "module" in options else 1
         _, rate = batch_and_rate(
             data_loader,
@@ -185,7 +190,9 @@ class PrivacyEngine:
             options.get("sample_rate"),
             options.get("poisson_sampling", True),
         )
-        steps = max(1, round(epochs / rate))
+        steps = math.ceil(
+            max(epochs / rate, epochs * max(1, round(1 / rate)))
+        )  # as many as the loader yields, at least
         noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._accounting.mechanism)
         return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
 
@@ -207,10 +214,15 @@ class PrivacyEngine:
             )
         if field is not None:
             raise GramianError(f"{field}: is not the same on every process; expected one value everywhere")
-        state = self._secrets.state_dict()
-        key = self._parallel.from_first(bytes(state["key"].tolist()), device)
-        self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
+        self._share_key(device)
         self._share_counter(device)
+
+    def _share_key(self, device: torch.device) -> None:
+        """Every process has the first one's key."""
+        if self._parallel.world > 1:
+            state = self._secrets.state_dict()
+            key = self._parallel.from_first(bytes(state["key"].tolist()), device)
+            self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -239,11 +251,15 @@ class PrivacyEngine:
         self._sums = GradientSums(trained, self._parallel, tuning.overlap, self.stopwatch)
         self._draws: set[int] = set()
         self._piece: tuple[int, int, bool] | None = None
-        self._passes_at_piece = 0
+        self._passes_at_piece = self._passes_since_step = self._records = 0
         whole = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
         if whole and self._parallel.kind != "fsdp2":
             self._clipping = WholeGradient(
-                root, trained, max_grad_norm=options.max_grad_norm, loss_scale=options.loss_scale
+                root,
+                trained,
+                max_grad_norm=options.max_grad_norm,
+                loss_reduction=options.loss_reduction,
+                loss_scale=options.loss_scale,
             )
             stack.callback(self._clipping.remove)
         else:
@@ -272,19 +288,54 @@ class PrivacyEngine:
             stack.enter_context(hub.governed_by(self._clipping))
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
-        self._clipping.on_done = self._after_backward
-        stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._clipping.on_begin, self._clipping.on_done = self._before_sums, self._after_backward
+        handle = optimizer.register_step_pre_hook(self._before_step)
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handle.id, last=False)  # others see what is private already
+        stack.callback(handle.remove)
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    def _begin_piece(self, draw: int, piece: int, last: bool) -> None:
+    def _forget_gradients(self) -> None:
+        """Drop sums that no step has released."""
+        self._sums.moved.clear()
+        for p in self._trained.values():
+            p.grad = None
+
+    def _begin_piece(self, draw: int, piece: int, last: bool, records: int) -> None:
+        if self._installed is None:
+            raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
         if draw in self._draws and piece == 0:  # a loop that was left and begun again: nothing of this draw counts yet
-            self._sums.moved.clear()
-            for p in self._trained.values():
-                p.grad = None
-        self._piece = (draw, piece, last)
+            self._forget_gradients()
+        self._piece, self._records = (draw, piece, last), records
         self._draws.add(draw)
         self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0
+
+    def _before_sums(self, rows: int) -> None:
+        """Refuse a backward whose samples would count more than once, before anything is summed.
+
+        Raises:
+            GramianError: naming what is there too often.
+        """
+        assert self._clipping is not None
+        limit = self._options.max_physical_batch
+        if limit is not None and rows > limit:
+            raise GramianError(
+                f"max_physical_batch: is {limit}, and a backward has {rows} samples; expected batches of at most as many "
+                "(without Poisson sampling the loader does not split them)"
+            )
+        if not self._options.poisson_sampling or self._piece is None:
+            return
+        if self._clipping.passes > self._passes_at_piece:
+            raise GramianError(
+                "backward: ran twice on one batch of the loader, so its samples would count twice; "
+                "expected one backward for each batch"
+            )
+        if rows > self._records:
+            raise GramianError(
+                f"batch: has {rows} rows for {self._records} records of the data set, so a record would count several times; "
+                "expected one row for each record (several views of one next to each other inside the model)"
+            )
 
     def _after_backward(self) -> None:
         clipping = self._clipping
@@ -298,11 +349,7 @@ class PrivacyEngine:
                     "loss_scale (a GradScaler does not see this), or data without NaN",
                     stacklevel=2,
                 )
-        if self._options.poisson_sampling and clipping.passes - self._passes_at_piece > 1:
-            raise GramianError(
-                "backward: ran twice on one batch of the loader, so its samples would count twice; "
-                "expected one backward for each batch"
-            )
+        self._passes_since_step += 1
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()` that may take two passes where holding anything would not fit into the budget."""
@@ -347,8 +394,16 @@ class PrivacyEngine:
             if not self._piece[2]:
                 self._sums.move(scale)
                 return
-        number = self._counter.begin()
+            if self._piece[0] != self._counter.released:
+                raise GramianError(
+                    f"step: draw {self._piece[0]} of the loader was released before; expected one loop over it at a time"
+                )
+        elif not self._rate_given:
+            rate = min(1.0, self._sample_rate * max(1, self._passes_since_step))  # several batches in one step
+            self._accounting.record(self._options.noise_multiplier, rate)
+        number = self._counter.begin(self._accounting.state_dict())
         self._accounting.set_steps(self._counter.spent)
+        self._passes_since_step = 0
         options = self._options
         with torch.no_grad(), self.stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
             std = options.noise_multiplier * options.max_grad_norm
@@ -390,16 +445,19 @@ class PrivacyEngine:
     @property
     def noise_multiplier(self) -> float:
         """σ."""
+        self._active()
         return self._options.noise_multiplier
 
     @property
     def expected_batch(self) -> float:
         """What a step divides by."""
+        self._active()
         return self._expected_batch
 
     @property
     def sample_rate(self) -> float:
         """Probability of a record to be in a step."""
+        self._active()
         return self._sample_rate
 
     @property
@@ -444,7 +502,7 @@ class PrivacyEngine:
             return clipping.last.norms_B.double().cpu()
 
         before = norms(batch)
-        for sample in sorted({0, rows - 1}):
+        for sample in sorted({i * (rows - 1) // 7 for i in range(8)} if rows > 8 else set(range(rows))):
             other = (sample + 1) % rows
             after = norms(pytree.tree_map(lambda t, s=sample, o=other: _replaced(t, s, o, rows), batch))
             rest = [i for i in range(rows) if i != sample]
@@ -471,6 +529,7 @@ class PrivacyEngine:
         first = self._parallel.rank == 0 if private else not dist.is_initialized() or dist.get_rank() == 0
         if first:
             self._counter.bind(path, must_exist=must_exist)
+            self._accounting.catch_up(self._counter.about)
         if private:  # else make_private does
             self._share_counter(next(iter(self._trained.values())).device)
         elif self._accounting.history:
@@ -519,14 +578,27 @@ class PrivacyEngine:
         """
         if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
             raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
+        missing = {"secrets", "accountant", "counter", "nonfinite"} - set(state)
+        if missing:
+            raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
         self._secrets.load_state_dict(state["secrets"])
         self._accounting.load_state_dict(state["accountant"])
         self._counter.load_state_dict(state["counter"], replay=replay)
+        self._accounting.catch_up(self._counter.about)
+        if not replay and not self._counter.bound:
+            warnings.warn(
+                "state: steps begun after it was saved are not known, so a new key is drawn and they are not in epsilon; "
+                "expected bind_counter(path) beside the checkpoint",
+                stacklevel=2,
+            )
+            self._secrets.renew()
         self.nonfinite = int(state["nonfinite"])
         if self._accounting.history:
             self._accounting.set_steps(self._counter.spent)
         if self._installed is not None:
-            self._share_counter(next(iter(self._trained.values())).device)
+            device = next(iter(self._trained.values())).device
+            self._share_key(device)
+            self._share_counter(device)
             self._noise = NoisePlan(self._secrets.noise_key, list(self._noise.shapes.items()))
             self._accounting.record(self._options.noise_multiplier, self._sample_rate)
             self._draws.clear()
@@ -544,6 +616,8 @@ class PrivacyEngine:
             raise GramianError("engine: makes no model private; expected make_private before")
         self._installed.close()
         self._installed, self._clipping = None, None
+        if self._passes_since_step or self._sums.moved:
+            self._forget_gradients()  # clipped, but without noise
         return self._module
 
     def _active(self) -> "Clipping | WholeGradient":

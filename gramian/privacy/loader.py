@@ -32,7 +32,7 @@ class PrivateLoader(DataLoader[Any]):
         sample_rate: probability of a record to take part in a draw.
         expected_batch: records of a draw on average, over all ranks; gives the length of an epoch.
         next_draw: the number of the next draw.
-        on_piece: called with (draw, piece, last) for each batch handed over.
+        on_piece: called with (draw, piece, last, number of records) for each batch handed over.
         rank: of this process.
         world: number of data-parallel ranks.
         max_physical_batch: most records in one batch; None = the whole share at once.
@@ -46,7 +46,7 @@ class PrivateLoader(DataLoader[Any]):
         sample_rate: float,
         expected_batch: float,
         next_draw: Callable[[], int],
-        on_piece: Callable[[int, int, bool], None] = lambda draw, piece, last: None,
+        on_piece: Callable[[int, int, bool, int], None] = lambda draw, piece, last, records: None,
         rank: int = 0,
         world: int = 1,
         max_physical_batch: int | None = None,
@@ -114,7 +114,7 @@ class PrivateLoader(DataLoader[Any]):
         return copy.copy(self._empty[0])
 
     def _hand_over(self, piece: Piece, batch: Any) -> Any:
-        self._on_piece(piece.draw, piece.piece, piece.last)
+        self._on_piece(piece.draw, piece.piece, piece.last, len(piece.indices))
         return batch
 
 

@@ -14,6 +14,8 @@ from gramian.taps.capture import check_arguments
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")
+SMALLEST_NORM = 1e-20
+"""Below this, clipped gradients would underflow float32."""
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -35,8 +37,10 @@ class PrivacyOptions:
         """Refuse what no step can be made of, naming the field."""
         if not _number(self.noise_multiplier) or self.noise_multiplier < 0:
             raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
-        if not _number(self.max_grad_norm) or self.max_grad_norm <= 0:
-            raise GramianError(f"max_grad_norm: expected a number above 0, got {self.max_grad_norm!r}")
+        if not _number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
+            raise GramianError(
+                f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least), got {self.max_grad_norm!r}"
+            )
         for field, value, known in (
             ("clipping", self.clipping, CLIPPING),
             ("norm_algorithm", self.norm_algorithm, ALGORITHMS),

@@ -63,6 +63,11 @@ class Secrets:
         """
         return hashlib.blake2b(label.encode(), digest_size=32, key=self._key, person=b"gramian subkey").digest()
 
+    def renew(self) -> None:
+        """Another key: nothing that was drawn with the old one can be drawn again. A fixed seed stays what it is."""
+        if not self.insecure_reproducible:
+            self._key = os.urandom(KEY_BYTES)
+
     def state_dict(self) -> dict[str, Any]:
         """The key itself, as uint8 [32], and the flag. For `save_private`, and for rank 0 to give to the others."""
         return {
@@ -96,6 +101,8 @@ class ReleaseCounter:
         self._next = 0
         self._spent = 0
         self._path: Path | None = None
+        self.about: Any = None
+        """What was said of the releases when the last one was begun, in this process or by the bound file."""
 
     @property
     def spent(self) -> int:
@@ -122,15 +129,25 @@ class ReleaseCounter:
         if recorded is None and must_exist:
             raise GramianError(f"{path}: no such file; expected the release counter that lies beside the checkpoint")
         mark = max(self._spent, recorded or 0)
+        if recorded is not None and recorded >= self._spent:
+            self.about = _read_about(path)
         if recorded is None or mark > recorded:
-            _write_mark(path, mark)
+            _write_mark(path, mark, self.about)
         self._path, self._spent, self._next = path, mark, max(self._next, mark)
 
-    def begin(self) -> int:
+    @property
+    def bound(self) -> bool:
+        """Whether the mark is kept in a file."""
+        return self._path is not None
+
+    def begin(self, about: Any = None) -> int:
         """Begin a release.
 
         With a bound file the mark is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
         on a disk. If it cannot be written nothing has begun.
+
+        Args:
+            about: what kind of releases there were and this one is of, in plain values; kept beside the mark.
 
         Returns:
             Its number.
@@ -138,8 +155,8 @@ class ReleaseCounter:
         release = self._next
         if release + 1 > self._spent:
             if self._path is not None:
-                _write_mark(self._path, release + 1)
-            self._spent = release + 1
+                _write_mark(self._path, release + 1, about)
+            self._spent, self.about = release + 1, about
         self._next = release + 1
         return release
 
@@ -156,7 +173,7 @@ class ReleaseCounter:
         recorded = 0 if self._path is None else _read_mark(self._path) or 0
         mark = max(self._spent, released, recorded)
         if self._path is not None and mark > recorded:
-            _write_mark(self._path, mark)
+            _write_mark(self._path, mark, self.about)
         self._spent = mark
         self._next = released if replay else mark
 
@@ -231,8 +248,13 @@ def _read_mark(path: Path) -> int | None:
     return mark
 
 
-def _write_mark(path: Path, mark: int) -> None:
-    _write_durably(path, lambda file: file.write(json.dumps({"begun": mark}).encode()))
+def _read_about(path: Path) -> Any:
+    """What the counter file says of its releases; it was read as a mark before."""
+    return json.loads(path.read_text(encoding="utf-8")).get("about")
+
+
+def _write_mark(path: Path, mark: int, about: Any = None) -> None:
+    _write_durably(path, lambda file: file.write(json.dumps({"begun": mark, "about": about}).encode()))
 
 
 def _write_durably(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

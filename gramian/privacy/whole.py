@@ -1,5 +1,6 @@
 """Batches of one sample: the ordinary gradient is that sample's, whatever the architecture; it is clipped as a whole."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,28 @@ from gramian.taps.passes import in_backward
 from gramian.taps.sites.site import first_tensor
 
 
+class RowCount:
+    """A forward hook that tells a `WholeGradient` of every batch; what copies and pickles of a module carry does nothing."""
+
+    def __init__(self, owner: "WholeGradient | None") -> None:
+        """Remember whom to tell, weakly."""
+        self._owner: Any = (lambda: None) if owner is None else weakref.ref(owner)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Tell."""
+        owner = self._owner()
+        if owner is not None:
+            owner.count_rows(module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "RowCount":
+        """One that does nothing."""
+        return RowCount(None)
+
+    def __reduce__(self) -> Any:
+        """One that does nothing."""
+        return (RowCount, (None,))
+
+
 class WholeGradient:
     """Clips what autograd forms for one sample: no tap, any layer, weights used anywhere."""
 
@@ -23,17 +46,22 @@ class WholeGradient:
         trained: Mapping[str, nn.Parameter],
         *,
         max_grad_norm: float,
+        loss_reduction: str | float = "mean",
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
     ) -> None:
         """Put hooks on the parameters; `remove` takes them off."""
         self._trained, self._limit, self._loss_scale = dict(trained), max_grad_norm, loss_scale
+        self._factor = 1.0 if isinstance(loss_reduction, str) else 1.0 / loss_reduction
+        self._root, self._entered = weakref.ref(root), False
         self._before: dict[str, Tensor | None] | None = None
         self._batch = 1
         self.last: Clipped | None = None
         self.passes = 0
         self.paused = False
+        self.on_begin: Callable[[int], None] = lambda rows: None
+        """Called before anything is summed; may refuse."""
         self.on_done: Callable[[], None] = lambda: None
-        self._handles: list[RemovableHandle] = [root.register_forward_pre_hook(self._count_rows, with_kwargs=True)]
+        self._handles: list[RemovableHandle] = [root.register_forward_pre_hook(RowCount(self), with_kwargs=True)]
         self._handles += [p.register_hook(self._begin) for p in self._trained.values()]
 
     def recover(self) -> None:
@@ -49,17 +77,31 @@ class WholeGradient:
         for handle in self._handles:
             handle.remove()
 
-    def _count_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def count_rows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward begins: how many samples it is of."""
+        if module is not self._root() or in_backward() or not torch.is_grad_enabled():
+            return
         self.recover()
-        self._batch = first_tensor(args, kwargs).shape[0]
-        if self._batch > 1 and torch.is_grad_enabled():
+        self._batch, self._entered = first_tensor(args, kwargs).shape[0], True
+        if self._batch > 1:
             raise GramianError(
                 f"batch: has {self._batch} samples, but max_physical_batch=1 clips whole gradients; expected one sample"
             )
 
     def _begin(self, gradient: Tensor) -> None:
-        """The backward reached a first parameter: put earlier sums aside, so that `p.grad` becomes this sample's own."""
+        """The backward reached a first parameter: put earlier sums aside, so that `p.grad` becomes this sample's own.
+
+        Raises:
+            GramianError: if nobody knows how many samples it is of.
+        """
         if self._before is None:
+            if not self._entered:
+                raise GramianError(
+                    "backward: did not come from a forward of the model itself; expected a call of it, or a larger "
+                    "max_physical_batch"
+                )
+            if not self.paused:
+                self.on_begin(self._batch)
             self._before = {name: p.grad for name, p in self._trained.items()}
             for p in self._trained.values():
                 p.grad = None
@@ -67,13 +109,14 @@ class WholeGradient:
 
     @torch.no_grad()
     def _end(self) -> None:
-        before, self._before = self._before, None
+        before, self._before, self._entered = self._before, None, False
         assert before is not None
         own = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         gradients = [g for g in own.values() if g is not None]
         wide = wide_dtype(*gradients)
         parts = torch._foreach_norm(gradients, 2, dtype=wide)
-        norm = torch.stack([part.to(parts[0].device) for part in parts]).square().sum().sqrt() / self._scale()
+        norm = torch.stack([part.to(parts[0].device) for part in parts]).square().sum().sqrt()
+        norm = norm * self._factor / self._scale()
         slack = max(SLACK[g.dtype] for g in gradients)
         factor = (self._limit / (1 + slack) / norm).clamp(max=1.0)
         finite = bool(norm.isfinite())
@@ -86,7 +129,7 @@ class WholeGradient:
         for name, p in self._trained.items():
             earlier, gradient = before[name], own.get(name)
             if gradient is not None and counts:
-                gradient.mul_(factor.to(gradient.device))
+                gradient.mul_((factor * self._factor).to(gradient.device))
                 p.grad = gradient if earlier is None else earlier.add_(gradient)
             else:
                 p.grad = earlier

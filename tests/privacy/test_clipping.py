@@ -114,14 +114,14 @@ def test_what_was_in_the_gradient_before_stays(name: str) -> None:
     p = problem(name, 3)
     limit, model = clip_norm(p), p.model()
     earlier = {}
-    for key, q in model.named_parameters():
-        q.grad = torch.full_like(q, 0.5)
-        earlier[key] = q.grad
     with private(model, limit):
+        for key, q in model.named_parameters():
+            q.grad = torch.full_like(q, 0.5)
+            earlier[key] = q.grad
         p.backward(model, p.batch)
-    want = {key: total + 0.5 for key, total in wanted(p, limit).totals.items()}
-    assert_sums(gradients(model), want, p.tolerance)
-    assert all(q.grad is earlier[key] for key, q in model.named_parameters())
+        want = {key: total + 0.5 for key, total in wanted(p, limit).totals.items()}
+        assert_sums(gradients(model), want, p.tolerance)
+        assert all(q.grad is earlier[key] for key, q in model.named_parameters())
 
 
 @pytest.mark.parametrize("switch", ["overlap", "release", "adaptive", "layerwise"])

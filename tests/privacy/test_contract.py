@@ -153,7 +153,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"noise_multiplier": math.nan}, "noise_multiplier: expected"),
     ({"noise_multiplier": "1"}, "noise_multiplier: expected"),
     ({"noise_multiplier": True}, "noise_multiplier: expected"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm: expected a number above 0, got 0.0"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm: expected a number above 0"),
     ({"max_grad_norm": math.inf}, "max_grad_norm: expected"),
     ({"max_grad_norm": [1.0, 2.0]}, "max_grad_norm: expected"),
     ({"clipping": "ghost"}, 'clipping: expected one of "auto", "bookkeeping", "keep", "two_pass", got \'ghost\''),
@@ -209,7 +209,7 @@ def test_an_unknown_accountant_is_refused() -> None:
     [
         ({"noise_multiplier": 1.0}, "noise_multiplier: follows from target_epsilon"),
         ({"epochs": 0}, "epochs: expected a number above 0, got 0"),
-        ({"target_epsilon": -1.0}, "target_epsilon: -1.0; expected"),
+        ({"target_epsilon": -1.0}, "target_epsilon: expected a number above 0, got -1.0"),
         ({"target_delta": 2.0}, "target_delta: 2.0; expected"),
     ],
 )

@@ -53,7 +53,7 @@ def test_batches_are_the_draws_in_pieces_told_when_handed_over(settings):
         assert len(want) > 4
         told.clear()
         for seen, ((x, y), piece) in enumerate(zip(loader, want, strict=True)):
-            assert len(told) == seen + 1 and told[-1] == (piece.draw, piece.piece, piece.last)
+            assert len(told) == seen + 1 and told[-1] == (piece.draw, piece.piece, piece.last, len(piece.indices))
             assert x.tolist() == piece.indices and y.shape == (len(piece.indices), 3) and y.dtype == torch.float64
 
 
@@ -82,9 +82,10 @@ def test_ranks_share_every_draw_and_run_as_many_pieces(world):
     ]
     found = collections.defaultdict(list)
     for rank, loader in enumerate(loaders):
-        for (x, _), (number, _, _) in zip(loader, told[rank], strict=False):
+        for (x, _), (number, _, _, _) in zip(loader, told[rank], strict=False):
             found[number] += x.tolist()
-    assert told.count(told[0]) == world, "the same pieces on every rank"
+    pieces = [[piece[:3] for piece in mine] for mine in told]
+    assert pieces.count(pieces[0]) == world, "the same pieces on every rank"
     for number in range(4):
         assert sorted(found[number]) == draw(KEY, number, 24, 0.25).tolist()
 
@@ -156,7 +157,7 @@ def test_empty_draws_are_batches_of_zero_rows(workers):
     sizes = [len(draw(KEY, number, 3, 0.05)) for number in range(30)]
     assert [len(batch["label"]) for batch in batches] == sizes and 0 in sizes and max(sizes) > 0
     assert sizes[-1] == 0 or sizes[0] == 0, "an empty one at an end"
-    assert told == [(number, 0, True) for number in range(30)]
+    assert told == [(number, 0, True, sizes[number]) for number in range(30)]
     empty = batches[sizes.index(0)]
     assert empty["ids"].shape == (0, 5) and empty["ids"].dtype == torch.long and empty["text"] == []
 

@@ -87,7 +87,7 @@ def test_the_file_holds_the_number_before_it_is_given(tmp_path, monkeypatch):
     for number in range(3):
         assert counter.begin() == number and begun(path) == number + 1
 
-    def full(path, mark):
+    def full(path, mark, about=None):
         raise GramianError("disk: full; expected room")
 
     monkeypatch.setattr(module, "_write_mark", full)

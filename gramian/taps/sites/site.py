@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
@@ -113,6 +114,9 @@ def observed(leaves: Sequence[Any], withheld: bool) -> list[int]:
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """The first tensor argument, positional or keyword."""
     for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    for value in pytree.tree_leaves((args, kwargs)):  # inside tuples and dicts
         if isinstance(value, Tensor):
             return value
     raise GramianError("forward: got no tensor argument; expected one with the batch as first axis, or batch_size=")

@@ -1,0 +1,262 @@
+"""Bugs that a reader found by trying to break private training, each with the smallest case that showed it."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gramian
+from gramian.privacy.secrets import load_private, save_private
+
+pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum(1).mean()
+
+
+def private(model: nn.Module, engine: Any = None, records: int = 32, batch: int = 8, **options: Any) -> Any:
+    engine = engine or gramian.PrivacyEngine()
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=1.0)
+    data = TensorDataset(torch.randn(records, 5, generator=torch.Generator().manual_seed(1)).double())
+    given = {"noise_multiplier": 0.0, "max_grad_norm": 0.01, **options}
+    found = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=batch), **given
+    )
+    return engine, *found
+
+
+def moved(before: dict[str, torch.Tensor], model: nn.Module) -> float:
+    return float(torch.cat([(before[n] - p.detach()).flatten() for n, p in model.named_parameters()]).norm())
+
+
+def test_gradients_from_before_are_not_stepped_along() -> None:
+    model = net()
+    (1e3 * loss_of(model, torch.ones(4, 5).double())).backward()
+    engine, model, optimizer, loader = private(model)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    (x,) = next(iter(loader))
+    loss_of(model, x).backward()
+    optimizer.step()
+    assert moved(before, model) <= 0.01 * len(x) / 8 + 1e-12
+    engine.detach()
+
+
+def test_rows_that_repeat_a_record_are_refused() -> None:
+    engine, model, optimizer, loader = private(net())
+    x = next(b for (b,) in loader if len(b))
+    with pytest.raises(gramian.GramianError, match="rows for .* records"):
+        loss_of(model, x.repeat_interleave(3, 0)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
+
+
+def test_a_second_backward_adds_nothing_before_it_is_refused() -> None:
+    engine, model, _, loader = private(net())
+    x = next(b for (b,) in loader if len(b))
+    loss_of(model, x).backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    with pytest.raises(gramian.GramianError, match="ran twice on one batch"):
+        loss_of(model, x).backward()
+    assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
+    engine.detach()
+
+
+def test_batches_accumulated_without_poisson_are_accounted_for() -> None:
+    engine, model, optimizer, loader = private(net(), noise_multiplier=1.0, poisson_sampling=False)
+    for (x,) in loader:  # all 32 records in one step
+        loss_of(model, x).backward()
+    optimizer.step()
+    whole, *_ = private(net(), noise_multiplier=1.0, sample_rate=1.0, expected_batch=32, poisson_sampling=False)
+    whole._accounting.set_steps(1)
+    assert engine.get_epsilon(1e-5) == pytest.approx(whole.get_epsilon(1e-5))
+    engine.detach()
+    whole.detach()
+
+
+def test_a_backward_larger_than_it_may_be_is_refused() -> None:
+    for limit in (1, 4):
+        engine, model, _, _ = private(net(), poisson_sampling=False, max_physical_batch=limit)
+        with pytest.raises(gramian.GramianError, match="max_physical_batch|batch: has"):
+            loss_of(model, torch.ones(8, 5).double()).backward()
+        engine.detach()
+
+
+def test_a_target_is_kept_by_as_many_steps_as_the_loader_yields() -> None:
+    engine, model = gramian.PrivacyEngine("rdp"), net()
+    data = TensorDataset(torch.zeros(60, 5).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = engine.make_private_with_epsilon(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=32), max_grad_norm=1.0,
+        target_epsilon=3.0, target_delta=1e-5, epochs=10,
+    )  # fmt: skip
+    for _ in range(10):
+        for (x,) in loader:
+            loss_of(model, x).backward()
+            optimizer.step()
+    assert 2.5 < engine.get_epsilon(1e-5) <= 3.0
+    engine.detach()
+
+
+def steps(engine: Any, count: int, model: nn.Module | None = None, **options: Any) -> None:
+    engine, model, optimizer, loader = private(model or net(), engine, **options)
+    for (x,), _ in zip(loader, range(count), strict=False):
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+
+
+def test_going_back_over_a_change_of_noise_refunds_nothing(tmp_path: Any) -> None:
+    path = str(tmp_path / "releases.json")
+    engine = gramian.PrivacyEngine("rdp")
+    engine.bind_counter(path)
+    steps(engine, 2, noise_multiplier=2.0)
+    saved = copy.deepcopy(engine.state_dict())
+    steps(engine, 3, noise_multiplier=0.5)
+    spent = engine.get_epsilon(1e-5)
+    engine.load_state_dict(saved)
+    assert engine.get_epsilon(1e-5) == pytest.approx(spent)
+    other = gramian.PrivacyEngine("rdp")
+    other.load_state_dict(saved, replay=True)
+    other.bind_counter(path, must_exist=True)
+    assert other.steps == 5 and other.get_epsilon(1e-5) == pytest.approx(spent)
+
+
+def test_a_state_without_its_counter_never_draws_the_same_noise_again(tmp_path: Any) -> None:
+    engine = gramian.PrivacyEngine("rdp")
+    steps(engine, 1, noise_multiplier=1.0)
+    path = tmp_path / "private.pt"
+    save_private(path, engine.state_dict())
+    found = []
+    for _ in range(2):
+        again = gramian.PrivacyEngine("rdp")
+        with pytest.warns(UserWarning, match="bind_counter"):
+            again.load_state_dict(load_private(path))
+        model = net()
+        steps(again, 1, model, noise_multiplier=1.0, max_grad_norm=1.0)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not bool((found[0] == found[1]).any())
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_private_models_are_copied_and_pickled_as_ordinary_ones(limit: int | None) -> None:
+    engine, model, _, _ = private(net(), max_physical_batch=limit)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        x = torch.ones(3, 5).double()
+        torch.testing.assert_close(other(x), model.eval()(x) if limit is None else other(x))
+        loss_of(other, x).backward()
+        assert all(p.grad is not None for p in other.parameters())
+    engine.detach()
+
+
+def test_detaching_leaves_no_sum_without_noise() -> None:
+    engine, model, _, loader = private(net(), noise_multiplier=1.0)
+    x = next(b for (b,) in loader if len(b))
+    loss_of(model, x).backward()
+    engine.detach()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_two_loops_over_one_loader_do_not_share_a_draw() -> None:
+    engine, model, optimizer, loader = private(net(), noise_multiplier=1.0)
+    one = iter(loader)
+    loss_of(model, next(one)[0]).backward()
+    optimizer.step()
+    other = iter(loader)
+    loss_of(model, next(other)[0]).backward()
+    optimizer.step()
+    loss_of(model, next(one)[0]).backward()
+    with pytest.raises(gramian.GramianError, match="released before"):
+        optimizer.step()
+    engine.detach()
+
+
+@pytest.mark.parametrize("reduction", [0.125, "mean", "sum"])
+def test_one_sample_at_a_time_reads_the_loss_as_taps_do(reduction: str | float) -> None:
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(2)).double()
+    found = []
+    for limit in (None, 1):
+        engine, model, _, _ = private(
+            net(), max_physical_batch=limit, loss_reduction=reduction, poisson_sampling=False, max_grad_norm=1.0
+        )
+        for row in x.split(1):
+            factor = reduction if isinstance(reduction, float) else 1.0
+            (factor * model(row).square().sum()).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+        engine.detach()
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_a_batch_through_a_submodule_is_not_one_sample() -> None:
+    engine, model, _, _ = private(net(), max_physical_batch=1, poisson_sampling=False)
+    with pytest.raises(gramian.GramianError, match="forward of the model itself"):
+        model[2](torch.ones(4, 6).double()).sum().backward()
+    engine.detach()
+
+
+def test_hooks_of_others_see_what_is_private() -> None:
+    model, seen = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+    engine, model, optimizer, loader = private(model, optimizer=optimizer, noise_multiplier=1.0, max_grad_norm=1.0)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    loss_of(model, next(iter(loader))[0]).backward()
+    optimizer.step()
+    for gradient, (n, p) in zip(seen[0], model.named_parameters(), strict=True):
+        torch.testing.assert_close(before[n] - p.detach(), gradient)
+    engine.detach()
+
+
+def test_independence_is_checked_for_every_sample_of_a_small_batch() -> None:
+    engine, model, _, _ = private(net(), poisson_sampling=False)
+    x = torch.randn(5, 5).double()
+    weights = torch.tensor([1.0, 1.0, 7.0, 1.0, 1.0]).double()
+
+    def coupled(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (model(x).square().sum(1) * weights).sum() / weights.max()
+
+    with pytest.raises(gramian.GramianError, match="replacing sample 2"):
+        engine.check_independence(coupled, (x, weights))
+    engine.detach()
+
+
+def test_a_model_that_takes_a_dict_finds_its_batch() -> None:
+    class Dict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.inner(batch["x"])
+
+    engine, model, _, _ = private(Dict(), poisson_sampling=False)
+    model({"x": torch.ones(4, 5).double()}).square().sum(1).mean().backward()
+    assert len(engine.last.norms_B) == 4
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    "use, line",
+    [
+        (lambda e: e.noise_multiplier, "engine: makes no model private"),
+        (lambda e: e.load_state_dict({"schema": 1}), "state: has no"),
+        (lambda e: private(net(), e, tuning=3), "tuning: expected a"),
+        (lambda e: private(net(), e, max_grad_norm=1e-30), "max_grad_norm"),
+    ],
+)
+def test_wrong_use_gets_one_line(use: Any, line: str) -> None:
+    with warnings.catch_warnings(), pytest.raises(gramian.GramianError, match=line) as caught:
+        use(gramian.PrivacyEngine("rdp"))
+    assert "\n" not in str(caught.value)
