@@ -36,6 +36,7 @@ from gramian.taps.gradients.base import flat
 from gramian.taps.gradients.joined import Joined
 from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.hub import Hub
+from gramian.taps.passes import accumulates
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 
 Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
@@ -212,7 +213,7 @@ class Clipping:
         self._seen: dict[int, list[Any]] = {}
         self._number, self._batch = -1, 0
         self._works: dict[int, Work] = {}
-        self._accumulates = torch.autograd.graph.get_gradient_edge(hub.probe).node
+        self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
         """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
 
     # ---- planning --------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ class Clipping:
                 )
             work = self._works[info.number] = Work(info, self._planned(info.number, info.batch))
             self._seen.pop(info.number, None)
-            work.idle = not torch._C._will_engine_execute_node(self._accumulates)
+            work.idle = not accumulates(self._leaf)
             if work.plan is not None:
                 self.plan = work.plan
             if not work.idle:

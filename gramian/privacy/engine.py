@@ -71,6 +71,9 @@ class PrivacyEngine:
         self.nonfinite = 0
         """Samples that were left out because their gradient was not finite. Not covered by ε."""
         self._warned = False
+        self._config: dict[str, int] = {}
+        self._replays: dict[str, int] | None = None
+        self._unknown = False
         self._installed: ExitStack | None = None
         self._clipping: Clipping | WholeGradient | None = None
 
@@ -146,7 +149,13 @@ class PrivacyEngine:
         self._expected_batch, self._sample_rate = batch_and_rate(
             data_loader, parallel.world, expected_batch, sample_rate, poisson_sampling
         )
-        self._agree(data_loader, trained, device)
+        told = {**vars(options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
+        told["loss_scale"] = type(told["loss_scale"]).__name__
+        told["optimizer"] = [type(optimizer).__name__, [(name, tuple(p.shape)) for name, p in trained.items()]]
+        self._config = {field: digest(value) for field, value in told.items()}
+        self._check_replay()
+        self._renew_key()
+        self._agree(data_loader, device)
         self._noise = NoisePlan(self._secrets.noise_key, [(name, tuple(p.shape)) for name, p in trained.items()])
         self._accounting.record(noise_multiplier, self._sample_rate)
         self._accounting.set_steps(self._counter.spent)  # a counter file may have been there before
@@ -183,30 +192,30 @@ class PrivacyEngine:
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise GramianError(f"{field}: expected a number above 0, got {value!r}")
         world = DataParallel.of(options["module"], unwrap(options["module"])).world if "module" in options else 1
-        _, rate = batch_and_rate(
+        if self._counter.spent:
+            raise GramianError(
+                "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
+            )
+        batch, rate = batch_and_rate(
             data_loader,
             world,
             options.get("expected_batch"),
             options.get("sample_rate"),
             options.get("poisson_sampling", True),
         )
-        steps = math.ceil(
-            max(epochs / rate, epochs * max(1, round(1 / rate)))
-        )  # as many as the loader yields, at least
+        size = len(data_loader.dataset) if hasattr(data_loader.dataset, "__len__") else batch / rate
+        yielded = epochs * max(1, round(size / batch))
+        steps = math.ceil(max(epochs / rate, yielded))
         noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._accounting.mechanism)
         return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
 
-    def _agree(self, data_loader: Any, trained: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    def _agree(self, data_loader: Any, device: torch.device) -> None:
         """One key for all processes, one data set, one set of options."""
         if self._parallel.world == 1:
             return
         known = fingerprint(data_loader.dataset) if self._options.poisson_sampling else (0, 0)
         marks = dict(zip(("data_loader", "data_loader's records"), known, strict=True))
-        told = {**vars(self._options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
-        told["loss_scale"] = type(told["loss_scale"]).__name__
-        told["optimizer"] = [(name, tuple(p.shape)) for name, p in trained.items()]
-        told["accountant"] = self._accounting.mechanism
-        marks.update({field: digest(value) for field, value in told.items()})
+        marks.update({**self._config, "accountant": digest(self._accounting.mechanism)})
         field = self._parallel.differing(marks, device)
         if field is not None and field.startswith("data_loader"):
             raise GramianError(
@@ -305,8 +314,14 @@ class PrivacyEngine:
     def _begin_piece(self, draw: int, piece: int, last: bool, records: int) -> None:
         if self._installed is None:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
+        if draw not in self._draws and self._draws and self._passes_since_step:
+            raise GramianError(
+                f"step: draw {min(self._draws)} was summed, and no step of the private optimizer released it; "
+                "expected one optimizer.step() of make_private's optimizer for each draw"
+            )
         if draw in self._draws and piece == 0:  # a loop that was left and begun again: nothing of this draw counts yet
             self._forget_gradients()
+            self._passes_since_step = 0
         self._piece, self._records = (draw, piece, last), records
         self._draws.add(draw)
         self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0
@@ -562,6 +577,7 @@ class PrivacyEngine:
             "counter": self._counter.state_dict(),
             "secrets": self._secrets.state_dict(),
             "nonfinite": self.nonfinite,
+            "config": self._config,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
@@ -578,20 +594,19 @@ class PrivacyEngine:
         """
         if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
             raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
-        missing = {"secrets", "accountant", "counter", "nonfinite"} - set(state)
+        missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
         if missing:
             raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
+        self._replays = dict(state["config"]) if replay else None
+        if self._installed is not None:
+            self._check_replay()
         self._secrets.load_state_dict(state["secrets"])
         self._accounting.load_state_dict(state["accountant"])
         self._counter.load_state_dict(state["counter"], replay=replay)
         self._accounting.catch_up(self._counter.about)
-        if not replay and not self._counter.bound:
-            warnings.warn(
-                "state: steps begun after it was saved are not known, so a new key is drawn and they are not in epsilon; "
-                "expected bind_counter(path) beside the checkpoint",
-                stacklevel=2,
-            )
-            self._secrets.renew()
+        self._unknown = not replay
+        if self._installed is not None:
+            self._renew_key()
         self.nonfinite = int(state["nonfinite"])
         if self._accounting.history:
             self._accounting.set_steps(self._counter.spent)
@@ -605,6 +620,31 @@ class PrivacyEngine:
             self._piece = None
             if self._loader is not None:
                 self._loader.rekey(self._secrets.sampling_key)
+
+    def _renew_key(self) -> None:
+        """After a resume that is no replay, without a counter file: nobody knows which noise was drawn, so none is again."""
+        first = self._parallel.rank == 0  # the others get its key
+        if self._unknown and first and not self._counter.bound:
+            warnings.warn(
+                "state: steps begun after it was saved are not known, so a new key is drawn and they are not in epsilon; "
+                "expected bind_counter(path) beside the checkpoint",
+                stacklevel=3,
+            )
+            self._secrets.renew()
+        self._unknown = False
+
+    def _check_replay(self) -> None:
+        """Raise unless what follows can be a replay of what followed the state.
+
+        Raises:
+            GramianError: naming the option that is not what it was.
+        """
+        before, self._replays = self._replays or {}, None
+        changed = [field for field, mark in before.items() if mark != self._config.get(field)]
+        if changed:
+            raise GramianError(
+                f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
+            )
 
     def detach(self) -> nn.Module:
         """Give the model and the optimizer back as they were; the account stays.

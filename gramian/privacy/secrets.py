@@ -155,6 +155,10 @@ class ReleaseCounter:
         release = self._next
         if release + 1 > self._spent:
             if self._path is not None:
+                if (_read_mark(self._path) or 0) > self._spent:
+                    raise GramianError(
+                        f"{self._path}: another process has begun releases of this run; expected one process at a time"
+                    )
                 _write_mark(self._path, release + 1, about)
             self._spent, self.about = release + 1, about
         self._next = release + 1

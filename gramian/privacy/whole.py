@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide_dtype
 from gramian.privacy.clipping import SLACK, Clipped
-from gramian.taps.passes import in_backward
+from gramian.taps.passes import accumulates, in_backward
 from gramian.taps.sites.site import first_tensor
 
 
@@ -62,7 +63,9 @@ class WholeGradient:
         """Called before anything is summed; may refuse."""
         self.on_done: Callable[[], None] = lambda: None
         self._handles: list[RemovableHandle] = [root.register_forward_pre_hook(RowCount(self), with_kwargs=True)]
-        self._handles += [p.register_hook(self._begin) for p in self._trained.values()]
+        for p in self._trained.values():
+            leaf = torch.autograd.graph.get_gradient_edge(p).node
+            self._handles.append(p.register_hook(partial(self._begin, leaf)))
 
     def recover(self) -> None:
         """After a backward that broke off: `p.grad` as it was before it."""
@@ -88,12 +91,14 @@ class WholeGradient:
                 f"batch: has {self._batch} samples, but max_physical_batch=1 clips whole gradients; expected one sample"
             )
 
-    def _begin(self, gradient: Tensor) -> None:
+    def _begin(self, leaf: Any, gradient: Tensor) -> None:
         """The backward reached a first parameter: put earlier sums aside, so that `p.grad` becomes this sample's own.
 
         Raises:
             GramianError: if nobody knows how many samples it is of.
         """
+        if not accumulates(leaf):
+            return  # torch.autograd.grad: `p.grad` gets nothing
         if self._before is None:
             if not self._entered:
                 raise GramianError(

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -218,6 +218,19 @@ class PassBook:
                 if again:
                     pass_.delivered.clear()
                     pass_.repeated = True
+
+
+def accumulates(leaf: Any) -> bool:
+    """True if the backward under way adds to `.grad` of a leaf (`backward()`); False in `torch.autograd.grad`.
+
+    Args:
+        leaf: the node that would add, from `torch.autograd.graph.get_gradient_edge`.
+    """
+    try:
+        found: bool = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
+        return False
+    return found
 
 
 def in_backward() -> bool:

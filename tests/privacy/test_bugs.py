@@ -730,7 +730,7 @@ BUGS = (
         (
             Edit(
                 f"{_CLIPPING}._open",
-                "work.idle = not torch._C._will_engine_execute_node(self._accumulates)",
+                "work.idle = not accumulates(self._leaf)",
                 "work.idle = False",
             ),
         ),
@@ -969,7 +969,13 @@ BUGS = (
     ),
     Mutation(
         "processes told different things",
-        (Edit(f"{_ENGINE}._agree", "marks.update({field: digest(value) for field, value in told.items()})", "pass"),),
+        (
+            Edit(
+                f"{_ENGINE}._agree",
+                'marks.update({**self._config, "accountant": digest(self._accounting.mechanism)})',
+                "pass",
+            ),
+        ),
         functools.partial(
             test_what_differs_between_processes_is_refused_by_its_name,
             {"max_grad_norm": 2.0},

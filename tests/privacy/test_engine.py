@@ -161,14 +161,23 @@ def test_two_draws_in_one_step_are_refused() -> None:
     p = problem("mlp", RECORDS)
     model = p.model()
     with _poisson(p, model, 1.0) as run:
-        for number, (_, *batch) in enumerate(run.loader):
-            p.case.loss(model, *batch, reduction="sum").backward()
-            if number == 1:
-                break
-        before = _flat(model)
+        before, batches = _flat(model), iter(run.loader)
+        p.case.loss(model, *next(batches)[1:], reduction="sum").backward()
+        with pytest.raises(gramian.GramianError, match="step: draw 0 was summed, and no step"):
+            next(batches)
+        assert torch.equal(before, _flat(model)) and run.engine.steps == 0
+
+
+def test_two_draws_for_one_step_are_refused() -> None:
+    p = problem("mlp", RECORDS)
+    model = p.model()
+    with _poisson(p, model, 1.0) as run:
+        batches = iter(run.loader)
+        next(batches)
+        p.case.loss(model, *next(batches)[1:], reduction="sum").backward()
         with pytest.raises(gramian.GramianError, match="step: 2 draws since the last one; expected one step for each"):
             run.optimizer.step()
-        assert torch.equal(before, _flat(model)) and run.engine.steps == 0
+        assert run.engine.steps == 0
 
 
 def test_a_step_without_a_draw_is_refused() -> None:

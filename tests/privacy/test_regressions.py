@@ -141,10 +141,10 @@ def test_a_state_without_its_counter_never_draws_the_same_noise_again(tmp_path: 
     found = []
     for _ in range(2):
         again = gramian.PrivacyEngine("rdp")
-        with pytest.warns(UserWarning, match="bind_counter"):
-            again.load_state_dict(load_private(path))
+        again.load_state_dict(load_private(path))
         model = net()
-        steps(again, 1, model, noise_multiplier=1.0, max_grad_norm=1.0)
+        with pytest.warns(UserWarning, match="bind_counter"):
+            steps(again, 1, model, noise_multiplier=1.0, max_grad_norm=1.0)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert not bool((found[0] == found[1]).any())
 
@@ -260,3 +260,73 @@ def test_wrong_use_gets_one_line(use: Any, line: str) -> None:
     with warnings.catch_warnings(), pytest.raises(gramian.GramianError, match=line) as caught:
         use(gramian.PrivacyEngine("rdp"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_replay_with_other_options_is_refused() -> None:
+    engine = gramian.PrivacyEngine("rdp")
+    _, model, optimizer, loader = private(net(), engine, noise_multiplier=2.0)
+    saved = copy.deepcopy(engine.state_dict())
+    loss_of(model, next(iter(loader))[0]).backward()
+    optimizer.step()
+    engine.detach()
+    for options in ({"noise_multiplier": 0.3}, {"noise_multiplier": 2.0, "max_grad_norm": 5.0}):
+        private(model, engine, **options)
+        with pytest.raises(gramian.GramianError, match="replay: (noise_multiplier|max_grad_norm)"):
+            engine.load_state_dict(saved, replay=True)
+        engine.detach()
+        late = gramian.PrivacyEngine("rdp")
+        late.load_state_dict(saved, replay=True)
+        with pytest.raises(gramian.GramianError, match="replay: (noise_multiplier|max_grad_norm)"):
+            private(net(), late, **options)
+    private(model, engine, noise_multiplier=2.0)
+    engine.load_state_dict(saved, replay=True)
+    engine.detach()
+
+
+def test_a_draw_that_another_optimizer_stepped_along_is_noticed() -> None:
+    engine, model, _, loader = private(net(), noise_multiplier=1.0)
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(gramian.GramianError, match="no step of the private optimizer"):
+        for (x,) in loader:
+            loss_of(model, x).backward()
+            other.step()
+    engine.detach()
+
+
+def test_a_target_for_an_engine_that_has_spent_is_refused() -> None:
+    engine = gramian.PrivacyEngine("rdp")
+    steps(engine, 1, noise_multiplier=1.0)
+    with pytest.raises(gramian.GramianError, match="target_epsilon: the engine has spent"):
+        engine.make_private_with_epsilon(
+            module=net(), optimizer=None, data_loader=None, target_epsilon=1.0, target_delta=1e-5, epochs=1
+        )
+
+
+def test_two_processes_do_not_share_a_counter_file(tmp_path: Any) -> None:
+    path, engine = str(tmp_path / "releases.json"), gramian.PrivacyEngine("rdp")
+    engine.bind_counter(path)
+    steps(engine, 1, noise_multiplier=1.0)
+    saved = engine.state_dict()
+    two = []
+    for _ in range(2):
+        other = gramian.PrivacyEngine("rdp")
+        other.bind_counter(path, must_exist=True)
+        other.load_state_dict(saved)
+        two.append(other)
+    steps(two[0], 1, noise_multiplier=1.0)
+    with pytest.raises(gramian.GramianError, match="another process"):
+        steps(two[1], 1, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_gradients_of_parameters_by_themselves_change_no_sum(limit: int | None) -> None:
+    engine, model, _, _ = private(net(), max_physical_batch=limit, poisson_sampling=False)
+    x = torch.ones(1, 5).double()
+    loss_of(model, x).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    if limit == 1:
+        torch.autograd.grad(loss_of(model, x), list(model.parameters()))
+    given = x.clone().requires_grad_()
+    torch.autograd.grad(loss_of(model, given), given)
+    assert all(torch.equal(p.grad, earlier) for p, earlier in zip(model.parameters(), before, strict=True))
+    engine.detach()
