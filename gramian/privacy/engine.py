@@ -1,6 +1,5 @@
 """`PrivacyEngine`: exact DP-SGD on the user's own model, optimizer and loop."""
 
-import inspect
 import math
 import warnings
 import weakref
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from gramian.errors import GramianError
@@ -22,6 +20,7 @@ from gramian.plan.clipping import ClippingPlan
 from gramian.privacy.accounting import Accounting, find_noise_multiplier
 from gramian.privacy.bypass import Bypass
 from gramian.privacy.clipping import Clipped, Clipping, Tuning
+from gramian.privacy.independence import check_independence
 from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, digest
@@ -486,7 +485,7 @@ class PrivacyEngine:
         return None if self._clipping is None else self._clipping.last
 
     def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any, tolerance: float | None = None) -> None:
-        """Replace a sample, and require every other sample's norm unchanged.
+        """Replace samples, and require every other sample's norm unchanged.
 
         Args:
             loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more argument
@@ -498,38 +497,8 @@ class PrivacyEngine:
             GramianError: if another sample's norm changes.
         """
         clipping = self._active()
-        rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
-        if rows < 2:
-            raise GramianError(f"batch: has {rows} samples; expected at least two")
-        if isinstance(clipping, WholeGradient):
-            return  # every sample is alone
-        devices = [next(iter(self._trained.values())).device] if torch.cuda.is_available() else []
-        cuda = [device for device in devices if device.type == "cuda"]
-
-        def norms(given: Any) -> Tensor:
-            clipping.paused = True
-            try:
-                with torch.random.fork_rng(devices=cuda):
-                    _call(loss_fn, self._root, given).backward()
-            finally:
-                clipping.paused = False
-            assert clipping.last is not None
-            return clipping.last.norms_B.double().cpu()
-
-        before = norms(batch)
-        for sample in sorted({i * (rows - 1) // 7 for i in range(8)} if rows > 8 else set(range(rows))):
-            other = (sample + 1) % rows
-            after = norms(pytree.tree_map(lambda t, s=sample, o=other: _replaced(t, s, o, rows), batch))
-            rest = [i for i in range(rows) if i != sample]
-            narrow = min((p.dtype for p in self._trained.values()), key=lambda dtype: dtype.itemsize)
-            allowed = tolerance or {torch.float64: 1e-9, torch.float32: 1e-4}.get(narrow, 2e-2)
-            change = (after[rest] - before[rest]).abs() / before[rest].clamp(min=1e-30)
-            if bool((change > allowed).any()):
-                worst = rest[int(change.argmax())]
-                raise GramianError(
-                    f"loss: replacing sample {sample} changed the norm of sample {worst} from {float(before[worst]):.6g} to "
-                    f"{float(after[worst]):.6g}; expected samples that do not depend on each other (per-sample normalisation)"
-                )
+        if isinstance(clipping, Clipping):  # else every sample is alone
+            check_independence(clipping, self._root, self._trained, loss_fn, batch, tolerance)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -682,26 +651,3 @@ def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
             "optimizer: trains no parameter of the module; expected at least one with requires_grad=True"
         )
     return found
-
-
-def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    given = list(batch) if isinstance(batch, tuple | list) else [batch]
-    try:
-        takes = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
-        return loss_fn(*given)
-    needed = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    count = len(needed)
-    if any(p.kind is p.VAR_POSITIONAL for p in takes):
-        return loss_fn(model, *given) if count else loss_fn(*given)
-    if count == 1 and isinstance(batch, tuple | list) and len(given) != 1:
-        return loss_fn(batch)
-    return loss_fn(model, *given) if count == len(given) + 1 else loss_fn(*given)
-
-
-def _replaced(t: Any, sample: int, other: int, rows: int) -> Any:
-    if not isinstance(t, Tensor) or not t.dim() or t.shape[0] != rows:
-        return t
-    changed = t.clone()
-    changed[sample] = t[other]
-    return changed

@@ -743,7 +743,7 @@ BUGS = (
     ),
     Mutation(
         "losses that couple samples accepted",
-        (Edit(f"{_ENGINE}.check_independence", "if bool((change > allowed).any()):", "if False:"),),
+        (Edit(f"{_PRIVACY}.independence:check_independence", "if bool((change > allowed).any()):", "if False:"),),
         test_contract.test_losses_that_couple_samples_are_found,
     ),
     Mutation(
@@ -763,7 +763,7 @@ BUGS = (
     ),
     Mutation(
         "loss with further arguments called wrongly",
-        (Edit(f"{_PRIVACY}.engine:_call", "if any(p.kind is p.VAR_POSITIONAL for p in takes):", "if False:"),),
+        (Edit(f"{_PRIVACY}.independence:_call", "if any(p.kind is p.VAR_POSITIONAL for p in takes):", "if False:"),),
         test_independence_of_a_loss_that_takes_the_rest_of_its_arguments,
     ),
     # ---- steps ----
