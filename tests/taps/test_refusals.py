@@ -520,7 +520,7 @@ def test_unbatched_inputs_are_refused_by_name(layer: nn.Module, shape: tuple[int
         model(torch.randn(shape)).sum().backward()
 
 
-def test_a_batch_inside_a_dict_needs_batch_size() -> None:
+def test_a_batch_inside_a_dict_is_found_and_one_without_tensors_needs_batch_size() -> None:
     class FromDict(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -529,11 +529,21 @@ def test_a_batch_inside_a_dict_needs_batch_size() -> None:
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
             return self.head(batch["x"])
 
+    class Holder:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __getitem__(self, name: str) -> Tensor:
+            return self.x
+
     model, batch = FromDict(), {"x": torch.randn(4, 5)}
+    with gramian.per_sample_norms(model) as norms:
+        model(batch).sum().backward()
+    assert norms.values.shape == (4,)
     with refused("forward", "batch_size="), gramian.per_sample_norms(model):
-        model(batch).sum().backward()
+        model(Holder(batch["x"])).sum().backward()
     with gramian.per_sample_norms(model, batch_size=4) as norms:
-        model(batch).sum().backward()
+        model(Holder(batch["x"])).sum().backward()
     assert norms.values.shape == (4,)
 
 
