@@ -240,6 +240,6 @@ def _check_kind(noise_multiplier: float, sample_rate: float) -> None:
 
 
 def _check_delta(field: str, delta: float) -> float:
-    if not 0 < delta < 1:
+    if not isinstance(delta, int | float) or not 0 < delta < 1:
         raise GramianError(f"{field}: {delta}; expected a probability in (0, 1)")
     return float(delta)

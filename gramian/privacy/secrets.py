@@ -36,6 +36,8 @@ class Secrets:
     def __init__(self, *, insecure_reproducible: bool = False, seed: int | None = None) -> None:
         if seed is not None and not insecure_reproducible:
             raise GramianError("seed: a seed gives no secret; expected insecure_reproducible=True beside it")
+        if seed is not None and not isinstance(seed, int):
+            raise GramianError(f"seed: {seed!r}; expected an integer")
         self.insecure_reproducible = insecure_reproducible
         if insecure_reproducible:
             self._key = hashlib.blake2b(b"gramian insecure %d" % (seed or 0), digest_size=KEY_BYTES).digest()

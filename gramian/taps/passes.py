@@ -228,8 +228,10 @@ def accumulates(leaf: Any) -> bool:
     """
     try:
         found: bool = torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # its gradient is what torch.autograd.grad was asked for
-        return False
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return False  # its gradient is what torch.autograd.grad was asked for
     return found
 
 
