@@ -11,35 +11,24 @@ goes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
 from gramian.kernels.weighted_sum import row_squares
-from gramian.plan.clipping import (
-    MACHINES,
-    ClippingPlan,
-    Machine,
-    NormAlgorithm,
-    Row,
-    Share,
-    default_budget,
-    plan_clipping,
-    ways,
-)
+from gramian.plan.clipping import ClippingPlan, NormAlgorithm, Row
+from gramian.privacy.foresight import Foresight, Storage, share_of
 from gramian.privacy.timing import Stopwatch
-from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients import Dense, Outer, PerSampleGradient
 from gramian.taps.gradients.base import flat
-from gramian.taps.gradients.joined import Joined
 from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.hub import Hub
 from gramian.taps.passes import accumulates
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 
-Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
 SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
 """By the narrowest dtype that takes part: what rounding may add to a norm or to a clipped gradient. Factors of clipped samples
 are smaller by this much, so that what is summed stays within C."""
@@ -193,7 +182,7 @@ class Clipping:
         """
         self._hub, self._trained, self._sink = hub, dict(trained), sink
         self.max_grad_norm, self.loss_reduction, self.loss_scale = max_grad_norm, loss_reduction, loss_scale
-        self.storage, self.algorithm, self.budget = storage, algorithm, budget
+        self.storage, self.budget = storage, budget
         self.tuning, self.stopwatch = tuning or Tuning(), stopwatch or Stopwatch(on=False)
         self.again = False
         self.paused = False
@@ -209,85 +198,23 @@ class Clipping:
         self.on_watch: Callable[[str, Tensor], None] = lambda name, tensor: None
         """Shown every tensor that stands for a parameter."""
         self.plan: ClippingPlan | None = None
-        self._plans: dict[Any, ClippingPlan] = {}
-        self._seen: dict[int, list[Any]] = {}
-        self._number, self._batch = -1, 0
+        adaptive = self.tuning.adaptive or algorithm != "auto"
+        self.foresight = Foresight(self._trained, storage, algorithm if adaptive else "direct", budget)
         self._works: dict[int, Work] = {}
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
         """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
 
-    # ---- planning --------------------------------------------------------------------------------------------------
+    # ---- listening -------------------------------------------------------------------------------------------------
 
     def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
         """Note the shapes of one use of a layer."""
-        made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
-        self._seen.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in kept), made))
-
-    def foreseen(self) -> ClippingPlan | None:
-        """The plan for the last forward, made from its shapes; None where they are not known (compiled)."""
-        return self._planned(self._number, self._batch)
-
-    def _planned(self, number: int, batch: int) -> ClippingPlan | None:
-        uses = self._seen.get(number, [])
-        if not uses:
-            return None
-        key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))
-        if key not in self._plans:
-            self._plans[key] = self._make_plan([*self._shares(uses, batch).values()])
-        return self._plans[key]
-
-    def _shares(self, uses: Sequence[Any], batch: int) -> dict[str, Share]:
-        shares: dict[str, Share] = {}
-        for tap, kept, made in uses:
-            module = tap.owner()
-            locals_ = {local: name for local, name in tap.parameters.items() if name in self._trained}
-            if made is None or not tap.site.compiles:  # the generic fallback writes per-sample gradients down
-                found = {name: self._written(name, batch) for name in locals_.values()}
-            else:
-                inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kept]
-                output = torch.empty(made[0], dtype=made[1], device="meta")
-                try:
-                    gradients = tap.site.gradients(module, inputs, [output], batch, None)
-                except RuntimeError:  # it reads numbers of the module, not shapes alone: handled when they are there
-                    continue
-                found = {
-                    locals_[local]: share_of(locals_[local], gradient)
-                    for local, gradient in gradients.items()
-                    if local in locals_
-                }
-            for name, share in found.items():
-                shares[name] = share if name not in shares else _joined(shares[name], share)
-        return shares
-
-    def _written(self, name: str, batch: int) -> Share:
-        p = self._trained[name]
-        return Share(name, "other", batch, 1, tuple(p.shape), max(p.element_size(), 4), 0)
-
-    def _make_plan(self, shares: Sequence[Share]) -> ClippingPlan:
-        storage = "bookkeeping" if self.storage == "two_pass" else self.storage
-        budget = default_budget(shares) if self.budget is None else self.budget
-        limit = None if self.storage == "keep" and self.budget is None else budget
-        plan = plan_clipping(shares, self._machine(shares), limit, self._algorithm, storage)
-        return replace(plan, two_pass=plan.two_pass or self.storage == "two_pass")
-
-    @property
-    def _algorithm(self) -> NormAlgorithm:
-        return self.algorithm if self.tuning.adaptive or self.algorithm != "auto" else "direct"
-
-    def _machine(self, shares: Sequence[Share]) -> Machine:
-        if next(iter(self._trained.values())).device.type != "cuda":
-            return MACHINES["cpu"]
-        return MACHINES["cuda half" if min(share.itemsize for share in shares) == 2 else "cuda float"]
-
-    # ---- listening -------------------------------------------------------------------------------------------------
+        self.foresight.see(tap, kept, output)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
         """How the carried gradients of a pass are read."""
         reduction = self.loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
-        self._number, self._batch = number, batch
-        self._seen = {n: uses for n, uses in self._seen.items() if n > number - 16}
-        self._seen[number] = []
+        self.foresight.begin(number, batch)
         return PassInfo(number, batch, None, None, None, factor, self.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
@@ -335,8 +262,7 @@ class Clipping:
                     "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                     "expected one forward for each backward (rows of one sample next to each other in one batch)"
                 )
-            work = self._works[info.number] = Work(info, self._planned(info.number, info.batch))
-            self._seen.pop(info.number, None)
+            work = self._works[info.number] = Work(info, self.foresight.take(info.number, info.batch))
             work.idle = not accumulates(self._leaf)
             if work.plan is not None:
                 self.plan = work.plan
@@ -370,22 +296,7 @@ class Clipping:
         row = None if work.plan is None else work.plan.get(record.parameter)
         if row is None or row.tokens != record.gradient.tokens:
             share = share_of(record.parameter, record.gradient)
-            storage = "bookkeeping" if self._norms_alone(work) else self.storage
-            open_ways = ways(share, self._machine([share]), self._algorithm, storage)
-            if (
-                self.budget is None
-            ):  # compiled: what the step holds is not known before; what it need not keep, it does not
-                open_ways = [
-                    way for way in open_ways if way.way != "keep" or len(open_ways) == 1 or way.held <= share.held
-                ]
-            fitting = [way for way in open_ways if self.budget is None or work.bytes_held + way.held <= self.budget]
-            if not fitting and not self._norms_alone(work):
-                raise GramianError(
-                    f"memory_budget: {record.parameter} needs {min(way.held for way in open_ways)} bytes, more than are left "
-                    f"of {self.budget}; expected a larger one, a smaller max_physical_batch, or eager mode with "
-                    "engine.backward(loss)"
-                )
-            row = (fitting or open_ways)[0]
+            row = self.foresight.choose(share, None if self._norms_alone(work) else work.bytes_held)
         work.rows[record.parameter] = row
         return row
 
@@ -596,34 +507,6 @@ class Clipping:
             flops = float(batch * per_way.get(row.way, 2 * tokens * rows * columns))
         nbytes = float(sum(t.nbytes for t in tensors))
         return self.stopwatch.time(phase, record.parameter, row.way, flops, nbytes, tensors[0].is_cuda)
-
-
-def share_of(name: str, gradient: PerSampleGradient) -> Share:
-    """What the planner must know of a gradient."""
-    tensors = gradient.tensors()
-    itemsize = gradient.dtype.itemsize
-    held = sum(t.nbytes for t in tensors)
-    if isinstance(gradient, Outer):
-        narrow = min(tensors, key=lambda t: t.shape[2])
-        return Share(name, "outer", gradient.batch, gradient.tokens, gradient.shape, itemsize, held, narrow.nbytes)
-    if isinstance(gradient, Summed):
-        return Share(name, "sum", gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
-    form = "rows" if isinstance(gradient, Indexed) else "parts" if isinstance(gradient, Joined) else "other"
-    if isinstance(gradient, Convolved):
-        form = "parts"
-    return Share(name, form, gradient.batch, gradient.tokens, gradient.shape, itemsize, held)
-
-
-def _joined(one: Share, other: Share) -> Share:
-    """Two uses of one parameter."""
-    same = one.form == other.form
-    if same and one.form == "outer":
-        return replace(
-            one, tokens=one.tokens + other.tokens, held=one.held + other.held, scaled=one.scaled + other.scaled
-        )
-    if same and one.form in ("sum", "rows"):
-        return replace(one, tokens=one.tokens + other.tokens, held=one.held + other.held)
-    return replace(one, form="parts", tokens=max(one.tokens, other.tokens), held=one.held + other.held)
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:

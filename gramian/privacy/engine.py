@@ -142,6 +142,12 @@ class PrivacyEngine:
         if root in _private:
             raise GramianError("module: is private already; expected one engine for each model")
         parallel = DataParallel.of(module, root)
+        if parallel.world == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
+                "own; expected DistributedDataParallel or fully_shard for one model over all of them",
+                stacklevel=2,
+            )
         trained = _trained(root, optimizer)
         device = next(iter(trained.values())).device
         self._options, self._parallel, self._rate_given = options, parallel, sample_rate is not None
@@ -371,7 +377,7 @@ class PrivacyEngine:
         if isinstance(clipping, WholeGradient):
             loss.backward()
             return
-        plan = clipping.foreseen()
+        plan = clipping.foresight.newest()
         clipping.allows_two_passes = True
         try:
             if plan is None or not plan.two_pass:

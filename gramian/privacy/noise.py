@@ -9,6 +9,7 @@ adversary who reads low-order bits of the result.
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,9 @@ class NoisePlan:
             self.shapes[name], self.offsets[name] = tuple(shape), place
             place += prod(shape) + prod(shape) % 2
         self.total = place
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GramianError("noise: holds a key, so copies and pickles are refused; expected engine.state_dict()")
 
     def add_noise_(
         self,

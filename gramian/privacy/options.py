@@ -96,6 +96,8 @@ def batch_and_rate(
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
         if value is not None and not (_number(value) and value > 0):
             raise GramianError(f"{field}: expected a number above 0, got {value!r}")
+    if not hasattr(loader, "__iter__"):
+        raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
     try:
         size: int | None = len(loader.dataset)
     except (AttributeError, TypeError):

@@ -68,8 +68,9 @@ def make_private(p: Problem, model: nn.Module, *, seed: int | None = SEED, lr: f
         "expected_batch": EXPECTED_BATCH,
         **options,
     }
+    quiet = settings.pop("quiet", True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore" if quiet else "always", UserWarning)
         model, optimizer, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, **settings
         )
@@ -571,9 +572,11 @@ def nobody_waits_for_a_rank_that_raised(rank: int, way: str, seconds: float) -> 
 
 
 def a_plain_model_is_one_process(rank: int) -> None:
-    """Nobody wrapped it: each process trains its own model, with its own batch, noise and key."""
+    """Nobody wrapped it: each process is told that it trains its own model, with its own batch, noise and key."""
     p = problem("mlp", 6)
-    private = make_private(p, p.model(), seed=None, expected_batch=None, batch_size=2)
+    with warnings.catch_warnings(record=True) as told:
+        private = make_private(p, p.model(), seed=None, expected_batch=None, batch_size=2, quiet=False)
+    assert any("module: is not wrapped although there are several processes" in str(w.message) for w in told)
     assert private.engine.expected_batch == 2.0
     assert private.engine.sample_rate == 2 / 6
     rows = slice(3 * rank, 3 * rank + 2 + rank)

@@ -425,6 +425,7 @@ def _narrow(*tensors: Tensor) -> torch.dtype:
 
 
 _PRIVACY, _GRADIENTS, _TAPS = "gramian.privacy", "gramian.taps.gradients", "gramian.taps"
+_FORESIGHT = f"{_PRIVACY}.foresight:Foresight"
 _CLIPPING, _ENGINE, _SUMS = f"{_PRIVACY}.clipping:Clipping", f"{_PRIVACY}.engine:PrivacyEngine", f"{_PRIVACY}.sums"
 _KERNELS = "gramian.kernels"
 
@@ -494,7 +495,7 @@ BUGS = (
             Edit(
                 f"{_CLIPPING}._norm",
                 "work.add(gradient.squared_norms())",
-                "isinstance(gradient, Indexed) or work.add(gradient.squared_norms())",
+                "type(gradient).__name__ == 'Indexed' or work.add(gradient.squared_norms())",
             ),
         ),
         _sums("padded_embedding", "bookkeeping"),
@@ -562,7 +563,7 @@ BUGS = (
         "plan of the first batch for all",
         (
             Edit(
-                f"{_CLIPPING}._planned",
+                f"{_FORESIGHT}._planned",
                 "key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))",
                 "key = 0",
             ),
@@ -753,12 +754,12 @@ BUGS = (
     ),
     Mutation(
         "plan that reads numbers breaks off",
-        (Edit(f"{_CLIPPING}._shares", "except RuntimeError:", "except MemoryError:"),),
+        (Edit(f"{_FORESIGHT}._shares", "except RuntimeError:", "except MemoryError:"),),
         test_contract.test_running_statistics_couple_nothing,
     ),
     Mutation(
         "submodule by itself ends in a KeyError",
-        (Edit(f"{_CLIPPING}.foresee", "self._seen.setdefault(self._number, [])", "self._seen[self._number]"),),
+        (Edit(f"{_FORESIGHT}.see", "self._seen.setdefault(self._number, [])", "self._seen[self._number]"),),
         test_contract.test_a_submodule_called_by_itself_is_refused_in_one_line,
     ),
     Mutation(

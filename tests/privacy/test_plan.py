@@ -11,7 +11,8 @@ from torch import nn
 
 from gramian.plan.clipping import MACHINES, ClippingPlan, Machine, Share, default_budget, plan_clipping, ways
 from gramian.privacy import clipping as clipping_module
-from gramian.privacy.clipping import Clipping, Tuning, share_of
+from gramian.privacy.clipping import Clipping, Tuning
+from gramian.privacy.foresight import share_of
 from gramian.taps.gradients import Outer
 from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, private, wanted

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
+from gramian.privacy.noise import NoisePlan
 from gramian.privacy.secrets import load_private, save_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
@@ -332,3 +333,20 @@ def test_gradients_of_parameters_by_themselves_change_no_sum(limit: int | None) 
     torch.autograd.grad(loss_of(model, given), given)
     assert all(torch.equal(p.grad, earlier) for p, earlier in zip(model.parameters(), before, strict=True))
     engine.detach()
+
+
+def test_a_missing_loader_is_named() -> None:
+    model = net()
+    with pytest.raises(gramian.GramianError, match="data_loader: expected a DataLoader, got NoneType"):
+        gramian.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            data_loader=None,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+
+def test_the_noise_cannot_be_pickled() -> None:
+    with pytest.raises(gramian.GramianError, match="holds a key"):
+        pickle.dumps(NoisePlan(bytes(32), [("p", (2,))]))
