@@ -1,0 +1,91 @@
+"""The config: every key typed, every refusal one line that names it."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gramian.errors import GramianError
+from gramian.train.config import RUN_ONLY, SECTIONS, Config, load_config, parse_config
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_resolved_config_reads_as_itself(tmp_path: Path) -> None:
+    told = {"run": {"steps": 77}, "kfac": {"damping": 0.1}, "data": {"source": "text", "files": ["a", "b"]}}
+    config = parse_config(told)
+    assert load_config(written(tmp_path, config.toml())) == config
+    assert config.run.steps == 77
+    assert config.data.files == ("a", "b")
+
+
+def test_every_section_of_the_config_is_known() -> None:
+    assert set(SECTIONS) == {field.name for field in dataclasses.fields(Config)}
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "[run]\nsteps = 5000\nseed = 1\n")
+    config = load_config(
+        path, ["run.steps=200", "precision.kind=fp32", 'data.files=["x"]', "data.source=text", "eval.every=auto"]
+    )
+    assert (config.run.steps, config.run.seed, config.precision.kind) == (200, 1, "fp32")
+    assert config.data.files == ("x",)
+    assert config.eval.every == "auto"
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("run.step=3", r"run.step: is no key; did you mean run.steps\?"),
+        ("rn.steps=3", r"rn: is no section; did you mean run\?"),
+        ("run.xyzzy=3", "run.xyzzy: is no key; expected one of folder, seed"),
+        ("run.steps=many", "run.steps: expected int, got 'many'"),
+        ("run.steps=0", "run.steps: expected int >= 1, got 0"),
+        ("run.steps=1.5", "run.steps: expected int, got 1.5"),
+        ("optimizer.kind=lion", "optimizer.kind: expected one of 'adamw', 'sgd', got 'lion'"),
+        ("optimizer.betas=[0.9]", "optimizer.betas: expected array of length 2"),
+        ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),
+        ("eval.every=often", "eval.every: expected"),
+        ("steps=3", "'steps=3': expected an override such as run.steps=200"),
+        ("precision.kind=fp8", "precision.kind: fp8 is not available"),
+        ("model.heads=3", "model.width: expected a multiple of model.heads"),
+        ("model.kind=huggingface", "model.path: expected the folder"),
+        ("data.source=text", "data.files: expected at least one"),
+        ('data.files=["a"]', "data.files: are not read"),
+        ("schedule.warmup=1000", "schedule.warmup: expected less than run.steps"),
+        ("schedule.floor=1", "schedule.floor: expected at most optimizer.lr"),
+        ("privacy.delta=1e-5", "privacy.noise_multiplier: expected either"),
+        ("teacher.path=x", "teacher: distillation is not available yet"),
+    ],
+)
+def test_what_does_not_fit_is_named_in_one_line(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(GramianError, match=message) as caught:
+        load_config(written(tmp_path, ""), [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
+    with pytest.raises(GramianError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(GramianError, match="is no TOML"):
+        load_config(written(tmp_path, "run = ["))
+
+
+def test_curvature_of_private_data_needs_a_public_source() -> None:
+    with pytest.raises(GramianError, match="kfac.public_files"):
+        parse_config({"kfac": {}, "privacy": {"noise_multiplier": 1.0}})
+    parse_config({"kfac": {"public_files": ["a.txt"]}, "privacy": {"noise_multiplier": 1.0}})
+
+
+def test_the_hash_follows_what_decides_the_numbers_and_nothing_else() -> None:
+    base = parse_config({})
+    for section, key in RUN_ONLY:
+        value = getattr(getattr(base, section), key)
+        other = {str: "elsewhere", int: 3, bool: True}[type(value)]
+        assert parse_config({section: {key: other}}).hash == base.hash
+    assert parse_config({"run": {"seed": 5}}).hash != base.hash
+    assert parse_config({"optimizer": {"lr": 5e-4}}).hash != base.hash
