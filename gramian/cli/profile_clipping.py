@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from gramian.models import GPTConfig
-    from gramian.verify.runs.clipping_profile import Profile, Spread, World
+    from gramian.parallel.world import World
+    from gramian.verify.runs.clipping_profile import Profile, Spread
     from gramian.verify.runs.clipping_scaling import PowerLaw
 
 USAGE = (
@@ -80,6 +81,7 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
 
     import torch
 
+    from gramian.parallel.world import world
     from gramian.verify.runs import clipping_profile
     from gramian.verify.runs.kfac_profile import model_config
 
@@ -94,7 +96,7 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
     console = console_of()
     profiles: list[Profile] = []
     failure = ""
-    with clipping_profile.world(arguments.cpu, arguments.fsdp) as where:
+    with world(arguments.cpu, arguments.fsdp) as where:
         steps = clipping_profile.rounds(iterations) * len(size.seq_lengths)
         with progress(console, steps if first else 0) as advance:
             for length in size.seq_lengths:

@@ -82,9 +82,9 @@ def _verify_kfac(arguments: argparse.Namespace) -> None:
 
 
 def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
+    from gramian.parallel.world import world
     from gramian.privacy.timing import Stopwatch
     from gramian.verify.runs import clipping_matrix, run_checks
-    from gramian.verify.runs.clipping_profile import world
 
     console = _console(quiet=not first)
     stopwatch = Stopwatch(on=True) if arguments.profile else None

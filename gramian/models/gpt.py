@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gramian.errors import GramianError
 
@@ -76,21 +77,22 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * config.width, config.width)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Map the residual stream [B, T, D] to the next one [B, T, D]."""
-        x_BTD = x_BTD + self.residual_dropout(self._attention(self.norm_attention(x_BTD)))
+    def forward(self, x_BTD: Tensor, sees_B1TT: Tensor | None = None) -> Tensor:
+        """Map the residual stream [B, T, D] to the next one [B, T, D]; `sees` says which tokens see which, default: causal."""
+        x_BTD = x_BTD + self.residual_dropout(self._attention(self.norm_attention(x_BTD), sees_B1TT))
         hidden_BTF = self.gelu(self.fc(self.norm_mlp(x_BTD)))
         out_BTD: Tensor = x_BTD + self.residual_dropout(self.mlp_out(hidden_BTF))
         return out_BTD
 
-    def _attention(self, x_BTD: Tensor) -> Tensor:
+    def _attention(self, x_BTD: Tensor, sees_B1TT: Tensor | None) -> Tensor:
         q_BTD, k_BTD, v_BTD = self.qkv(x_BTD).chunk(3, dim=-1)
         mixed_BHTK = F.scaled_dot_product_attention(
             self._split_heads(q_BTD),
             self._split_heads(k_BTD),
             self._split_heads(v_BTD),
+            attn_mask=sees_B1TT,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            is_causal=sees_B1TT is None,
         )
         mixed_BTD = mixed_BHTK.transpose(1, 2).flatten(2)
         out_BTD: Tensor = self.attention_out(mixed_BTD)
@@ -121,6 +123,8 @@ class GPT(nn.Module):
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.token_embedding.weight
+        self.checkpoint_blocks = 0
+        """Blocks of a segment whose activations are computed again in the backward; 0: all are kept."""
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -140,22 +144,57 @@ class GPT(nn.Module):
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Map token ids [B, T], T <= context, to logits [B, T, V] for the token that follows each position."""
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Map token ids [B, T], T <= context, to logits [B, T, V] for the token that follows each position.
+
+        Args:
+            tokens_BT: ids.
+            documents_BT: which document each token belongs to; tokens then see their own document alone, and positions start
+                anew with it. Default: a row is one document.
+        """
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise GramianError(f"tokens: got {length} per sequence; accepted: at most context ({self.config.context})")
-        # One row of ids for the whole batch: the layer after it broadcasts over B.
-        positions_1T = torch.arange(length, device=tokens_BT.device).unsqueeze(0)
-        x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions_1T))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+        if documents_BT is None:
+            # One row of ids for the whole batch: the layer after it broadcasts over B.
+            positions, sees_B1TT = torch.arange(length, device=tokens_BT.device).unsqueeze(0), None
+        else:
+            positions, sees_B1TT = isolated(documents_BT)
+        x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions))
+        x_BTD = self._through_blocks(x_BTD, sees_B1TT)
         logits_BTV: Tensor = self.head(self.final_norm(x_BTD))
         return logits_BTV
+
+    def _through_blocks(self, x_BTD: Tensor, sees_B1TT: Tensor | None) -> Tensor:
+        size = self.checkpoint_blocks
+        if not size or not (self.training and torch.is_grad_enabled()):
+            for block in self.blocks:
+                x_BTD = block(x_BTD, sees_B1TT)
+            return x_BTD
+
+        def segment(first: int, x_BTD: Tensor) -> Tensor:
+            for block in self.blocks[first : first + size]:
+                x_BTD = block(x_BTD, sees_B1TT)
+            return x_BTD
+
+        for first in range(0, len(self.blocks), size):
+            x_BTD = checkpoint(segment, first, x_BTD, use_reentrant=False)
+        return x_BTD
 
     def num_parameters(self) -> int:
         """Number of scalar parameters; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [B, T] that start anew with each document, and the mask [B, 1, T, T] of who sees whom. Cost: O(B T²) bits."""
+    length = documents_BT.shape[1]
+    order_T = torch.arange(length, device=documents_BT.device)
+    same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    first_BT = torch.where(begins_BT, order_T, 0).cummax(dim=1).values
+    return order_T - first_BT, (same_BTT & (order_T.unsqueeze(1) >= order_T)).unsqueeze(1)
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gramian.cli import main
+from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
 
@@ -199,7 +200,7 @@ def test_modes_and_algorithms_are_those_asked_for(mode, ways, capsys, tmp_path):
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
 def test_a_forced_algorithm_is_taken_everywhere(algorithm):
     config = kfac_profile.model_config(1, 16, 32, 8)
-    where = clipping_profile.World(0, 1, torch.device("cpu"), "one")
+    where = World(0, 1, torch.device("cpu"), "one")
     calls = []
     found = clipping_profile.profile_clipping(
         config, 8, 2, where, mode="bookkeeping", algorithm=algorithm, on_progress=lambda: calls.append(1)
@@ -228,7 +229,7 @@ def test_a_failing_length_exits_1_after_what_was_measured(capsys, monkeypatch, t
 
 def test_the_engine_is_gone_after_a_failure(monkeypatch):
     config = kfac_profile.model_config(1, 16, 32, 8)
-    where = clipping_profile.World(0, 1, torch.device("cpu"), "one")
+    where = World(0, 1, torch.device("cpu"), "one")
     detached = []
 
     def fail(*args: Any) -> None:

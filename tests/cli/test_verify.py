@@ -16,11 +16,11 @@ from gramian.cli import main
 from gramian.curvature import build, fisher
 from gramian.curvature.block import Block
 from gramian.curvature.estimate import KroneckerSums
+from gramian.parallel.world import World
 from gramian.privacy.clipping import Clipping
 from gramian.privacy.sums import GradientSums
 from gramian.taps.gradients import Indexed
 from gramian.verify.runs import Check, Comparison, Outcome, clipping_matrix, kfac_matrix, relative_error, run_checks
-from gramian.verify.runs.clipping_profile import World
 
 # A sample: every policy, mode, power and state of the clip is in it, but not every combination.
 SAMPLE = kfac_matrix.CASES[::7]

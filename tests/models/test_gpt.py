@@ -112,3 +112,26 @@ def test_a_shape_that_cannot_be_built_is_refused_by_field(field: str, value: flo
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
     with pytest.raises(GramianError, match="accepted: at most context"):
         GPT(TINY)(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_isolated_documents_are_computed_as_if_each_stood_alone() -> None:
+    model = GPT(GPTConfig(context=12, width=16, heads=2, layers=2)).double()
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
+    logits = model(tokens, documents)
+    for row, (start, stop) in [(0, (0, 5)), (0, (5, 9)), (0, (9, 12)), (1, (0, 12))]:
+        alone = model(tokens[row : row + 1, start:stop])
+        torch.testing.assert_close(logits[row : row + 1, start:stop], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_recomputed_segments_change_no_gradient(size: int) -> None:
+    def gradients(blocks: int) -> list[torch.Tensor]:
+        model = GPT(GPTConfig(context=8, width=16, heads=2, layers=3, dropout=0.1)).double()
+        model.checkpoint_blocks = blocks
+        torch.manual_seed(1)
+        model(torch.arange(16).view(2, 8)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for found, expected in zip(gradients(size), gradients(0), strict=True):
+        assert torch.equal(found, expected)

@@ -27,11 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gramian.models import GPT, GPTConfig
+from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.timing import Stopwatch
 from gramian.verify.clipped_sum import ClippedSum, clip
 from gramian.verify.runs import Check, Comparison, Outcome
-from gramian.verify.runs.clipping_profile import World
 from gramian.verify.single_sample import per_sample_gradients
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -1,0 +1,36 @@
+"""The optimizer of a config: matrices decay, biases and norms do not; the fastest implementation there is."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.optimizer import Optimizer
+
+from gramian.errors import GramianError
+from gramian.train import config
+
+
+def build_optimizer(model: nn.Module, options: config.Optimizer, device: torch.device) -> Optimizer:
+    """AdamW or SGD over the model's trainable parameters.
+
+    Args:
+        model: whose parameters; shared ones once.
+        options: of the config.
+        device: decides what "auto" means: fused on a GPU, else foreach.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise GramianError("model: has no trainable parameter; expected at least one with requires_grad=True")
+    chosen = options.implementation
+    if chosen == "auto":
+        chosen = "fused" if device.type == "cuda" else "foreach"
+    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}[chosen]
+    if options.kind == "sgd":
+        return SGD(groups, lr=options.lr, momentum=options.momentum, **how)  # type: ignore[arg-type]
+    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **how)  # type: ignore[arg-type]
