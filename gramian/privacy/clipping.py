@@ -16,11 +16,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gramian.errors import GramianError
 from gramian.kernels.weighted_sum import row_squares
+from gramian.linalg.wide import wide_dtype
 from gramian.plan.clipping import ClippingPlan, NormAlgorithm, Row
-from gramian.privacy.foresight import Foresight, Storage, share_of
+from gramian.privacy.foresight import REMEMBERED, Foresight, Storage, share_of
 from gramian.privacy.timing import Stopwatch
 from gramian.taps.gradients import Dense, Outer, PerSampleGradient
 from gramian.taps.gradients.base import flat
@@ -92,6 +94,10 @@ class Work:
     plan: ClippingPlan | None
     idle: bool = False
     """True if this is no `backward()` but `torch.autograd.grad` of something else: parameters get nothing then."""
+    blank: bool = False
+    """True if the batch has no samples: what comes is of a row of zeros that stands in for them."""
+    begun: Any = None
+    """When the backward reached the first layer."""
     squares_B: Tensor | None = None
     held: dict[str, Held] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -201,6 +207,7 @@ class Clipping:
         adaptive = self.tuning.adaptive or algorithm != "auto"
         self.foresight = Foresight(self._trained, storage, algorithm if adaptive else "direct", budget)
         self._works: dict[int, Work] = {}
+        self._blank: set[int] = set()
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
         """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
 
@@ -215,13 +222,24 @@ class Clipping:
         reduction = self.loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         self.foresight.begin(number, batch)
+        self._blank = {n for n in self._blank if n > number - REMEMBERED} | ({number} if self._hub.blank else set())
         return PassInfo(number, batch, None, None, None, factor, self.loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
         """Parameters say it all."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """The tensor that stands for a parameter in this forward."""
+        """The tensor that stands for a parameter in this forward.
+
+        Raises:
+            GramianError: if it is none of the optimizer's.
+        """
+        known = self._trained.get(parameter)
+        if known is not None and tensor is not known and not isinstance(known, DTensor):
+            raise GramianError(
+                f"{parameter}: ran on another tensor than the optimizer's parameter (functional_call?), which would get no "
+                "gradient; expected a call of the module on its own parameters"
+            )
         self.on_watch(parameter, tensor)
 
     def failed_pass(self, info: PassInfo) -> None:
@@ -230,18 +248,15 @@ class Clipping:
 
     def parameter(self, record: ParameterRecord) -> None:
         """One parameter, all uses joined: add its norm, hold what its sum needs."""
-        if record.parameter not in self._trained or not record.info.batch:
-            self._open(record.info)
-            return
         work = self._open(record.info)
-        if work.idle:
+        if work.idle or work.blank or record.parameter not in self._trained or not record.info.batch:
             return
         if work.factors_B is not None:
             self._sum_now(work, record)
             return
         row = self._row(work, record)
         work.slack = max(work.slack, SLACK[record.gradient.dtype])
-        with self._time("norm", record, row):
+        with self._time("norm", record.parameter, record.gradient, row.way):
             if row.way == "sum":
                 work.sums[record.parameter] = flat(record.gradient.per_sample())
                 return
@@ -263,13 +278,14 @@ class Clipping:
                     "expected one forward for each backward (rows of one sample next to each other in one batch)"
                 )
             work = self._works[info.number] = Work(info, self.foresight.take(info.number, info.batch))
-            work.idle = not accumulates(self._leaf)
+            work.idle, work.blank = not accumulates(self._leaf), info.number in self._blank
+            work.begun = self.stopwatch.now(next(iter(self._trained.values())).is_cuda)
             if work.plan is not None:
                 self.plan = work.plan
             if not work.idle:
                 self._refuse_over_budget(work)
                 if not self.paused:
-                    self.on_begin(info.batch)
+                    self.on_begin(0 if work.blank else info.batch)
         return work
 
     def _refuse_over_budget(self, work: Work) -> None:
@@ -360,7 +376,7 @@ class Clipping:
         for sums_BN, _ in work.small:
             work.add(row_squares(sums_BN))
         if work.squares_B is None:
-            work.squares_B = torch.zeros(work.info.batch)
+            work.squares_B = torch.zeros(0 if work.blank else work.info.batch)
         flags = self._flags(work, work.squares_B)
         for doubt, doubtful in zip(work.doubts, flags, strict=False):
             self._settle(work, doubt, doubtful)
@@ -401,6 +417,8 @@ class Clipping:
             del self._works[info.number]
             self._hand_on(work, lambda name: work.totals.pop(name, None))
             return
+        if not self.again:
+            self.stopwatch.add("backward", work.begun, cuda)
         with self.stopwatch.time("factors", cuda=cuda):
             factors_B = self._factors(work)
         if self.again:
@@ -440,7 +458,7 @@ class Clipping:
         """The sums of all biases and norms at once, as views of one tensor."""
         for sums_BN, names in work.small:
             with self.stopwatch.time("clip", "biases and norms", "sum", cuda=sums_BN.is_cuda):
-                total_N = self._sum(work, self._trained[names[0]].dtype, Dense(sums_BN))
+                total_N = self._sum(work, wide_dtype(self._trained[names[0]]), Dense(sums_BN))
             sizes = [work.sums[name].shape[1] for name in names]
             for name, total in zip(names, total_N.split(sizes), strict=True):
                 work.totals[name] = total.reshape(self._trained[name].shape)
@@ -454,13 +472,13 @@ class Clipping:
         if held is None:
             return None
         held.check(name)
-        with self.stopwatch.time("clip", name, work.rows[name].way, cuda=held.gradient.tensors()[0].is_cuda):
-            return self._sum(work, self._trained[name].dtype, held.gradient, name)
+        with self._time("clip", name, held.gradient, work.rows[name].way):
+            return self._sum(work, wide_dtype(self._trained[name]), held.gradient, name)
 
     def _sum_now(self, work: Work, record: ParameterRecord) -> None:
         """In the second pass: the parameter's sum at once."""
-        with self.stopwatch.time("clip", record.parameter, "two_pass", cuda=record.gradient.tensors()[0].is_cuda):
-            dtype = self._trained[record.parameter].dtype
+        with self._time("clip", record.parameter, record.gradient, "two_pass"):
+            dtype = wide_dtype(self._trained[record.parameter])
             work.totals[record.parameter] = self._sum(work, dtype, record.gradient, record.parameter)
 
     def _sum(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
@@ -495,18 +513,19 @@ class Clipping:
             total += gradient.select(start, stop).weighted_total(weights, total.dtype)
         return total.to(dtype)
 
-    def _time(self, phase: str, record: ParameterRecord, row: Row) -> Any:
+    def _time(self, phase: str, name: str, gradient: PerSampleGradient, way: str) -> Any:
         if not self.stopwatch.on:
             return self.stopwatch.time(phase)
-        tensors = record.gradient.tensors()
+        tensors = gradient.tensors()
         flops = 0.0
-        if isinstance(record.gradient, Outer):
-            rows, columns = record.gradient.shape
-            batch, tokens = record.gradient.batch, record.gradient.tokens
-            per_way = {"gram": tokens * (tokens + 1) * (rows + columns), "rank1": 2 * (rows + columns)}
-            flops = float(batch * per_way.get(row.way, 2 * tokens * rows * columns))
+        if isinstance(gradient, Outer):
+            rows, columns = gradient.shape
+            batch, tokens = gradient.batch, gradient.tokens
+            norms = {"gram": tokens * (tokens + 1) * (rows + columns), "rank1": 2 * (rows + columns)}
+            product = 2 * tokens * rows * columns
+            flops = float(batch * (norms.get(way, product) if phase == "norm" else product))
         nbytes = float(sum(t.nbytes for t in tensors))
-        return self.stopwatch.time(phase, record.parameter, row.way, flops, nbytes, tensors[0].is_cuda)
+        return self.stopwatch.time(phase, name, way, flops, nbytes, tensors[0].is_cuda)
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:

@@ -1,9 +1,10 @@
 """`PrivacyEngine`: exact DP-SGD on the user's own model, optimizer and loop."""
 
 import math
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,9 +24,9 @@ from gramian.privacy.clipping import Clipped, Clipping, Tuning
 from gramian.privacy.independence import check_independence
 from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.noise import NoisePlan
-from gramian.privacy.options import PrivacyOptions, batch_and_rate, digest
+from gramian.privacy.options import PrivacyOptions, batch_and_rate, digest, is_number
 from gramian.privacy.secrets import ReleaseCounter, Secrets
-from gramian.privacy.sums import GradientSums
+from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
@@ -69,7 +70,7 @@ class PrivacyEngine:
         """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
         self.nonfinite = 0
         """Samples that were left out because their gradient was not finite. Not covered by ε."""
-        self._warned = False
+        self._warned = self._stepped = False
         self._config: dict[str, int] = {}
         self._replays: dict[str, int] | None = None
         self._unknown = False
@@ -149,6 +150,16 @@ class PrivacyEngine:
                 stacklevel=2,
             )
         trained = _trained(root, optimizer)
+        _check_hooks(trained)
+        left_out = [
+            name for name, p in named_parameters(root) if p.requires_grad and id(p) not in {*map(id, trained.values())}
+        ]
+        if left_out:
+            warnings.warn(
+                f"optimizer: does not have {left_out[0]}{' and others' if len(left_out) > 1 else ''}, which will get no "
+                "gradient; expected requires_grad=False, or all trained parameters in one optimizer",
+                stacklevel=2,
+            )
         device = next(iter(trained.values())).device
         self._options, self._parallel, self._rate_given = options, parallel, sample_rate is not None
         self._expected_batch, self._sample_rate = batch_and_rate(
@@ -157,6 +168,8 @@ class PrivacyEngine:
         told = {**vars(options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
         told["loss_scale"] = type(told["loss_scale"]).__name__
         told["optimizer"] = [type(optimizer).__name__, [(name, tuple(p.shape)) for name, p in trained.items()]]
+        if poisson_sampling and isinstance(getattr(data_loader, "dataset", None), Sized):
+            told["data_loader"] = fingerprint(data_loader.dataset)
         self._config = {field: digest(value) for field, value in told.items()}
         self._check_replay()
         self._renew_key()
@@ -176,7 +189,7 @@ class PrivacyEngine:
             stack.callback(_private.discard, root)
             self._installed = stack.pop_all()
         self._trained, self._root, self._module = trained, root, module
-        self._forget_gradients()  # what was there before is not private
+        self._sums.forget()  # what was there before is not private
         return module, optimizer, loader
 
     def make_private_with_epsilon(
@@ -194,9 +207,11 @@ class PrivacyEngine:
         if "noise_multiplier" in options:
             raise GramianError("noise_multiplier: follows from target_epsilon; expected only one of them")
         for field, value in (("epochs", epochs), ("target_epsilon", target_epsilon), ("target_delta", target_delta)):
-            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            if not is_number(value) or not value > 0:
                 raise GramianError(f"{field}: expected a number above 0, got {value!r}")
-        world = DataParallel.of(options["module"], unwrap(options["module"])).world if "module" in options else 1
+        if not isinstance(options.get("module"), nn.Module):
+            raise GramianError(f"module: expected an nn.Module, got {type(options.get('module')).__name__}")
+        world = DataParallel.of(options["module"], unwrap(options["module"])).world
         if self._counter.spent:
             raise GramianError(
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
@@ -271,6 +286,7 @@ class PrivacyEngine:
             self._clipping = WholeGradient(
                 root,
                 trained,
+                self._sums,
                 max_grad_norm=options.max_grad_norm,
                 loss_reduction=options.loss_reduction,
                 loss_scale=options.loss_scale,
@@ -310,12 +326,6 @@ class PrivacyEngine:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    def _forget_gradients(self) -> None:
-        """Drop sums that no step has released."""
-        self._sums.moved.clear()
-        for p in self._trained.values():
-            p.grad = None
-
     def _begin_piece(self, draw: int, piece: int, last: bool, records: int) -> None:
         if self._installed is None:
             raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
@@ -325,7 +335,7 @@ class PrivacyEngine:
                 "expected one optimizer.step() of make_private's optimizer for each draw"
             )
         if draw in self._draws and piece == 0:  # a loop that was left and begun again: nothing of this draw counts yet
-            self._forget_gradients()
+            self._sums.forget()
             self._passes_since_step = 0
         self._piece, self._records = (draw, piece, last), records
         self._draws.add(draw)
@@ -351,10 +361,10 @@ class PrivacyEngine:
                 "backward: ran twice on one batch of the loader, so its samples would count twice; "
                 "expected one backward for each batch"
             )
-        if rows > self._records:
+        if rows != self._records:
             raise GramianError(
-                f"batch: has {rows} rows for {self._records} records of the data set, so a record would count several times; "
-                "expected one row for each record (several views of one next to each other inside the model)"
+                f"batch: has {rows} rows for {self._records} records of the data set; expected one row for each record, on the "
+                "first axis of the model's first tensor (several views of a record next to each other inside the model)"
             )
 
     def _after_backward(self) -> None:
@@ -405,14 +415,20 @@ class PrivacyEngine:
             )
         if isinstance(self._clipping, WholeGradient):
             self._clipping.recover()
-        scale = self._loss_scale_at(optimizer)
+        scaling = self._scaling_at(optimizer)
         if self._options.poisson_sampling:
             if len(self._draws) != 1 or self._piece is None:
                 raise GramianError(
                     f"step: {len(self._draws)} draws since the last one; expected one step for each draw of the private loader"
                 )
+            if self._records and self._clipping is not None and self._clipping.passes == self._passes_at_piece:
+                raise GramianError(
+                    f"step: no backward of the last batch reached its {self._records} records; expected loss.backward() of a "
+                    "forward of the model, without inputs="
+                )
             if not self._piece[2]:
-                self._sums.move(scale)
+                self._sums.move(scaling)
+                self._stepped = False
                 return
             if self._piece[0] != self._counter.released:
                 raise GramianError(
@@ -420,6 +436,11 @@ class PrivacyEngine:
                 )
         elif not self._rate_given:
             rate = min(1.0, self._sample_rate * max(1, self._passes_since_step))  # several batches in one step
+            if self._accounting.mechanism == "gdp" and self._counter.spent and self._accounting.history[-1][1] != rate:
+                raise GramianError(
+                    "accountant: gdp composes steps of one kind, and this one has another number of backwards than the last; "
+                    "expected as many in each, or prv or rdp"
+                )
             self._accounting.record(self._options.noise_multiplier, rate)
         number = self._counter.begin(self._accounting.state_dict())
         self._accounting.set_steps(self._counter.spent)
@@ -427,29 +448,29 @@ class PrivacyEngine:
         options = self._options
         with torch.no_grad(), self.stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
             std = options.noise_multiplier * options.max_grad_norm
-            self._sums.release(self._noise, number, std, self._expected_batch, scale)
+            self._sums.release(self._noise, number, std, self._expected_batch, scaling)
         self._draws.clear()
-        self._piece = None
+        self._piece, self._stepped = None, True
         self.stopwatch.step += 1
 
-    def _loss_scale_at(self, optimizer: Optimizer) -> Any:
-        """What `p.grad` is multiplied by as the step begins, and stays so; a number that nobody else undoes is undone here.
+    def _scaling_at(self, optimizer: Optimizer) -> Scaling:
+        """What `p.grad` is multiplied by as the step begins.
 
         Raises:
             GramianError: if a scaler was to unscale the gradients and has not.
         """
         scaler = self._options.loss_scale
-        if not isinstance(scaler, torch.amp.GradScaler):
-            if scaler != 1.0:
-                for p in self._trained.values():
-                    if p.grad is not None:
-                        p.grad /= scaler
-            return None
         inside = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+        if not isinstance(scaler, torch.amp.GradScaler):
+            if inside is not None:
+                raise GramianError(
+                    "loss_scale: a GradScaler is at work; expected it as make_private(loss_scale=scaler)"
+                )
+            return Scaling(left=float(scaler))
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
         if inside is None and scaler.is_enabled() and stage is OptState.READY:
             raise GramianError("loss_scale: the gradients are still scaled; expected scaler.step(optimizer)")
-        return inside
+        return Scaling(inside=inside, undone=scaler.get_scale() if inside is None else 1.0)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -461,6 +482,11 @@ class PrivacyEngine:
     def steps(self) -> int:
         """Releases begun, lost ones included: what ε is computed from."""
         return self._counter.spent
+
+    @property
+    def stepped(self) -> bool:
+        """True if the last step() released something; False on all but the last piece of a draw."""
+        return self._stepped
 
     @property
     def noise_multiplier(self) -> float:
@@ -508,14 +534,16 @@ class PrivacyEngine:
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
-    def bind_counter(self, path: str, *, must_exist: bool = False) -> None:
+    def bind_counter(self, path: "str | os.PathLike[str]", *, must_exist: bool = False) -> None:
         """Keep the number of releases begun in a file beside the checkpoint, durably before each step.
 
         Args:
             path: of the file; the first process writes it.
             must_exist: a resumed run passes True.
         """
-        private = self._installed is not None
+        if not isinstance(path, str | os.PathLike):
+            raise GramianError(f"path: expected that of the counter file, got {path!r}")
+        path, private = os.fspath(path), self._installed is not None
         first = self._parallel.rank == 0 if private else not dist.is_initialized() or dist.get_rank() == 0
         if first:
             self._counter.bind(path, must_exist=must_exist)
@@ -572,6 +600,8 @@ class PrivacyEngine:
         missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
         if missing:
             raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
+        if not isinstance(state["nonfinite"], int) or not isinstance(state["config"], Mapping):
+            raise GramianError("state: is damaged (nonfinite, config); expected what engine.state_dict() gave")
         self._replays = dict(state["config"]) if replay else None
         if self._installed is not None:
             self._check_replay()
@@ -593,18 +623,21 @@ class PrivacyEngine:
             self._accounting.record(self._options.noise_multiplier, self._sample_rate)
             self._draws.clear()
             self._piece = None
+            self._passes_since_step = 0
+            self._sums.forget()
             if self._loader is not None:
                 self._loader.rekey(self._secrets.sampling_key)
 
     def _renew_key(self) -> None:
-        """After a resume that is no replay, without a counter file: nobody knows which noise was drawn, so none is again."""
+        """After a resume that is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
         first = self._parallel.rank == 0  # the others get its key
-        if self._unknown and first and not self._counter.bound:
-            warnings.warn(
-                "state: steps begun after it was saved are not known, so a new key is drawn and they are not in epsilon; "
-                "expected bind_counter(path) beside the checkpoint",
-                stacklevel=3,
-            )
+        if self._unknown and first:
+            if not self._counter.bound:
+                warnings.warn(
+                    "state: steps begun after it was saved are not known, so they are not in epsilon; "
+                    "expected bind_counter(path) beside the checkpoint",
+                    stacklevel=3,
+                )
             self._secrets.renew()
         self._unknown = False
 
@@ -632,13 +665,27 @@ class PrivacyEngine:
         self._installed.close()
         self._installed, self._clipping = None, None
         if self._passes_since_step or self._sums.moved:
-            self._forget_gradients()  # clipped, but without noise
+            self._sums.forget()  # clipped, but without noise
         return self._module
 
     def _active(self) -> "Clipping | WholeGradient":
         if self._clipping is None:
             raise GramianError("engine: makes no model private; expected make_private before")
         return self._clipping
+
+
+def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run.
+
+    Raises:
+        GramianError: naming it.
+    """
+    for name, p in trained.items():
+        if p._backward_hooks:
+            raise GramianError(
+                f"{name}: has a hook on its gradient, which private training would not call; expected none (a mask can go into "
+                "the forward, or act on .grad after step())"
+            )
 
 
 def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

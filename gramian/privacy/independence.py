@@ -52,11 +52,21 @@ def check_independence(
         clipping.paused = True
         try:
             with torch.random.fork_rng(devices=cuda):
-                _call(loss_fn, root, given).backward()
+                loss = _call(loss_fn, root, given)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    raise GramianError(f"loss_fn: expected a loss (one number), got {type(loss).__name__}")
+                clipping.last = None
+                loss.backward()
         finally:
             clipping.paused = False
-        assert clipping.last is not None
-        return clipping.last.norms_B.double().cpu()
+        if clipping.last is None:
+            raise GramianError(
+                "loss_fn: its backward did not go through the private model; expected a loss of its outputs"
+            )
+        found = clipping.last.norms_B.double().cpu()
+        if not bool(found.isfinite().all()):
+            raise GramianError("batch: has a sample whose gradient is not finite; expected one on which the loss is")
+        return found
 
     before = norms(batch)
     last = REPLACED - 1

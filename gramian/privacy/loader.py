@@ -68,6 +68,7 @@ class PrivateLoader(DataLoader[Any]):
         )
         self._batches = _FilledPieces(self._draws)
         self._empty: Any = None
+        self._last = True
         super().__init__(
             loader.dataset,
             batch_sampler=self._batches,
@@ -98,6 +99,18 @@ class PrivateLoader(DataLoader[Any]):
         while handed:
             yield self._hand_over(handed.popleft(), self.empty_batch())
 
+    def draws(self) -> Iterator[Iterator[Any]]:
+        """An epoch draw by draw, each an iterator over the batches of its pieces, which must be gone through to its end."""
+        batches = iter(self)
+
+        def pieces(batch: Any) -> Iterator[Any]:
+            yield batch
+            while not self._last:
+                yield next(batches)
+
+        for first in batches:
+            yield pieces(first)
+
     def rekey(self, key: bytes) -> None:
         """Draw with another key from the next epoch on: that of a checkpoint."""
         self._draws.key = key
@@ -115,6 +128,7 @@ class PrivateLoader(DataLoader[Any]):
 
     def _hand_over(self, piece: Piece, batch: Any) -> Any:
         self._on_piece(piece.draw, piece.piece, piece.last, len(piece.indices))
+        self._last = piece.last
         return batch
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,9 @@ class PrivacyOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no step can be made of, naming the field."""
-        if not _number(self.noise_multiplier) or self.noise_multiplier < 0:
+        if not is_number(self.noise_multiplier) or self.noise_multiplier < 0:
             raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
-        if not _number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
+        if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
             raise GramianError(
                 f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least), got {self.max_grad_norm!r}"
             )
@@ -51,9 +52,11 @@ class PrivacyOptions:
         if not isinstance(self.poisson_sampling, bool):
             raise GramianError(f"poisson_sampling: expected True or False, got {self.poisson_sampling!r}")
         size = self.max_physical_batch
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        if size is not None and (not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1):
             raise GramianError(f"max_physical_batch: expected a number of samples or None, got {size!r}")
         check_arguments(self.loss_reduction, None, None, None, self.loss_scale)
+        if not isinstance(self.loss_reduction, str) and self.loss_reduction < 0:
+            raise GramianError(f"loss_reduction: expected a coefficient above 0, got {self.loss_reduction!r}")
         _ = self.budget
 
     @property
@@ -94,7 +97,7 @@ def batch_and_rate(
         GramianError: if they do not follow from the loader and are not given.
     """
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
-        if value is not None and not (_number(value) and value > 0):
+        if value is not None and not (is_number(value) and value > 0):
             raise GramianError(f"{field}: expected a number above 0, got {value!r}")
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
@@ -102,6 +105,8 @@ def batch_and_rate(
         size: int | None = len(loader.dataset)
     except (AttributeError, TypeError):
         size = None
+    if size == 0:
+        raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = getattr(loader, "batch_size", None)
     if expected_batch is None:
         if sample_rate is not None and size is not None:
@@ -135,7 +140,9 @@ def parse_bytes(field: str, value: int | str | None) -> int | None:
         number = value.strip().rstrip("bBkKmMgGtTiI ")
         unit = value.strip()[len(number) :].strip().upper()
         try:
-            return int(float(number) * UNITS[unit or "B"])
+            found = float(number) * UNITS[unit or "B"]
+            if math.isfinite(found) and found >= 0:
+                return int(found)
         except (ValueError, KeyError):
             pass
     raise GramianError(f'{field}: expected bytes, such as 8000000000 or "8GB", got {value!r}')
@@ -146,5 +153,6 @@ def digest(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """A finite real number, of Python or NumPy; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,14 +1,21 @@
-"""Clipped sums on their way into the optimizer: into `p.grad`, over pieces and processes, then noised and divided."""
+"""Clipped sums on their way into the optimizer: into `p.grad`, over pieces and processes, then noised and divided.
+
+A sum in half precision would be rounded by about 2⁻⁹ of its length, and one sample of five hundred changes it by no more: the
+noise would not cover what rounding adds. So behind the `p.grad` of a half-precision parameter stands the sum in float32, and
+that one is noised.
+"""
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gramian.linalg.wide import wide
+from gramian.errors import GramianError
+from gramian.linalg.wide import wide, wide_dtype
 from gramian.parallel.gradients import DataParallel, landed, local, local_rows, placed, reduce_to_shard
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.timing import Stopwatch
@@ -17,8 +24,29 @@ IN_FLIGHT = 8
 """Reductions that may be under way at once."""
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """What the gradients of a step are multiplied by."""
+
+    inside: Any = None
+    """A scale that the optimizer undoes inside its step: gradients stay multiplied by it. None: none."""
+    left: float = 1.0
+    """A scale that nobody else undoes."""
+    undone: float = 1.0
+    """A scale that a GradScaler has divided `p.grad` by already."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The wide sum of which a parameter's `p.grad` is the rounded copy; this process's part."""
+
+    total: Tensor
+    gradient: Tensor
+    version: int
+
+
 class GradientSums:
-    """Where clipped sums go. In `p.grad` they are in the parameter's dtype; what is moved out of it is kept wide."""
+    """Where clipped sums go. In `p.grad` they are in the parameter's dtype; what is released comes from wide ones."""
 
     def __init__(
         self, trained: Mapping[str, nn.Parameter], parallel: DataParallel, overlap: bool, stopwatch: Stopwatch
@@ -27,6 +55,7 @@ class GradientSums:
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
+        self._behind: dict[str, Behind] = {}
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -36,10 +65,10 @@ class GradientSums:
         p = self.trained[name]
         if not isinstance(p, DTensor):
             if total is not None:
-                self._add(p, total)
+                self._add(name, total)
             return
         if total is None:
-            total = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            total = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)
         with self._stopwatch.time("communication", name, "reduce-scatter", nbytes=float(total.nbytes), cuda=p.is_cuda):
             self._arriving.append((name, reduce_to_shard(total, p)))
         while len(self._arriving) > (IN_FLIGHT if self._overlap else 0):
@@ -57,29 +86,69 @@ class GradientSums:
         name, shard = self._arriving.popleft()
         with self._stopwatch.time("communication", name, "wait", cuda=shard.is_cuda):
             whole = landed(shard)
-        self._add(self.trained[name], whole)
+        self._add(name, whole)
 
-    def _add(self, p: nn.Parameter, total: Tensor) -> None:
-        if p.grad is None:
-            p.grad = total if isinstance(total, DTensor) or total.stride() == p.stride() else _laid_out(total, p)
+    def _add(self, name: str, total: Tensor) -> None:
+        p = self.trained[name]
+        if p.dtype not in (torch.float16, torch.bfloat16):
+            if p.grad is None:
+                p.grad = total if isinstance(total, DTensor) or total.stride() == p.stride() else _laid_out(total, p)
+            else:
+                p.grad += total
+            return
+        part = local(total)
+        if p.grad is not None:
+            part = self._wide(name, Scaling()).add_(part)
+        part = _laid_out(wide(part), local(p.detach()))
+        p.grad = placed(part.to(p.dtype), p)
+        self._behind[name] = Behind(part, p.grad, local(p.grad)._version)
+
+    def _wide(self, name: str, scaling: Scaling) -> Tensor:
+        """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to.
+
+        Raises:
+            GramianError: if somebody wrote into a half-precision `p.grad`.
+        """
+        p, behind = self.trained[name], self._behind.pop(name, None)
+        assert p.grad is not None
+        part = local(p.grad)
+        if behind is None:
+            part = wide(part) if part.dtype != wide_dtype(part) else part.clone()
+        elif p.grad is behind.gradient and part._version == behind.version:
+            part = behind.total
+        elif scaling.undone != 1.0:
+            part = behind.total.div_(scaling.undone)
+        elif not bool(part.any()):  # zero_grad(set_to_none=False)
+            part = wide(part)
         else:
-            p.grad += total
+            raise GramianError(
+                f"{name}: its .grad was changed between backward and step, where it is not private yet; "
+                "expected it as the backward left it, or zero_grad()"
+            )
+        return part if scaling.left == 1.0 else part.div_(scaling.left)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
-    def move(self, loss_scale: Any) -> None:
+    def forget(self) -> None:
+        """Drop sums that no step has released."""
+        self.moved.clear()
+        self._behind.clear()
+        for p in self.trained.values():
+            p.grad = None
+
+    def move(self, scaling: Scaling) -> None:
         """Take the gradients of a piece out of `p.grad`, so that the optimizer sees none and zero_grad() loses none."""
         for name, p in self.trained.items():
             if p.grad is not None:
-                part = wide(local(p.grad))
-                part = part / loss_scale if loss_scale is not None else part
+                part = self._wide(name, scaling)
+                part = part / scaling.inside if scaling.inside is not None else part
                 if name not in self.moved:
-                    self.moved[name] = part.clone() if part.data_ptr() == local(p.grad).data_ptr() else part
+                    self.moved[name] = part
                 else:
                     self.moved[name] += part
                 p.grad = None
 
-    def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, loss_scale: Any) -> None:
+    def release(self, noise: NoisePlan, number: int, std: float, expected_batch: float, scaling: Scaling) -> None:
         """p.grad = (Σ over pieces and processes + std · noise) / expected batch, for every parameter.
 
         Args:
@@ -87,9 +156,9 @@ class GradientSums:
             number: of the release.
             std: of the noise.
             expected_batch: what is divided by.
-            loss_scale: what `p.grad` is, and is to stay, multiplied by; None: nothing.
+            scaling: what `p.grad` is multiplied by.
         """
-        noise_std: float | Tensor = std if loss_scale is None else std * loss_scale
+        noise_std: float | Tensor = std if scaling.inside is None else std * scaling.inside
         first = local(next(iter(self.trained.values())).detach())
         if first.is_cuda and not isinstance(noise_std, Tensor):
             noise_std = torch.full((), noise_std, device=first.device)
@@ -110,7 +179,7 @@ class GradientSums:
                 p.grad = placed(_laid_out(whole.to(p.dtype), local(p.detach())), p)
 
         for name in self.trained:
-            whole = self._whole(name, loss_scale)
+            whole = self._whole(name, scaling)
             reduces = self._parallel.kind == "ddp"
             waiting.append((name, whole, self._parallel.start_sum(whole) if reduces else None))
             if len(waiting) > (IN_FLIGHT if self._overlap else 0):
@@ -119,17 +188,20 @@ class GradientSums:
             finish()
         self.moved.clear()
 
-    def _whole(self, name: str, loss_scale: Any) -> Tensor:
-        """This process's sum over the pieces of the draw: wide where anything is still to be added, else `p.grad` itself."""
+    def _whole(self, name: str, scaling: Scaling) -> Tensor:
+        """This process's sum over the pieces of the draw: wide where anything is still to be added or rounded."""
         p = self.trained[name]
         moved = self.moved.pop(name, None)
-        if moved is not None and loss_scale is not None:
-            moved = moved * loss_scale
+        if moved is not None and scaling.inside is not None:
+            moved = moved * scaling.inside
         part = local(p.detach())
         if p.grad is None:
             whole = torch.zeros_like(part) if moved is None else moved
+        elif moved is None and name not in self._behind:  # nothing is added any more: noised where it lies
+            whole = local(p.grad) if scaling.left == 1.0 else local(p.grad).div_(scaling.left)
         else:
-            whole = local(p.grad) if moved is None else moved.add_(local(p.grad))
+            whole = self._wide(name, scaling)
+            whole = whole if moved is None else moved.add_(whole)
         # one dtype and one layout on all processes, whoever has a gradient
         return _laid_out(wide(whole), part) if self._parallel.kind == "ddp" else whole
 

@@ -57,6 +57,15 @@ class Stopwatch:
         """Time a block of work."""
         return self._timed(phase, what, way, flops, nbytes, cuda) if self.on else _NOTHING
 
+    def now(self, cuda: bool) -> Any:
+        """A moment, for `add`; None while the stopwatch is off."""
+        return _now(cuda) if self.on else None
+
+    def add(self, phase: str, start: Any, cuda: bool) -> None:
+        """What began at a moment ends now."""
+        if self.on and start is not None:
+            self.entries.append(Entry(self.step, phase, "", "", 0.0, 0.0, (start, _now(cuda))))
+
     @contextmanager
     def _timed(self, phase: str, what: str, way: str, flops: float, nbytes: float, cuda: bool) -> Iterator[None]:
         start = _now(cuda)

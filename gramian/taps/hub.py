@@ -1,5 +1,6 @@
 """The hub of one model: its taps, who listens, and the rule that governs weight gradients."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.taps import names
+from gramian.taps.blank import with_a_row
 from gramian.taps.discover import discover
 from gramian.taps.passes import (
     SECOND_BACKWARD,
@@ -41,6 +43,8 @@ class Hub:
         self.live = False
         self.per_sample = False
         self.batch = 0
+        self.blank = False
+        """True if the pass under way has no samples and runs on one row of zeros (where a rule withholds gradients)."""
         self.batch_size: int | None = None
         self.ticket = torch.zeros(1, dtype=torch.int64)
         self.probe = torch.zeros((), requires_grad=True)
@@ -53,6 +57,7 @@ class Hub:
         self._taps: weakref.WeakKeyDictionary[nn.Module, Tap] = weakref.WeakKeyDictionary()
         self._installed: list[Tap] = []
         self._holders = 0
+        self._grouped: set[str] = set()
         self.output_layer: str | None = None
         """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
 
@@ -158,18 +163,21 @@ class Hub:
                 raise GramianError(
                     "model: its first tensor has no axes; expected the batch as first axis, or batch_size="
                 )
+            self.blank = self.rule.withholds and not first.shape[0] and given is None
+            first = with_a_row(first) if self.blank else first
             self.batch = first.shape[0]
             self.ticket = torch.tensor([self.open_pass(first)])
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass for a batch whose first tensor is this one, and return its number."""
         new = not self.audited.issuperset(self.parameters)
-        return self._passes.open(first.shape[0], first.shape[1] if first.dim() > 1 else None, new)
+        length = first.shape[1] if first.dim() > 1 else None
+        return self._passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
 
     def run(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a tapped layer: its own operation, then the observer."""
         if self.rule.withholds:
-            plain = Detached(plain, module, tuple(tap.parameters))
+            plain = Detached(plain, module, tap.parameters, self._leaves(tap))
         if torch.compiler.is_compiling():
             output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
         else:
@@ -187,6 +195,15 @@ class Hub:
             if self.rule.withholds and not in_backward():
                 self.rule.foresee(tap, kept, output)
         return tap.observe(output, kept, extra)
+
+    def _leaves(self, tap: Tap) -> "list[tuple[str, Tensor]] | None":
+        """Where a layer without a formula leaves the weights it ran on, to be compared with what its tap explains."""
+        assert tap.site is not None
+        if tap.site.compiles or torch.compiler.is_compiling():
+            return None
+        if in_backward() or self._passes.current is None:
+            return []  # a checkpoint's second run is of the same kind as its first, but gets nothing
+        return self._passes.current.leaves
 
     def _expanded(self, tap: Tap, output: Tensor) -> Tensor:
         """One row that stands for all samples, as B rows, so that each sample sends its own gradient back."""
@@ -284,6 +301,8 @@ class Hub:
         assert tap.site is not None
         refuse_unbatched_indices(pass_, tap.name, kept)
         refuse_picked_row(pass_, tap.name, kept, output_gradients)
+        if self.rule.withholds:
+            self._warn_of_groups(pass_, tap, output_gradients[0])
         device = output_gradients[0].device.type
         self._passes.begin(pass_, device)
         with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
@@ -308,7 +327,22 @@ class Hub:
                 sides = partial(tap.site.sides, module, kept, output_gradients, pass_.batch)
                 record = LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info, sides, borrowed)
                 listener.layer(record)
+            if self.rule.withholds and not tap.site.compiles:
+                for name, gradient in gradients.items():
+                    pass_.explained.setdefault(name, []).append(gradient)
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)
+
+    def _warn_of_groups(self, pass_: Pass, tap: Tap, gradient: Tensor) -> None:
+        """Say once which layer's rows are shared out to samples by their order alone."""
+        rows = gradient.shape[0] if gradient.dim() else 0
+        if rows > pass_.batch > 1 and tap.name not in self._grouped:
+            self._grouped.add(tap.name)
+            warnings.warn(
+                f"{tap.name or 'model'}: sees {rows} rows for a batch of {pass_.batch}, so rows next to each other are taken "
+                "for one sample's; expected that order (not torch.cat of views, not time first), which "
+                "engine.check_independence(loss_fn, batch) can tell",
+                stacklevel=2,
+            )
 
 
 def _maker(output: Any) -> str | None:
@@ -333,16 +367,34 @@ def _maker(output: Any) -> str | None:
 class Detached:
     """A layer's forward on its own weights, without their getting a gradient."""
 
-    def __init__(self, plain: Callable[..., Any], module: nn.Module, locals_: tuple[str, ...]) -> None:
-        """Nothing is swapped until it is called."""
-        self.plain = plain
-        self.places = [(module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in locals_]
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        module: nn.Module,
+        parameters: dict[str, str],
+        leaves: list[tuple[str, Tensor]] | None,
+    ) -> None:
+        """Nothing is swapped until it is called.
+
+        Args:
+            plain: the forward.
+            module: whose weights.
+            parameters: {local name: the user's}.
+            leaves: gains (the user's name, the weight it ran on), which collects what autograd sends it; None: it gets nothing.
+        """
+        self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
+        self.places = [
+            (module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in parameters
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run with detached weights in place."""
         old = [owner._parameters[local] for owner, local in self.places]
-        for (owner, local), p in zip(self.places, old, strict=True):
-            owner._parameters[local] = p.detach() if p is not None else None  # type: ignore[assignment]
+        for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
+            weight = None if p is None else p.detach()
+            if weight is not None and self.leaves is not None and p is not None and p.requires_grad:
+                self.leaves.append((name, weight.requires_grad_()))
+            owner._parameters[local] = weight  # type: ignore[assignment]
         try:
             return self.plain(*args, **kwargs)
         finally:

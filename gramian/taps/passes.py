@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.linalg.wide import exact_float32
+from gramian.linalg.wide import exact_float32, wide
+from gramian.taps.audit import AGREES
 from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import GradientRule, Statistic
@@ -69,6 +70,8 @@ class Pass:
     """True until the model was audited: what need be looked at only once is looked at now."""
     infos: list[tuple[Listener, PassInfo]]
     """Who listened when the pass began, and how they read it."""
+    tokens: int = 0
+    """Address of the root's first tensor, of which the batch was taken: that one has its samples first."""
     uses: dict[str, int] = field(default_factory=dict)
     """How often each parameter is used; its gradient is complete when as many have arrived."""
     arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
@@ -79,6 +82,10 @@ class Pass:
     """True in the second of two backwards through this forward."""
     expanded: list[str] = field(default_factory=list)
     """Layers whose one-row output was expanded to B rows."""
+    leaves: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Weights that layers without a formula ran on, where gradients are withheld from the parameters themselves."""
+    explained: dict[str, list[PerSampleGradient]] = field(default_factory=dict)
+    """{parameter: what the uses of these layers explain}."""
 
 
 class PassBook:
@@ -106,8 +113,8 @@ class PassBook:
         self._passes.clear()
         self._touched = {}
 
-    def open(self, batch: int, length: int | None, first: bool) -> int:
-        """Open a pass and return its number."""
+    def open(self, batch: int, length: int | None, first: bool, tokens: int = 0) -> int:
+        """Open a pass and return its number; `tokens` is where the root's first tensor lies."""
         if not in_backward():
             self.settle()
         for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
@@ -116,7 +123,7 @@ class PassBook:
             del self._passes[next(iter(self._passes))]
         number = next(self._numbers)
         infos = [(listener, listener.pass_info(number, batch)) for listener in self._listeners]
-        self.current = self._passes[number] = Pass(number, batch, length, first, infos)
+        self.current = self._passes[number] = Pass(number, batch, length, first, infos, tokens=tokens)
         return number
 
     def settle(self) -> None:
@@ -191,6 +198,30 @@ class PassBook:
             if last:
                 self._deliver(pass_, name, borrowed)
 
+    def _refuse_unexplained(self, pass_: Pass) -> None:
+        """Compare with what autograd sent to the weights: a gradient past the layer's outputs would go unclipped, or be lost.
+
+        Raises:
+            GramianError: naming the parameter.
+        """
+        arrived: dict[str, Tensor] = {}
+        for name, leaf in pass_.leaves:
+            if leaf.grad is not None:
+                arrived[name] = arrived[name] + leaf.grad if name in arrived else leaf.grad
+                leaf.grad = None
+        explained, pass_.explained = pass_.explained, {}
+        for name, got in arrived.items():
+            parts = explained.get(name, [])
+            total = sum((part.total() for part in parts), torch.zeros_like(wide(got)))
+            dtype = min([got.dtype, *(part.dtype for part in parts)], key=lambda dtype: dtype.itemsize)
+            rounding = torch.finfo(dtype).eps * sum((part.magnitude() for part in parts), total.new_zeros(()))
+            allowed = AGREES[dtype] * wide(got).norm() + 8 * rounding
+            if bool(got.isfinite().all()) and not bool((wide(got) - total).norm() <= allowed):
+                raise GramianError(
+                    f"{name}: gets a gradient past what its layer returns (an auxiliary loss kept on the module, a list, a "
+                    "custom object), which would not be clipped; expected tensors alone or in tuples, lists and dicts"
+                )
+
     def _deliver(self, pass_: Pass, name: str, borrowed: bool) -> None:
         """All uses of a parameter are in: join them and hand them on."""
         parts = pass_.arrived.pop(name)
@@ -211,6 +242,13 @@ class PassBook:
                 if self.current is pass_:
                     self.current = None
             again = self._rule().again
+            try:
+                for pass_ in touched.values():
+                    self._refuse_unexplained(pass_)
+            except GramianError:
+                self._touched = touched
+                self.settle()
+                raise
             for pass_ in touched.values():
                 pass_.closed = not again
                 for listener, info in self.audience(pass_):
@@ -249,6 +287,8 @@ def refuse_unbatched_indices(pass_: Pass, layer: str, kept: Sequence[Tensor]) ->
     """
     index, batch, length = kept[0] if kept else None, pass_.batch, pass_.length
     if index is None or index.is_floating_point() or batch < 2 or not index.dim() or index.shape[0] == 1:
+        return
+    if index.data_ptr() == pass_.tokens:
         return
     rows = index.shape[0]
     bare = index.dim() == 1 and rows == length != batch

@@ -23,6 +23,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
+from gramian.taps.blank import with_a_row, without_a_row
 from gramian.taps.discover import Found
 from gramian.taps.sites.site import Site, observed
 
@@ -246,13 +247,15 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
         hub.enter_root(args, kwargs)
         if torch.compiler.is_compiling():
             return plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
+        if hub.blank:
+            args, kwargs = with_a_row((args, kwargs))
         try:
             output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
         except Exception as error:
             hub.explain(error)
             raise
         hub.leave_root(output)
-        return output
+        return without_a_row(output) if hub.blank else output
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if LISTENERS.anywhere:  # one object for all taps: idle ones cost a compiled graph one guard

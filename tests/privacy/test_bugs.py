@@ -28,7 +28,7 @@ from gramian.kernels import direct_squares, gram_squares
 from gramian.parallel.gradients import DataParallel
 from gramian.privacy import sums
 from gramian.privacy.noise import NoisePlan
-from gramian.privacy.sums import GradientSums
+from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
 from gramian.verify.clipped_sum import clipped_sum
 from gramian.verify.single_sample import per_sample_norms
@@ -277,7 +277,7 @@ def test_noise_is_added_once_after_the_sum_over_processes() -> None:
     p = nn.Parameter(torch.zeros(40))
     p.grad = torch.ones(40)
     plan = NoisePlan(KEY, [("w", (40,))])
-    GradientSums({"w": p}, _SecondOfTwo(), True, Stopwatch(on=False)).release(plan, 3, 0.5, 4.0, None)
+    GradientSums({"w": p}, _SecondOfTwo(), True, Stopwatch(on=False)).release(plan, 3, 0.5, 4.0, Scaling())
     drawn = plan.add_noise_(torch.zeros(40), "w", 0.5, 3)
     torch.testing.assert_close(p.grad, (2 + drawn) / 4)
 
@@ -731,8 +731,8 @@ BUGS = (
         (
             Edit(
                 f"{_CLIPPING}._open",
-                "work.idle = not accumulates(self._leaf)",
-                "work.idle = False",
+                "work.idle, work.blank = not accumulates(self._leaf),",
+                "work.idle, work.blank = False,",
             ),
         ),
         functools.partial(test_contract.test_gradients_of_inputs_leave_the_parameters_alone, {}),
@@ -773,8 +773,8 @@ BUGS = (
         (
             Edit(
                 f"{_ENGINE}._before_step",
-                "std, self._expected_batch, scale)",
-                "std, float(len(self._clipping.last.factors_B)), scale)",
+                "std, self._expected_batch, scaling)",
+                "std, float(len(self._clipping.last.factors_B)), scaling)",
             ),
         ),
         functools.partial(test_engine.test_a_step_is_one_draw_whatever_its_pieces, "mlp", None),
@@ -857,8 +857,8 @@ BUGS = (
         (
             Edit(
                 f"{_SUMS}:GradientSums.release",
-                "whole = self._whole(name, loss_scale)",
-                "whole = noise.add_noise_(self._whole(name, loss_scale), name, noise_std, number)",
+                "whole = self._whole(name, scaling)",
+                "whole = noise.add_noise_(self._whole(name, scaling), name, noise_std, number)",
             ),
         ),
         test_noise_is_added_once_after_the_sum_over_processes,
@@ -907,12 +907,12 @@ BUGS = (
     ),
     Mutation(
         "noise of a number without its loss scale",
-        (Edit(f"{_ENGINE}._loss_scale_at", "if scaler != 1.0:", "if False:"),),
+        (Edit(f"{_ENGINE}._scaling_at", "left=float(scaler)", "left=1.0"),),
         functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "float"),
     ),
     Mutation(
         "noise on gradients that are still scaled",
-        (Edit(f"{_ENGINE}._loss_scale_at", "stage is OptState.READY", "False"),),
+        (Edit(f"{_ENGINE}._scaling_at", "stage is OptState.READY", "False"),),
         functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "GradScaler whose step was forgotten"),
     ),
     # ---- releases and secrets ----
@@ -1045,7 +1045,7 @@ BUGS = (
         (
             Edit(
                 f"{_SUMS}:GradientSums.receive",
-                "total = torch.zeros(p.shape, dtype=p.dtype, device=p.device)",
+                "total = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)",
                 "return",
             ),
         ),

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.secrets import load_private, save_private
+from gramian.privacy.sums import Scaling
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
 
@@ -350,3 +351,267 @@ def test_a_missing_loader_is_named() -> None:
 def test_the_noise_cannot_be_pickled() -> None:
     with pytest.raises(gramian.GramianError, match="holds a key"):
         pickle.dumps(NoisePlan(bytes(32), [("p", (2,))]))
+
+
+@pytest.mark.parametrize("clipping, physical", [("auto", None), ("keep", None), ("two_pass", None), ("auto", 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_precision(
+    dtype: torch.dtype, clipping: str, physical: int | None
+) -> None:
+    torch.manual_seed(0)
+    count, base = 96, torch.randn(32)
+    x = (base + 0.02 * torch.randn(count, 32)).to(dtype)  # alike, so that their sum is long
+
+    def released(rows: torch.Tensor) -> torch.Tensor:
+        model = nn.Linear(32, 32, bias=False).to(dtype)
+        nn.init.constant_(model.weight, 0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = gramian.PrivacyEngine()
+        engine.make_private(
+            module=model,
+            optimizer=optimizer,
+            data_loader=DataLoader(TensorDataset(x), batch_size=count),
+            noise_multiplier=0.0,
+            max_grad_norm=1.0,
+            clipping=clipping,
+            loss_reduction="sum",
+            poisson_sampling=False,
+            max_physical_batch=physical,
+            expected_batch=1.0,
+        )
+        for piece in x[rows].split(physical or count):
+            engine.backward(8 * model(piece).square().sum())
+        found = engine._sums._wide("weight", Scaling())
+        engine.detach()
+        return found.double()
+
+    whole = released(torch.arange(count))
+    assert whole.norm() > 0.8 * count
+    for i in (0, 7):
+        change = whole - released(torch.tensor([j for j in range(count) if j != i]))
+        assert change.norm() <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_half_precision_sums_follow_what_becomes_of_the_gradient(to_none: bool) -> None:
+    model = net().bfloat16()
+    engine, _, optimizer, _ = private(model, poisson_sampling=False)
+    x = torch.randn(4, 5).bfloat16()
+    loss_of(model, x).backward()
+    optimizer.zero_grad(set_to_none=to_none)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    model[0].weight.grad.mul_(3.0)
+    with pytest.raises(gramian.GramianError, match="0.weight: its .grad was changed between backward and step"):
+        optimizer.step()
+    engine.detach()
+
+
+class Auxiliary(nn.Module):
+    """Keeps a loss of its own on itself, as vector quantisers and routers do."""
+
+    def __init__(self, penalty: bool) -> None:
+        super().__init__()
+        self.w, self.penalty = nn.Parameter(torch.randn(5, 3).double()), penalty
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x @ self.w
+        self.aux = self.w.square().sum() if self.penalty else h.square().sum(1)
+        return h
+
+
+@pytest.mark.parametrize("clipping", ["auto", "keep", "two_pass"])
+@pytest.mark.parametrize("penalty", [False, True])
+def test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named(penalty: bool, clipping: str) -> None:
+    model = nn.Sequential(Auxiliary(penalty))
+    engine, _, _, _ = private(model, poisson_sampling=False, clipping=clipping)
+    x = torch.randn(6, 5).double()
+    with pytest.raises(gramian.GramianError, match="0.w: gets a gradient past what its layer returns"):
+        engine.backward((model(x).sum(1) + 10 * model[0].aux).mean())
+    assert model[0].w.grad is None
+    engine.backward(model(x).sum(1).mean())  # without it all is well again
+    assert model[0].w.grad is not None
+    engine.detach()
+
+
+def test_rows_that_stand_for_several_records_are_refused() -> None:
+    model = net()
+    engine, _, _, loader = private(model, records=64, batch=20)
+    x = next(iter(loader))[0]
+    with pytest.raises(gramian.GramianError, match="batch: has 1 rows for .* records"):
+        loss_of(model, x.mean(0, keepdim=True)).backward()
+    engine.detach()
+
+
+def test_a_step_without_a_backward_of_its_batch_is_refused() -> None:
+    model = net()
+    engine, _, optimizer, loader = private(model, records=64, batch=20)
+    x = next(iter(loader))[0]
+    loss_of(model, x).backward(inputs=[*model.parameters()])
+    with pytest.raises(gramian.GramianError, match="step: no backward of the last batch"):
+        optimizer.step()
+    engine.detach()
+
+
+def test_a_negative_coefficient_is_refused() -> None:
+    with pytest.raises(gramian.GramianError, match="loss_reduction: expected a coefficient above 0"):
+        private(net(), poisson_sampling=False, loss_reduction=-1.0)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.Embedding(9, 5, max_norm=1.0)], ids=["norm", "table"])
+def test_layers_that_carry_samples_on_are_refused_at_single_samples_too(layer: nn.Module) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = layer.double(), nn.Linear(5, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(x[:, 0].long() if isinstance(self.layer, nn.Embedding) else x))
+
+    model = Model()
+    engine, _, _, _ = private(model, poisson_sampling=False, max_physical_batch=1)
+    with pytest.raises(gramian.GramianError, match=f"layer .{type(layer).__name__}"):
+        loss_of(model, torch.ones(1, 5).double()).backward()
+    engine.detach()
+
+
+def test_hooks_on_a_parameter_are_refused() -> None:
+    model = net()
+    model[0].weight.register_hook(lambda g: 0 * g)
+    with pytest.raises(gramian.GramianError, match="0.weight: has a hook on its gradient"):
+        private(model, poisson_sampling=False)
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+def test_parameters_outside_the_optimizer_are_named_and_get_nothing(physical: int | None) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=1.0)
+    with pytest.warns(UserWarning, match="optimizer: does not have 0.weight and others"):
+        engine, *_ = private(model, poisson_sampling=False, optimizer=optimizer, max_physical_batch=physical)
+    loss_of(model, torch.ones(1, 5).double()).backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    engine.detach()
+
+
+def test_another_tensor_in_place_of_a_parameter_is_refused() -> None:
+    model = net()
+    engine, *_ = private(model, poisson_sampling=False)
+    other = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(gramian.GramianError, match="ran on another tensor than the optimizer's parameter"):
+        torch.func.functional_call(model, other, (torch.ones(2, 5).double(),))
+    engine.detach()
+
+
+def test_a_resume_that_is_no_replay_has_another_key_also_with_a_counter(tmp_path: Any) -> None:
+    engine = gramian.PrivacyEngine("rdp")
+    engine.bind_counter(tmp_path / "releases.json")
+    steps(engine, 1, noise_multiplier=1.0)
+    saved = engine.state_dict()
+    resumed = gramian.PrivacyEngine("rdp")
+    resumed.bind_counter(tmp_path / "releases.json", must_exist=True)
+    resumed.load_state_dict(saved)
+    steps(resumed, 1, noise_multiplier=1.0)
+    assert not torch.equal(resumed.state_dict()["secrets"]["key"], saved["secrets"]["key"])
+    assert resumed.steps == 2
+
+
+def test_pieces_of_an_abandoned_draw_are_not_released_with_the_next() -> None:
+    model = net()
+    engine, _, optimizer, loader = private(model, records=64, batch=20, max_physical_batch=4)
+    saved = engine.state_dict()
+    for (x,) in loader:
+        loss_of(model, x).backward()
+        optimizer.step()
+        break
+    assert engine._sums.moved
+    with pytest.warns(UserWarning, match="state: steps begun"):
+        engine.load_state_dict(saved)
+    assert not engine._sums.moved
+    assert engine._passes_since_step == 0
+    engine.detach()
+
+
+def test_a_replay_on_other_data_is_refused() -> None:
+    engine = gramian.PrivacyEngine("rdp")
+    steps(engine, 1, noise_multiplier=1.0)
+    saved = engine.state_dict()
+    model = net()
+    again = gramian.PrivacyEngine("rdp")
+    again.load_state_dict(saved, replay=True)
+    other = DataLoader(TensorDataset(torch.zeros(32, 5).double()), batch_size=8)
+    with pytest.raises(gramian.GramianError, match="replay: data_loader is not what it was"):
+        again.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=other,
+            noise_multiplier=1.0,
+            max_grad_norm=0.01,
+        )
+
+
+@pytest.mark.parametrize("physical", [None, 4, 1])
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw(physical: int | None, labels: bool) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=6))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.randint(11, (50, 6))
+    engine = gramian.PrivacyEngine("rdp", insecure_reproducible=True, seed=1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(tokens), batch_size=1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        sample_rate=1e-6,
+        max_physical_batch=physical,
+    )
+    (x,) = next(iter(loader))
+    assert len(x) == 0
+    if labels:
+        loss = model(input_ids=x, labels=x).loss
+    else:
+        logits = model(input_ids=x).logits
+        assert logits.shape == (0, 6, 11)
+        loss = logits.sum()
+    loss.backward()
+    optimizer.step()
+    assert engine.steps == 1
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    engine.detach()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"memory_budget": "infGB"}, "memory_budget: expected bytes"),
+        ({"memory_budget": "-8GB"}, "memory_budget: expected bytes"),
+        ({"max_physical_batch": 1.5}, "max_physical_batch: expected"),
+    ],
+)
+def test_odd_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gramian.GramianError, match=message):
+        private(net(), **options)
+
+
+def test_rows_shared_out_by_their_order_are_spoken_of() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(5, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(torch.cat([x, 2 * x])).view(2, len(x), 3).sum(0)
+
+    model = Views()
+    engine, *_ = private(model, poisson_sampling=False)
+    with pytest.warns(UserWarning, match="encoder: sees 8 rows for a batch of 4"):
+        loss_of(model, torch.randn(4, 5).double()).backward()
+    engine.detach()

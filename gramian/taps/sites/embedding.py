@@ -1,4 +1,4 @@
-"""`nn.Embedding`: y = W[x]."""
+"""`nn.Embedding`: y = W[x], and `nn.EmbeddingBag`, through the generic exact fallback."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,24 @@ from torch import Tensor, nn
 
 from gramian.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
+from gramian.taps.sites.generic import Generic
 from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, tokens
+
+
+def check_norm(module: nn.Module) -> str | None:
+    """A norm that the forward enforces, by writing into the rows that a batch looks up."""
+    limited = getattr(module, "max_norm", None) is not None
+    return "max_norm changes the weight in the forward pass; expected max_norm=None" if limited else None
+
+
+def check_table(module: nn.Module) -> str | None:
+    """Options of a table that change the gradient after the fact or couple samples."""
+    if getattr(module, "sparse", False):
+        return "sparse gradients are not supported; expected sparse=False"
+    if getattr(module, "scale_grad_by_freq", False):
+        return "scale_grad_by_freq divides by counts over the whole batch; expected scale_grad_by_freq=False"
+    return check_norm(module)
 
 
 class Embedding(Site):
@@ -19,14 +35,11 @@ class Embedding(Site):
 
     def check(self, module: nn.Module) -> str | None:
         """Options that change the gradient after the fact or couple samples."""
-        assert isinstance(module, nn.Embedding)
-        if module.max_norm is not None:
-            return "max_norm changes the weight in the forward pass; expected max_norm=None"
-        if module.sparse:
-            return "sparse gradients are not supported; expected sparse=False"
-        if module.scale_grad_by_freq:
-            return "scale_grad_by_freq divides by counts over the whole batch; expected scale_grad_by_freq=False"
-        return None
+        return check_table(module)
+
+    def check_per_sample(self, module: nn.Module) -> str | None:
+        """Frozen tables too must not be written to."""
+        return check_norm(module)
 
     def gradients(
         self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
@@ -63,4 +76,23 @@ class Embedding(Site):
         return forward(index), [index], None
 
 
+class EmbeddingBag(Generic):
+    """Sums or means of rows."""
+
+    kind = "embedding bag (generic)"
+
+    def __init__(self) -> None:
+        """One table."""
+        super().__init__(whole=False)
+
+    def check(self, module: nn.Module) -> str | None:
+        """As for a table."""
+        return check_table(module) or super().check(module)
+
+    def check_per_sample(self, module: nn.Module) -> str | None:
+        """As for a table."""
+        return check_norm(module)
+
+
 register_site(nn.Embedding, Embedding())
+register_site(nn.EmbeddingBag, EmbeddingBag())

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
@@ -117,6 +118,8 @@ class Generic(Site):
         self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, list[Tensor], Any]:
         """Keep a copy of every input, a digest of every output, and the call itself."""
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
+            raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         output = forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
