@@ -56,6 +56,8 @@ class GradientSums:
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
         self._behind: dict[str, Behind] = {}
+        self._formed: dict[str, Tensor] = {}
+        """Wide sums of the backward under way whose `p.grad` is still to come."""
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -75,9 +77,14 @@ class GradientSums:
             self._land()
 
     def settle(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for what is still on its way, and round what was formed wide, now that nothing is held any longer."""
         while self._arriving:
             self._land()
+        for name, part in self._formed.items():
+            p = self.trained[name]
+            p.grad = placed(part.to(p.dtype), p)
+            self._behind[name] = Behind(part, p.grad, local(p.grad)._version)
+        self._formed.clear()
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
             first.grad = torch.zeros_like(first)
@@ -99,9 +106,7 @@ class GradientSums:
         part = local(total)
         if p.grad is not None:
             part = self._wide(name, Scaling()).add_(part)
-        part = _laid_out(wide(part), local(p.detach()))
-        p.grad = placed(part.to(p.dtype), p)
-        self._behind[name] = Behind(part, p.grad, local(p.grad)._version)
+        self._formed[name] = _laid_out(wide(part), local(p.detach()))
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
         """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to.
@@ -131,8 +136,8 @@ class GradientSums:
 
     def forget(self) -> None:
         """Drop sums that no step has released."""
-        self.moved.clear()
-        self._behind.clear()
+        for sums in (self.moved, self._behind, self._formed):
+            sums.clear()
         for p in self.trained.values():
             p.grad = None
 

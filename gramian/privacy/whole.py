@@ -170,6 +170,7 @@ class WholeGradient:
             p.grad, gradient = before[name], own.get(name)
             if gradient is not None and counts:
                 self._sink.receive(name, gradient.mul_((factor * self._factor).to(gradient.device)))
+        self._sink.settle()
         self.passes += 1
         self.on_done()
 
