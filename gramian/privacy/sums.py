@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide, wide_dtype
@@ -38,11 +39,11 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Behind:
-    """The wide sum of which a parameter's `p.grad` is the rounded copy; this process's part."""
+    """The wide sum of which a `p.grad` is the rounded copy; this process's part."""
 
     total: Tensor
-    gradient: Tensor
     version: int
+    """Of that copy, as long as nobody wrote into it."""
 
 
 class GradientSums:
@@ -55,7 +56,8 @@ class GradientSums:
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
-        self._behind: dict[str, Behind] = {}
+        self._behind = WeakTensorKeyDictionary()
+        """{p.grad: what stands behind it}: gone when the user drops the gradient."""
         self._formed: dict[str, Tensor] = {}
         """Wide sums of the backward under way whose `p.grad` is still to come."""
         self._arriving: deque[tuple[str, DTensor]] = deque()
@@ -83,7 +85,7 @@ class GradientSums:
         for name, part in self._formed.items():
             p = self.trained[name]
             p.grad = placed(part.to(p.dtype), p)
-            self._behind[name] = Behind(part, p.grad, local(p.grad)._version)
+            self._behind[p.grad] = Behind(part, local(p.grad)._version)
         self._formed.clear()
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
@@ -114,12 +116,12 @@ class GradientSums:
         Raises:
             GramianError: if somebody wrote into a half-precision `p.grad`.
         """
-        p, behind = self.trained[name], self._behind.pop(name, None)
+        p = self.trained[name]
         assert p.grad is not None
-        part = local(p.grad)
+        part, behind = local(p.grad), self._behind.pop(p.grad, None)
         if behind is None:
             part = wide(part) if part.dtype != wide_dtype(part) else part.clone()
-        elif p.grad is behind.gradient and part._version == behind.version:
+        elif part._version == behind.version:
             part = behind.total
         elif scaling.undone != 1.0:
             part = behind.total.div_(scaling.undone)
@@ -136,8 +138,8 @@ class GradientSums:
 
     def forget(self) -> None:
         """Drop sums that no step has released."""
-        for sums in (self.moved, self._behind, self._formed):
-            sums.clear()
+        self.moved.clear()
+        self._formed.clear()
         for p in self.trained.values():
             p.grad = None
 
@@ -202,7 +204,7 @@ class GradientSums:
         part = local(p.detach())
         if p.grad is None:
             whole = torch.zeros_like(part) if moved is None else moved
-        elif moved is None and name not in self._behind:  # nothing is added any more: noised where it lies
+        elif moved is None and p.grad not in self._behind:  # nothing is added any more: noised where it lies
             whole = local(p.grad) if scaling.left == 1.0 else local(p.grad).div_(scaling.left)
         else:
             whole = self._wide(name, scaling)

@@ -615,3 +615,13 @@ def test_rows_shared_out_by_their_order_are_spoken_of() -> None:
     with pytest.warns(UserWarning, match="encoder: sees 8 rows for a batch of 4"):
         loss_of(model, torch.randn(4, 5).double()).backward()
     engine.detach()
+
+
+def test_a_dropped_half_precision_gradient_takes_its_wide_sum_along() -> None:
+    model = net().bfloat16()
+    engine, _, optimizer, _ = private(model, poisson_sampling=False)
+    loss_of(model, torch.randn(4, 5).bfloat16()).backward()
+    assert len(engine._sums._behind) == 4
+    optimizer.zero_grad()
+    assert len(engine._sums._behind) == 0
+    engine.detach()
