@@ -32,5 +32,5 @@ def build_optimizer(model: nn.Module, options: config.Optimizer, device: torch.d
         chosen = "fused" if device.type == "cuda" else "foreach"
     how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}[chosen]
     if options.kind == "sgd":
-        return SGD(groups, lr=options.lr, momentum=options.momentum, **how)  # type: ignore[arg-type]
-    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **how)  # type: ignore[arg-type]
+        return SGD(groups, lr=options.lr, momentum=options.momentum, **how)
+    return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **how)

@@ -1,0 +1,193 @@
+"""`gramian plan`: whether a run fits into memory, and how it is spread over GPUs; nothing is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from gramian.cli import RunFailed
+from gramian.errors import GramianError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from gramian.parallel.strategy import Decision
+    from gramian.plan.memory import Kind, Needs
+    from gramian.train.config import Config
+
+# Columns where the output is not a terminal.
+PLAIN_WIDTH = 110
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="say whether a run fits into memory, and how it is spread over GPUs",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of the file's")
+    parser.add_argument(
+        "--gpus", type=_count, metavar="N", help="how many to plan for (default: those of this machine)"
+    )
+    parser.add_argument(
+        "--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and the decision."""
+    from gramian.parallel.strategy import decide
+    from gramian.train.config import load_config
+    from gramian.train.needs import needs_of, vocabulary_of
+
+    config = load_config(arguments.config, arguments.overrides)
+    place = _place(config, arguments.gpus, arguments.gpu_memory)
+    vocabulary = vocabulary_of(config.data)
+    needs = needs_of(config, vocabulary, place.precision(config), place.device)
+    decision = decide(needs, place.gpus, place.memory, config.parallel.strategy)
+
+    console = _console()
+    for line in _heading(config, needs, place, decision):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_table(decision))
+    for section in ("kfac", "privacy"):
+        if getattr(config, section) is not None:
+            console.print(f"What [{section}] holds on top is not counted.", markup=False)
+    if not decision.fits:
+        raise RunFailed(f"plan: {decision.why}")
+    console.print(decision.why, markup=False, soft_wrap=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a run is planned to be."""
+
+    device: str
+    gpus: int
+    memory: int
+    """Bytes of one GPU, or of the machine."""
+    capability: tuple[int, int] | None
+    """Of the GPUs here; None: not asked, or none."""
+    simulated: bool
+
+    def precision(self, config: Config) -> Kind:
+        """What the config's precision means there; GPUs that are not here are taken for recent ones."""
+        import torch
+
+        from gramian.train.precision import AMPERE, numbers_for
+
+        return cast("Kind", numbers_for(config.precision, torch.device(self.device), self.capability or AMPERE).kind)
+
+    def __str__(self) -> str:
+        from gramian.plan.clipping import megabytes
+
+        if self.device == "cpu":
+            return f"the CPU of this machine, {megabytes(self.memory)} of memory"
+        what = "1 GPU" if self.gpus == 1 else f"{self.gpus:,} GPUs"
+        return f"{what} of {megabytes(self.memory)}{' (simulated)' if self.simulated else ''}"
+
+
+def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
+    """What the options and, where they say nothing, this machine have."""
+    if gpus is not None and memory is not None:
+        return _Place("cuda", gpus, memory, None, simulated=True)
+
+    import torch
+
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus is None and memory is None and (config.run.device == "cpu" or not here):
+        return _Place("cpu", 1, _machine_memory(), None, simulated=False)
+    if memory is None and not here:
+        raise GramianError("argument --gpu-memory: none given and no GPU is here; expected gigabytes, such as 80")
+    if memory is not None:
+        return _Place("cuda", max(here, 1), memory, None, simulated=True)
+    found = [torch.cuda.get_device_properties(index) for index in range(here)]
+    capability = min((card.major, card.minor) for card in found)
+    smallest = min(card.total_memory for card in found)
+    return _Place("cuda", gpus or here, smallest, capability, simulated=gpus is not None and gpus != here)
+
+
+def _machine_memory() -> int:
+    """Bytes that this process may use: the machine's, or its container's."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return memory
+
+
+def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) -> list[str]:
+    from gramian.plan.clipping import megabytes
+
+    shape, windows = needs.shape, needs.windows(place.gpus)
+    name = "GPT" if config.model.kind == "gpt" else str(config.model.path)
+    kept = "kept" if not needs.checkpoint_blocks else f"recomputed in segments of {needs.checkpoint_blocks}"
+    lines = [
+        f"{name}: {shape.layers:,} blocks, width {shape.width:,}, vocabulary {shape.vocabulary:,}, "
+        f"{shape.parameters:,} parameters",
+        f"{needs.precision}, {needs.optimizer}, micro-batches of {windows:,} × {needs.length:,} tokens, "
+        f"{needs.batch:,} × {needs.length:,} in a step, activations {kept}",
+        f"planned for {place}, of which {megabytes(decision.usable)} can be used",
+    ]
+    if place.device == "cpu" and config.run.device != "cpu":
+        lines[-1] += "; no GPU is here: --gpus and --gpu-memory plan for some"
+    return lines
+
+
+def _table(decision: Decision) -> RenderableType:
+    """A row per part, a column per strategy."""
+    from rich import box
+    from rich.table import Table
+
+    from gramian.plan.clipping import megabytes
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    table.add_column("arithmetic")
+    for strategy in decision.columns:
+        style = "green" if strategy == decision.strategy and decision.fits else None
+        table.add_column(strategy, justify="right", style=style)
+    for row in decision.rows[:-1]:
+        table.add_row(row.what, row.arithmetic, *(megabytes(held) if held else "-" for held in row.held))
+    table.add_section()
+    total = decision.rows[-1]
+    table.add_row(total.what, total.arithmetic, *(megabytes(held) for held in total.held))
+    fits = ("fits" if held <= decision.usable else "too much" for held in total.held)
+    table.add_row("", f"of {megabytes(decision.usable)}", *fits)
+    return table
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: an integer of at least 1")
+    return count
+
+
+def _gigabytes(text: str) -> int:
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: gigabytes above 0, such as 80")
+    return max(1, int(amount * 1e9))

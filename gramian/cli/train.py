@@ -1,0 +1,135 @@
+"""`gramian train CONFIG.toml [section.key=value …]`: train, or resume what the folder holds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from gramian.cli import RunFailed
+from gramian.errors import GramianError
+
+if TYPE_CHECKING:
+    from gramian.train.config import Config
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model as a config says, or resume its run",
+        description="Train; a folder that holds a run of the same config is resumed. Also under torchrun.",
+        allow_abbrev=False,
+    )
+    add_config(parser)
+    parser.set_defaults(run=run)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every command that reads a config."""
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train."""
+    from gramian.train.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    first = os.environ.get("RANK", "0") == "0"
+    return train(config, first)
+
+
+def train(config: Config, first: bool) -> int:
+    """Train as one process of all.
+
+    Args:
+        config: of the run.
+        first: True for the one that prints.
+
+    Returns:
+        The exit code: 0 if it came to its end or was told to leave, 1 if the guard stopped it.
+    """
+    from gramian.parallel.world import world
+    from gramian.train.run_folder import RunFolder
+
+    cpu = config.run.device == "cpu"
+    _check_device(config)
+    with world(cpu, config.parallel.strategy == "fsdp2") as where:
+        folder, problem = RunFolder(config), ""
+        if where.rank == 0:
+            try:
+                folder.__enter__()
+            except GramianError as found:
+                problem = str(found)
+        try:
+            if where.most(float(bool(problem))):
+                raise GramianError(where.first_failure(problem) if problem else "run.folder: cannot be taken")
+            return _train(config, where, folder, first)
+        finally:
+            folder.__exit__(None, None, None)
+
+
+def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
+    from rich.console import Console
+
+    from gramian.train.build import build
+    from gramian.train.record import write_record
+    from gramian.train.trainer import Trainer
+
+    console = Console(quiet=not first)
+    parts = build(config, where)
+    if first:
+        write_record(folder.path, parts)
+    with _Progress(console, config) as progress:
+        trainer = Trainer(parts, folder, progress.show)
+        ended = trainer.run()
+    if ended.reason == "stopped":
+        raise RunFailed(ended.report)
+    best = (
+        ""
+        if trainer.best is None
+        else f", best validation loss {trainer.best['loss']:.4f} at step {trainer.best['step']}"
+    )
+    console.print(f"{ended.reason} at step {ended.step} of {config.run.steps}{best}; {folder.path}")
+    return 0
+
+
+class _Progress:
+    """A bar with loss, rate and the time that is left."""
+
+    def __init__(self, console: Any, config: Config) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("training", total=config.run.steps, told="")
+        self._labelled = " (not covered by ε)" if config.privacy is not None else ""
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, outcome: Any, trainer: Any) -> None:
+        """One step."""
+        told = f"loss {outcome.loss:.4f}{self._labelled}  lr {outcome.attempt.rate:.2e}"
+        if trainer.best is not None:
+            told += f"  best validation {trainer.best['loss']:.4f}"
+        self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
+
+
+def _check_device(config: Config) -> None:
+    import torch
+
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")

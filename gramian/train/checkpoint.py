@@ -1,0 +1,519 @@
+"""Checkpoints on disk: whole or not there, verified before they are used, read without running code.
+
+A checkpoint is a folder `step-00000123` that holds safetensors files, `facts.json` and `manifest.json`, which names every file
+with its size and SHA-256 and is itself checksummed. It is made as `.tmp-00000123`: every file is synced, the manifest last;
+then the folder is renamed, and its parent synced. Files have mode 0600, folders 0700: the key of a private run is inside.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.train.snapshot import Extent, Part, Snapshot, whole
+
+FORMAT = 1
+MANIFEST, FACTS, STATE = "manifest.json", "facts.json", "state.safetensors"
+TEMPORARY = ".tmp-"
+CHUNK = 1 << 24
+NOT_MEANT, FOREIGN = "", f"{MANIFEST}: has config hash"
+"""Why a checkpoint is passed over though nothing is wrong with it."""
+_FOLDER = re.compile(r"(step|best)-(\d{8,})(?:\.(\d+))?")
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that verified."""
+
+    folder: Path
+    step: int
+    best: bool
+    config_hash: str | None
+    facts: dict[str, Any] = field(repr=False)
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    """Of the whole tensors, by name."""
+    dtypes: dict[str, torch.dtype] = field(repr=False)
+    sharded: bool = False
+
+    def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
+        """Read the tensors into host memory.
+
+        Args:
+            extents: the boxes that this process needs, such as `state.extents` gives; all of a tensor that is not named. A
+                checkpoint of any number of processes is read by any number; nothing is communicated.
+
+        Returns:
+            A part for each saved tensor.
+
+        Raises:
+            GramianError: if the files are gone.
+        """
+        needed = {name: (extents or {}).get(name, whole(shape)) for name, shape in self.shapes.items()}
+        try:
+            if self.sharded or any(extent.sharded for extent in needed.values()):
+                from gramian.train.checkpoint_sharded import read_parts
+
+                return read_parts(self.folder, needed, self.dtypes)
+            tensors = _read_tensors(self.folder / STATE)
+            return {name: Part(extent, tensors[name]) for name, extent in needed.items()}
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason}; expected the checkpoint that was verified") from None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors whole, in host memory."""
+        return {name: part.local for name, part in self.parts().items()}
+
+
+class CheckpointStore:
+    """The checkpoints of a run, written in the background.
+
+    One thread writes. It works on host copies, and hashing, `write` and `fsync` all let go of the interpreter, so the training
+    loop goes on; another process would need a second copy of the state in shared memory, and starting it next to CUDA costs
+    seconds. At most one save is under way: the next `write` waits for it, so no checkpoint is lost and all processes write the
+    same ones. A save that fails is reported, the run goes on, and older checkpoints stay.
+
+    Plain states are written by rank 0 alone. Of a state sharded by FSDP2 every process writes its shards, by
+    `torch.distributed.checkpoint` over a gloo group of the store's own: then the constructor, `write`, `newest`, `best` and
+    `close` are called by all processes, in the same order, and all must see the folder. Nothing is created, and remains of
+    killed saves are not removed, before the first `write`.
+
+    Args:
+        folder: of the checkpoints; made if it is not there.
+        keep: the newest that are kept, beside the best.
+        rank: of this process.
+        world: number of processes.
+        on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (of a `write`
+            that had to), skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise GramianError(f"keep: {keep!r}; expected an integer of at least 1")
+        if world > 1 and not (dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world)):
+            raise GramianError(
+                f"world: {world}, but torch.distributed has not that many; expected its rank and world size"
+            )
+        self.folder, self.keep, self.rank, self.world = Path(folder), keep, rank, world
+        self._on_event = on_event or (lambda event: None)
+        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._save: Future[None] | None = None
+        self._errors: list[GramianError] = []
+        self._damaged: set[str] = set()
+        self._clean = False
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
+        """Begin to write a snapshot, after the one before is done. The snapshot may be dropped by everybody else.
+
+        Args:
+            snapshot: of `Snapshots.take`; its fact `config_hash` goes into the manifest.
+            best: it is the best so far: kept until a better one is complete.
+        """
+        if snapshot.sharded and self.world == 1:
+            raise GramianError("world: 1, but the snapshot is sharded over several processes; expected their number")
+        if self._save is not None and not self._save.done():
+            started = time.perf_counter()
+            self._finish_save()
+            seconds = time.perf_counter() - started
+            self._on_event({"event": "checkpoint_waited", "step": snapshot.step, "seconds": seconds})
+        self._finish_save()
+        if snapshot.sharded or self.rank == 0:
+            self._save = self._thread.submit(self._write, snapshot, best)
+
+    def wait(self) -> list[GramianError]:
+        """Wait until nothing is being written.
+
+        Returns:
+            The failures since the last call.
+        """
+        self._finish_save()
+        errors, self._errors = self._errors, []
+        return errors
+
+    def close(self) -> list[GramianError]:
+        """Finish what is being written, and end the thread; as `wait`."""
+        errors = self.wait()
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        return errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def drop_after(self, step: int) -> None:
+        """Forget checkpoints of later steps, as after a rollback to `step` or a resume from an older one.
+
+        The best of them stays for `best`, under the name `best-…`; `newest` passes over it.
+        """
+        self._finish_save()
+        if self.rank != 0:
+            return
+        try:
+            for path in self._folders():
+                kind, number, _ = _parsed(path.name)
+                if kind == "step" and number > step:
+                    self._abandon(path)
+                    self._on_event({"event": "checkpoint_dropped", "folder": path.name, "reason": f"after step {step}"})
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason}; expected a folder that can be written") from None
+
+    def _abandon(self, path: Path) -> None:
+        manifest = _manifest(path) if path.name not in self._damaged else None
+        if manifest is not None and manifest["best"]:
+            os.rename(path, path.with_name(path.name.replace("step", "best", 1)))
+        else:
+            self._remove(path)
+        _sync_folder(self.folder)
+
+    def _finish_save(self) -> None:
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+
+    def _write(self, snapshot: Snapshot, best: bool) -> None:
+        """In the thread: one save, from first to last."""
+        started = time.perf_counter()
+        try:
+            if snapshot.sharded:
+                from gramian.train.checkpoint_sharded import write_shards
+
+                assert self._group is not None
+                write_shards(snapshot, self._group, self._begin, lambda *made: self._complete(*made, best=best))
+            else:
+                temporary = self._begin(snapshot.step)
+                record = write_tensors(temporary / STATE, {name: part.local for name, part in snapshot.parts.items()})
+                self._complete(snapshot, temporary, {STATE: record}, best=best)
+        except Exception as reason:
+            error = GramianError(
+                f"{self.folder}: step {snapshot.step} was not saved ({_one_line(reason)}); expected a disk with room for it"
+            )
+            self._errors.append(error)
+            if self.rank == 0:
+                shutil.rmtree(self._temporary(snapshot.step), ignore_errors=True)
+            self._on_event({"event": "checkpoint_failed", "step": snapshot.step, "error": str(error)})
+            return
+        told: Event = {"event": "checkpoint_written", "step": snapshot.step, "best": best, "bytes": snapshot.nbytes}
+        self._on_event({**told, "seconds": time.perf_counter() - started})
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f"{TEMPORARY}{step:08d}"
+
+    def _begin(self, step: int) -> Path:
+        """An empty temporary folder (rank 0); remains of earlier processes are removed once."""
+        temporary = self._temporary(step)
+        if not self.folder.exists():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _sync_folder(self.folder.parent)
+        if not self._clean:
+            for path in self.folder.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            self._clean = True
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700)
+        return temporary
+
+    def _complete(self, snapshot: Snapshot, temporary: Path, files: dict[str, FileRecord], *, best: bool) -> None:
+        """Facts, manifest, rename (rank 0); then older ones are dropped."""
+        files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
+        body = {
+            "format": FORMAT,
+            "step": snapshot.step,
+            "best": best,
+            "config_hash": snapshot.facts.get("config_hash"),
+            "files": {name: asdict(record) for name, record in sorted(files.items())},
+            "tensors": {
+                name: [_DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()
+            },
+        }
+        text = json.dumps({"manifest": body, "sha256": _digest(body)})
+        write_file(temporary / MANIFEST, [text.encode()])
+        _sync_folder(temporary)
+        attempts = [attempt for _, step, attempt in map(_parsed, self._names()) if step == snapshot.step]
+        suffix = f".{max(attempts) + 1}" if attempts else ""
+        final = self.folder / f"step-{snapshot.step:08d}{suffix}"
+        os.rename(temporary, final)
+        _sync_folder(self.folder)
+        try:
+            self._prune(final)
+        except OSError as reason:  # the new one is there all the same
+            self._on_event({"event": "checkpoint_not_pruned", "folder": str(self.folder), "error": str(reason)})
+
+    def _prune(self, written: Path) -> None:
+        """Drop all but the newest `keep`, the best, and what is not this run's or not readable."""
+        manifests = {path: _manifest(path) for path in self._folders() if path.name not in self._damaged}
+        mine = manifests[written]
+        assert mine is not None
+        own = [path for path, body in manifests.items() if body and body["config_hash"] == mine["config_hash"]]
+        latest = {_parsed(path.name)[1]: path for path in own if path.name.startswith("step")}
+        kept = {written, *list(latest.values())[-self.keep :]}
+        bests = [path for path in own if (manifests[path] or {})["best"]]
+        if bests and not mine["best"]:
+            kept.add(bests[-1])
+        for path in own:
+            if path not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Rename first: a process killed in between leaves nothing that looks like a checkpoint."""
+        doomed = path.with_name(f"{TEMPORARY}dropped-{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        self._damaged.discard(path.name)  # the next one of that name is another
+        shutil.rmtree(doomed)
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def newest(self, config_hash: str | None = None) -> Loaded | None:
+        """The newest checkpoint that verifies; an event says which were passed over, and why.
+
+        Args:
+            config_hash: that it must have; None: any.
+
+        Returns:
+            Its facts, and how to read its tensors; None if there is none. The same one on all processes, which share the
+            reading that verification takes.
+        """
+        return self._first("step", config_hash)
+
+    def best(self, config_hash: str | None = None) -> Loaded | None:
+        """The newest checkpoint that was written as the best and verifies; as `newest`."""
+        return self._first("best", config_hash)
+
+    def _first(self, wanted: str, config_hash: str | None) -> Loaded | None:
+        self._finish_save()
+        for name in reversed(self._share(self._names())[0]):
+            if wanted == "step" and not name.startswith("step"):
+                continue
+            path = self.folder / name
+            body, problem = _read_manifest(path)
+            if body is not None and wanted == "best" and not body["best"]:
+                problem = NOT_MEANT
+            elif body is not None and config_hash is not None and body["config_hash"] != config_hash:
+                problem = f"{FOREIGN} {body['config_hash']}; expected {config_hash}"
+            elif body is not None:
+                problem = self._damage(path, body)
+            problems = [found for found in self._share(problem) if found is not None]
+            if not problems:
+                assert body is not None
+                return _loaded(path, body)
+            if problems[0] != NOT_MEANT:
+                self._on_event({"event": "checkpoint_skipped", "folder": name, "reason": problems[0]})
+                if not problems[0].startswith(FOREIGN):
+                    self._damaged.add(name)
+        return None
+
+    def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
+        """What is wrong with this process's share of the files."""
+        for name in sorted(body["files"])[self.rank :: self.world]:
+            problem = _compared(path / name, FileRecord(**body["files"][name]))
+            if problem is not None:
+                return f"{name}: {problem}"
+        return None
+
+    def _share(self, value: Any) -> list[Any]:
+        """A plain value of every process."""
+        if self._group is None:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([len(text)])
+        lengths = [torch.empty_like(length) for _ in range(self.world)]
+        dist.all_gather(lengths, length, group=self._group)
+        longest = max(int(n) for n in lengths)
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)))
+        texts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(texts, padded, group=self._group)
+        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+
+    def _names(self) -> list[str]:
+        """Checkpoint folders, oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason.strerror}; expected a folder of checkpoints") from None
+        return sorted((name for name in names if _FOLDER.fullmatch(name)), key=lambda name: _parsed(name)[1:])
+
+    def _folders(self) -> list[Path]:
+        return [self.folder / name for name in self._names()]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
+    """Write a safetensors file from host memory, hashed on the way, without another copy of it.
+
+    Args:
+        path: of a file that is not there yet.
+        tensors: contiguous, on the CPU.
+        metadata: for its header.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
+    end = 0
+    for name in order:
+        if tensors[name].dtype not in _DTYPES:
+            raise GramianError(f"{name}: has dtype {tensors[name].dtype}; expected one that safetensors knows")
+        begin, end = end, end + tensors[name].nbytes
+        dtype, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return write_file(path, _pieces(len(text).to_bytes(8, "little") + text, (tensors[name] for name in order)))
+
+
+def _pieces(first: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    yield first
+    for t in tensors:
+        if t.numel() > 0:
+            yield t.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file of mode 0600 and sync it."""
+    digest, size = hashlib.sha256(), 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        for piece in pieces:
+            for start in range(0, len(piece), CHUNK):
+                rest = memoryview(piece)[start : start + CHUNK]
+                digest.update(rest)
+                size += len(rest)
+                while len(rest) > 0:
+                    rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return FileRecord(size, digest.hexdigest())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def _compared(path: Path, expected: FileRecord) -> str | None:
+    """What differs from the record."""
+    try:
+        size = path.stat().st_size
+        if size != expected.bytes:
+            return f"has {size} bytes; expected {expected.bytes}"
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                return "its checksum differs"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as reason:
+        return f"cannot be read ({reason.strerror})"
+    return None
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The manifest of a folder, or what is wrong with it."""
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None, f"{MANIFEST}: is missing"
+    except OSError as reason:
+        return None, f"{MANIFEST}: cannot be read ({reason.strerror})"
+    try:
+        outer = json.loads(text)
+        body: dict[str, Any] = outer["manifest"]
+        told = outer["sha256"]
+    except (ValueError, KeyError, TypeError):
+        return None, f"{MANIFEST}: is not whole"
+    if told != _digest(body):
+        return None, f"{MANIFEST}: its checksum differs"
+    if body["format"] != FORMAT:
+        return None, f"{MANIFEST}: has format {body['format']}; expected {FORMAT}"
+    return body, None
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    return _read_manifest(path)[0]
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _loaded(path: Path, body: dict[str, Any]) -> Loaded:
+    known = {name: dtype for dtype, name in _DTYPES.items()}
+    return Loaded(
+        folder=path,
+        step=body["step"],
+        best=body["best"],
+        config_hash=body["config_hash"],
+        facts=json.loads((path / FACTS).read_bytes()),
+        shapes={name: tuple(shape) for name, (_, shape) in body["tensors"].items()},
+        dtypes={name: known[dtype] for name, (dtype, _) in body["tensors"].items()},
+        sharded=STATE not in body["files"],
+    )
+
+
+def _parsed(name: str) -> tuple[str, int, int]:
+    """Kind, step and attempt of a folder's name; a second checkpoint of a step is attempt 1."""
+    match = _FOLDER.fullmatch(name)
+    assert match is not None
+    return match[1], int(match[2]), int(match[3] or 0)
+
+
+def _one_line(reason: Exception) -> str:
+    return str(reason) if isinstance(reason, GramianError) else " ".join(f"{type(reason).__name__}: {reason}".split())

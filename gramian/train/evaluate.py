@@ -1,0 +1,45 @@
+"""Validation loss: the same windows every time, each process a part of them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gramian.parallel.world import World
+from gramian.train.build import Parts
+from gramian.train.data import Windows
+from gramian.train.objective import IGNORED, Measured
+from gramian.train.stepper import evaluating
+
+
+def evaluate(parts: Parts, windows: int) -> Measured:
+    """Loss on so many validation windows, spread evenly over all of them; every process gets the same answer.
+
+    Args:
+        parts: of the run.
+        windows: how many; fewer where there are fewer.
+    """
+    chosen = np.unique(np.linspace(0, len(parts.validation) - 1, windows).round().astype(np.int64))
+    rows = max(1, parts.config.data.micro_batch or 16)
+    total = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
+    with evaluating(parts.module), parts.numbers.autocast():
+        for tokens_BT, targets_BT, documents_BT in _pieces(parts.validation, chosen, rows, parts.world):
+            total[0] += parts.module(tokens_BT, targets_BT, 1.0, documents_BT)[1]
+            total[1] += (targets_BT != IGNORED).sum()
+    nats, tokens = parts.world.sum_(total).tolist()
+    return Measured(nats, int(tokens))
+
+
+def _pieces(
+    windows: Windows, chosen: np.ndarray, rows: int, world: World
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Every process runs as many pieces as the others; one without windows gets a row that does not count."""
+    share = -(-len(chosen) // world.size)
+    mine = chosen[world.rank * share : (world.rank + 1) * share]
+    for start in range(0, share, rows):
+        piece = windows.stack(mine[start : start + rows] if start < len(mine) else chosen[:1])
+        if start >= len(mine):
+            piece["targets"].fill_(IGNORED)
+        piece = {name: value.to(world.device) for name, value in piece.items()}
+        yield piece["tokens"], piece["targets"], piece.get("documents")

@@ -1,0 +1,68 @@
+"""Numbers of a step, read when they are there: the host never waits for the device in the middle of training."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One optimizer step that was tried."""
+
+    number: int
+    """Counts all of them, also those rolled back later."""
+    step: int
+    """Of the run, the first is 0."""
+    position: int
+    """Of its batch in the data."""
+    rate: float
+    stepped: bool
+    scale: float | None
+    """Of the loss, after the step."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    attempt: Attempt
+    loss: float
+    """Mean per token, in nats."""
+    grad_norm: float
+    tokens: int
+    flagged: bool
+
+
+class Late:
+    """Values on their way to the host, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Attempt, Tensor, torch.cuda.Event | None]] = deque()
+
+    def add(self, attempt: Attempt, values: Tensor) -> None:
+        """Start the copy."""
+        if values.is_cuda:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._waiting.append((attempt, host, event))
+        else:
+            self._waiting.append((attempt, values.detach().clone(), None))
+
+    def read(self, wait: bool) -> list[Outcome]:
+        """What has arrived: on a GPU all but the newest, which nobody waits for unless told to."""
+        found = []
+        while self._waiting and (wait or len(self._waiting) > 1 or self._waiting[0][2] is None):
+            attempt, host, event = self._waiting.popleft()
+            if event is not None:
+                event.synchronize()
+            nats, flags, tokens, norm = host.tolist()
+            found.append(Outcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0))
+        return found
+
+    def clear(self) -> None:
+        """Forget the rest."""
+        self._waiting.clear()

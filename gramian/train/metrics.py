@@ -1,0 +1,214 @@
+"""What a run tells: `metrics.jsonl`, `events.jsonl`, and TensorBoard or Weights & Biases where they are asked for.
+
+Numbers that follow from the config stand at the top of a line, and a resumed run writes the same ones again; what the clock
+says stands under "time". Of a private run everything but ε and the gradient norm is computed on private data without noise: it
+is listed under "not_covered_by_epsilon".
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gramian.errors import GramianError
+from gramian.models.gpt import GPT
+from gramian.train.late import Outcome
+from gramian.train.objective import Measured
+from gramian.train.private import PrivateStepper
+from gramian.train.run_folder import Lines
+
+if TYPE_CHECKING:
+    from gramian.train.trainer import Trainer
+
+PEAK_TERAFLOPS = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "A10G": 70.0,
+    "RTX 4090": 165.0,
+    "V100": 125.0,
+}
+"""Dense half-precision tensor-core peaks that vendors state."""
+NOT_COVERED = ("loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "events")
+
+
+class RunLog:
+    """The log of one run; only rank 0 writes."""
+
+    def __init__(self, run: "Trainer") -> None:
+        """Nothing is opened yet."""
+        self._run = run
+        self._writes = run.world.rank == 0
+        self._metrics: Lines | None = None
+        self._events: Lines | None = None
+        self._waiting: list[dict[str, Any]] = []
+        self._started = self._last = time.perf_counter()
+        self._last_tokens = 0
+        self._last_attempts = 0
+        self.eval_seconds = 0.0
+        self._last_eval: float | None = None
+        self._clock_at_eval = self._started
+        self._clipped: deque[bool] = deque(maxlen=run.config.guard.window)
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+
+    # ---- files ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, upto: int | None) -> None:
+        """Open the files; metrics of attempts after `upto` are cut off, a run that is resumed there writes them again."""
+        if not self._writes:
+            return
+        folder, config = self._run.folder.path, self._run.config
+        self._metrics = Lines(folder / "metrics.jsonl", upto=-1 if upto is None else upto)
+        self._events = Lines(folder / "events.jsonl")
+        if config.run.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise GramianError("run.tensorboard: needs the package tensorboard; expected it installed") from None
+            self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        if config.run.wandb:
+            try:
+                import wandb  # type: ignore[import-not-found]
+            except ImportError:
+                raise GramianError("run.wandb: needs the package wandb; expected it installed") from None
+            self._wandb = wandb.init(dir=str(folder), name=folder.name, resume="allow")
+        for event in self._waiting:
+            self.event(event)
+        self._waiting.clear()
+        self._started = self._last = self._clock_at_eval = time.perf_counter()
+
+    def close(self) -> None:
+        """No more lines."""
+        for lines in (self._metrics, self._events):
+            if lines is not None:
+                lines.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Something happened."""
+        if not self._writes:
+            return
+        line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
+        if self._events is None:
+            self._waiting.append(line)
+        else:
+            self._events.write(line)
+
+    # ---- numbers -------------------------------------------------------------------------------------------------------
+
+    def outcome(self, outcome: Outcome) -> None:
+        """A step; every so many get a line."""
+        run, attempt = self._run, outcome.attempt
+        limit = run.config.optimizer.max_norm
+        self._clipped.append(bool(limit) and outcome.grad_norm > limit)
+        if not self._writes or (attempt.step + 1) % run.config.run.log_every:
+            return
+        line: dict[str, Any] = {
+            "step": attempt.step + 1,
+            "attempt": attempt.number,
+            "loss": outcome.loss,
+            "perplexity": perplexity(outcome.loss),
+            "lr": attempt.rate,
+            "grad_norm": outcome.grad_norm,
+            "clip_share": sum(self._clipped) / len(self._clipped),
+            "scale": attempt.scale,
+            "tokens": run.tokens,
+        }
+        stepper = run.parts.stepper
+        if isinstance(stepper, PrivateStepper):
+            line["epsilon"] = stepper.epsilon()
+            line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
+        self._write({**line, "time": self._time()})
+
+    def evaluation(self, measured: Measured, seconds: float) -> None:
+        """A validation loss."""
+        run, first = self._run, self._last_eval is None
+        step_seconds = self._step_seconds()
+        self.eval_seconds += seconds
+        self._last_eval, self._clock_at_eval = seconds, time.perf_counter()
+        if not self._writes:
+            return
+        line: dict[str, Any] = {
+            "step": run.step,
+            "attempt": run.attempt - 1,
+            "validation_loss": measured.loss,
+            "validation_perplexity": perplexity(measured.loss),
+            "validation_tokens": measured.tokens,
+        }
+        if run.config.privacy is not None:
+            line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
+        self._write({**line, "time": {"seconds": seconds, "eval_share": self.eval_share()}})
+        if first and step_seconds:
+            costs = {str(every): seconds / (seconds + every * step_seconds) for every in (100, 300, 500)}
+            self.event({"event": "eval_cost", "share_of_time_by_interval": {**costs, "auto": 0.05}})
+
+    def eval_fits(self, share: float) -> bool:
+        """True if another evaluation keeps their share of the time below this."""
+        if self._last_eval is None:
+            return True
+        return (time.perf_counter() - self._clock_at_eval) * share >= self._last_eval
+
+    def eval_share(self) -> float:
+        """Of the time since this process began."""
+        return self.eval_seconds / max(1e-9, time.perf_counter() - self._started)
+
+    def _step_seconds(self) -> float | None:
+        attempts = self._run.attempt - self._last_attempts
+        return (time.perf_counter() - self._last) / attempts if attempts > 0 else None
+
+    def _time(self) -> dict[str, Any]:
+        """What the clock says, since the last line."""
+        run, now = self._run, time.perf_counter()
+        seconds, tokens = now - self._last, run.tokens - self._last_tokens
+        step_seconds = self._step_seconds() or 0.0
+        self._last, self._last_tokens, self._last_attempts = now, run.tokens, run.attempt
+        rate = max(0, tokens) / seconds if seconds > 0 else 0.0
+        cuda = run.world.device.type == "cuda"
+        peak = peak_flops(run.world.device) * run.world.size
+        return {
+            "elapsed": now - self._started,
+            "tokens_per_second": rate,
+            "mfu": rate * flops_per_token(run.parts.model, run.config.data.length) / peak if peak else None,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+            "data_wait": run.meter.share(step_seconds),
+            "eval_share": self.eval_share(),
+        }
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.write(line)
+        numbers = {name: value for name, value in (line | line["time"]).items() if isinstance(value, int | float)}
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, line["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=line["attempt"])
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), never cut off."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def flops_per_token(model: torch.nn.Module, length: int) -> float:
+    """Forward and backward of one token: 6 per weight that is multiplied, and 6·T·D per layer of causal attention."""
+    tables = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters())
+    weights = sum(p.numel() for p in model.parameters()) - tables
+    if isinstance(model, GPT):
+        weights += model.config.vocabulary * model.config.width * model.config.tied
+        return 6.0 * weights + 6.0 * length * model.config.width * model.config.layers
+    return 6.0 * weights
+
+
+def peak_flops(device: torch.device) -> float:
+    """What a known GPU can do; 0 where nobody said."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak * 1e12 for known, peak in PEAK_TERAFLOPS.items() if known in name), 0.0)

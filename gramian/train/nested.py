@@ -1,0 +1,49 @@
+"""A nested state as flat tensors and plain facts, and back: what a checkpoint can hold without pickling anything."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+MARK = "tensor at"
+
+
+def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of nested dicts, lists and tuples into a flat dictionary.
+
+    Args:
+        prefix: of their names.
+        value: the state.
+        tensors: gains "prefix.key.index…".
+
+    Returns:
+        The state as JSON can hold it: tensors as {"tensor at": name}, tuples as {"tuple": […]}, dicts with other than text
+        keys as {"pairs": [[key, value], …]}.
+    """
+    if isinstance(value, Tensor):
+        tensors[prefix] = value
+        return {MARK: prefix}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: split(f"{prefix}.{key}", inner, tensors) for key, inner in value.items()}
+        return {"pairs": [[key, split(f"{prefix}.{key}", inner, tensors)] for key, inner in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [split(f"{prefix}.{i}", inner, tensors) for i, inner in enumerate(value)]}
+    if isinstance(value, list):
+        return [split(f"{prefix}.{i}", inner, tensors) for i, inner in enumerate(value)]
+    return value
+
+
+def merge(facts: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `split`."""
+    if isinstance(facts, Mapping):
+        if set(facts) == {MARK}:
+            return tensors[facts[MARK]]
+        if set(facts) == {"tuple"}:
+            return tuple(merge(inner, tensors) for inner in facts["tuple"])
+        if set(facts) == {"pairs"}:
+            return {key: merge(inner, tensors) for key, inner in facts["pairs"]}
+        return {key: merge(inner, tensors) for key, inner in facts.items()}
+    if isinstance(facts, list):
+        return [merge(inner, tensors) for inner in facts]
+    return facts

@@ -1,0 +1,140 @@
+"""Private training in the same loop: a draw in place of a batch, the engine's step in place of clip and step.
+
+A window's loss is the mean over its tokens; the unit of privacy is one window. Loss and data order are not covered by ε; the
+gradient norm is that of the noised gradient.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from gramian.parallel.world import World
+from gramian.privacy import PrivacyEngine
+from gramian.train.config import Config
+from gramian.train.data.batches import leave_group
+from gramian.train.data.windows import Windows
+from gramian.train.objective import IGNORED
+from gramian.train.precision import Numbers
+from gramian.train.stepper import Taken, seed_all
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One Poisson draw, in pieces."""
+
+    position: int
+    """Its number."""
+    pieces: Iterator[dict[str, Tensor]]
+
+
+class PrivateStepper:
+    """Model, optimizer, scaler and engine, and how they take a step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        numbers: Numbers,
+        world: World,
+        config: Config,
+        windows: Windows,
+    ) -> None:
+        """Make the model private.
+
+        Args:
+            module: objective, spread over processes.
+            optimizer: over its parameters.
+            numbers: the precision.
+            world: this process among the others.
+            config: of the run.
+            windows: the records.
+        """
+        assert config.privacy is not None
+        self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
+        self.scaler, self.kfac = numbers.scaler(), None
+        options, data = config.privacy, config.data
+        self._seed, self._length = config.run.seed, data.length
+        self.engine = PrivacyEngine(
+            options.accountant,
+            insecure_reproducible=options.insecure_reproducible,
+            seed=config.run.seed if options.insecure_reproducible else None,
+        )
+        loader: DataLoader[Any] = DataLoader(
+            windows,
+            batch_size=max(1, data.batch // world.size),
+            num_workers=data.workers,
+            prefetch_factor=data.prefetch if data.workers else None,
+            persistent_workers=data.workers > 0,
+            pin_memory=world.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=leave_group,
+        )
+        told: dict[str, Any] = {
+            "module": module,
+            "optimizer": optimizer,
+            "data_loader": loader,
+            "max_grad_norm": options.max_grad_norm,
+            "clipping": options.clipping,
+            "loss_reduction": "sum",
+            "loss_scale": 1.0 if self.scaler is None else self.scaler,
+            "max_physical_batch": data.micro_batch or None,
+            "expected_batch": float(data.batch),
+        }
+        if options.target_epsilon is not None:
+            rate = data.batch / len(windows)
+            _, _, self._loader = self.engine.make_private_with_epsilon(
+                target_epsilon=options.target_epsilon,
+                target_delta=options.delta,
+                epochs=config.run.steps * rate,
+                **told,
+            )
+        else:
+            noise = options.noise_multiplier or 0.0
+            _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **told)
+        self._delta = options.delta
+
+    def epsilon(self) -> float:
+        """ε spent so far."""
+        return self.engine.get_epsilon(self._delta)
+
+    def batches(self) -> Iterator[Draw]:
+        """Draws without end; which ones, the secret key and the release counter decide."""
+        while True:
+            for pieces in self._loader.draws():
+                yield Draw(self.engine.steps, pieces)
+
+    def take(self, batch: Draw, rate: float, flag: bool = False) -> Taken:
+        """One private step; see `Stepper.take`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        total[1] = float(flag)
+        before = 1.0 if self.scaler is None else self.scaler.get_scale()
+        for i, piece in enumerate(batch.pieces):
+            piece = {name: value.to(self.world.device, non_blocking=True) for name, value in piece.items()}
+            seed_all(self._seed, batch.position, i, self.world.rank)
+            self.optimizer.zero_grad(set_to_none=True)
+            with self.numbers.autocast():
+                loss, nats = self.module(piece["tokens"], piece["targets"], 1.0 / self._length, piece.get("documents"))
+            self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            total[0] += nats
+            total[2] += (piece["targets"] != IGNORED).sum()
+            self._step()
+        norm = get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        stepped = self.scaler is None or self.scaler.get_scale() >= before
+        return Taken(torch.cat([self.world.sum_(total), norm.detach().to(total)[None]]), stepped)
+
+    def _step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()

@@ -1,0 +1,41 @@
+"""`record.json`: what a run is, for whoever wants to repeat it."""
+
+import json
+import platform
+from pathlib import Path
+
+import torch
+
+import gramian
+from gramian.train.build import Parts
+from gramian.train.private import PrivateStepper
+from gramian.train.run_folder import write_whole
+
+
+def write_record(folder: Path, parts: Parts) -> None:
+    """Versions, machine, world, sizes and digests."""
+    cuda = parts.world.device.type == "cuda"
+    record = {
+        "gramian": gramian.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(parts.world.device) if cuda else platform.machine(),
+        "processes": parts.world.size,
+        "strategy": parts.world.kind,
+        "config_hash": parts.config.hash,
+        "precision": parts.numbers.kind,
+        "parameters": sum(p.numel() for p in parts.model.parameters()),
+        "vocabulary": parts.training.vocabulary,
+        "windows": {"training": len(parts.training), "validation": len(parts.validation)},
+        "data_digest": {"training": parts.training.digest, "validation": parts.validation.digest},
+    }
+    if isinstance(parts.stepper, PrivateStepper):
+        engine = parts.stepper.engine
+        record["privacy"] = {
+            "noise_multiplier": engine.noise_multiplier,
+            "sample_rate": engine.sample_rate,
+            "expected_batch": engine.expected_batch,
+            "unit": "one window",
+            "insecure_reproducible": parts.config.privacy is not None and parts.config.privacy.insecure_reproducible,
+        }
+    write_whole(folder / "record.json", json.dumps(record, indent=2) + "\n")

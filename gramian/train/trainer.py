@@ -1,0 +1,344 @@
+"""The loop: steps, a guard that watches them, snapshots to go back to, checkpoints to resume from.
+
+The state of a run is a few integers (step, position in the data, attempts, positions to leave out), the model and the
+optimizer, and what the guard, the scaler, K-FAC and the privacy engine remember. A resumed run is the same run, bit for bit,
+because everything else is a function of the config and these integers.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from gramian.train.build import Parts
+from gramian.train.checkpoint import CheckpointStore
+from gramian.train.data import StarvationMeter
+from gramian.train.evaluate import evaluate
+from gramian.train.guard import Advice, Guard, Observation, Rollback, Stop
+from gramian.train.interrupts import Interrupts
+from gramian.train.late import Attempt, Late, Outcome
+from gramian.train.metrics import RunLog
+from gramian.train.nested import merge, split
+from gramian.train.private import PrivateStepper
+from gramian.train.replay import first_nonfinite
+from gramian.train.run_folder import RunFolder
+from gramian.train.schedule import learning_rate
+from gramian.train.snapshot import Part, Snapshot, Snapshots
+from gramian.train.state import extents, facts_of, load, tensors_of
+from gramian.train.stepper import Stepper
+
+SNAPSHOTS = 3
+"""Copies in memory that a rollback can go to."""
+TRAIL = 200
+"""Attempts of which is remembered where their data was."""
+EVAL_SHARE = 0.05
+"""Of the time, at most, that evaluation takes under eval.every = "auto"."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    step: int
+    reason: str
+    """"done", "interrupted" or "stopped"."""
+    report: str = ""
+
+
+class Trainer:
+    """One run, from where its folder left off to its end."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        folder: RunFolder,
+        on_outcome: Callable[[Outcome, "Trainer"], None] = lambda outcome, run: None,
+    ) -> None:
+        """Take over the parts; the state is loaded by `run`.
+
+        Args:
+            parts: of the run.
+            folder: taken by rank 0.
+            on_outcome: shown every step, for a progress bar.
+        """
+        self.parts, self.config, self.world = parts, parts.config, parts.world
+        self.folder, self._on_outcome = folder, on_outcome
+        self.step = self.position = self.attempt = self.tokens = 0
+        self.skipped: set[int] = set()
+        self.trail: list[tuple[int, int]] = []
+        self.best: dict[str, Any] | None = None
+        self.guard, self.snapshots, self.late = Guard(self.config.guard), Snapshots(SNAPSHOTS), Late()
+        self.meter = StarvationMeter()
+        self.log: RunLog = RunLog(self)
+        self.store = CheckpointStore(
+            folder.checkpoints, self.config.checkpoint.keep, self.world.rank, self.world.size, on_event=self.log.event
+        )
+        self._batches: Iterator[Any] = iter(())
+        self._snapshot_due = self._flagged = False
+        self._evaluated = self._written = 0
+
+    # ---- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Ended:
+        """Train to the end, or until something ends it."""
+        try:
+            with Interrupts() as interrupts:
+                self._resume()
+                return self._loop(interrupts)
+        finally:
+            for error in self.store.close():
+                self.log.event({"event": "checkpoint_lost", "error": str(error)})
+            self.parts.close()
+            self.log.close()
+
+    def _loop(self, interrupts: Interrupts) -> Ended:
+        self._batches = self.parts.batches_from(self.position, self.skipped)
+        if not len(self.snapshots):
+            self._snapshot()
+        while self.step < self.config.run.steps:
+            self._attempt(interrupts.requested is not None)
+            due = self._due()
+            went_on, ended = self._look(wait=due)
+            if ended is None and self._flagged:  # on any process; all of them see it here
+                _, ended = self._look(wait=True)
+                return ended or self._leave("interrupted")
+            if ended is not None:
+                return ended
+            if due and went_on:
+                self._keep_up()
+        self._keep_up()
+        return self._leave("done")
+
+    def _look(self, wait: bool) -> tuple[bool, Ended | None]:
+        """Judge the steps whose numbers have arrived. False if one of them was taken back; and how the run ended, if it did."""
+        for outcome in self.late.read(wait):
+            verdict = self.guard.observe(self._observation(outcome))
+            self.log.outcome(outcome)
+            self._on_outcome(outcome, self)
+            self._flagged = self._flagged or outcome.flagged
+            if isinstance(verdict, Advice):
+                self.log.event({"event": "advice", "text": verdict.text})
+            if isinstance(verdict, Stop):
+                return False, self._stop(verdict, outcome)
+            if isinstance(verdict, Rollback):
+                self._roll_back(verdict)
+                return False, None
+        return True, None
+
+    def _attempt(self, flag: bool) -> None:
+        """Take one optimizer step; its numbers come later."""
+        with self.meter.wait():
+            batch = next(self._batches)
+        rate = self._rate()
+        taken = self.parts.stepper.take(batch, rate, flag)
+        scaler = self.parts.stepper.scaler
+        scale = None if scaler is None else scaler.get_scale()
+        self.late.add(Attempt(self.attempt, self.step, batch.position, rate, taken.stepped, scale), taken.values)
+        self.trail = [*self.trail, (self.step, batch.position)][-TRAIL:]
+        self.attempt += 1
+        self.position = batch.position + 1
+        self.step += taken.stepped
+
+    def _rate(self) -> float:
+        config = self.config
+        planned = learning_rate(self.step, config.run.steps, config.schedule, config.optimizer)
+        return planned * self.guard.lr_scale(self.step)
+
+    def _observation(self, outcome: Outcome) -> Observation:
+        attempt, limit = outcome.attempt, self.config.optimizer.max_norm
+        self.tokens += outcome.tokens
+        return Observation(
+            attempt.step,
+            outcome.loss,
+            outcome.grad_norm,
+            finite=math.isfinite(outcome.grad_norm),
+            scale=attempt.scale,
+            clipped=bool(limit) and outcome.grad_norm > limit and self.config.privacy is None,
+        )
+
+    # ---- what is due -------------------------------------------------------------------------------------------------
+
+    def _due(self) -> bool:
+        """True if this step's numbers are needed now: a copy is taken, or the model evaluated, of sound states alone."""
+        self._snapshot_due = self._snapshot_due or self.step % self.config.checkpoint.snapshot_every == 0
+        return self._snapshot_due or self._eval_due() or self.step >= self.config.run.steps
+
+    def _keep_up(self) -> None:
+        """Evaluate, copy and write what is due; what was found out by the first is in the others."""
+        ends = self.step >= self.config.run.steps
+        better = self._evaluate() if self._eval_due() or ends else False
+        if not better and not (self._snapshot_due and self.guard.calm):
+            return
+        self._snapshot_due = False
+        snapshot, every = self._snapshot(), self.config.checkpoint.every
+        if better or self.step // every > self._written // every:
+            self._write(snapshot, best=better)
+
+    def _write(self, snapshot: Snapshot, best: bool = False) -> None:
+        self._written = snapshot.step
+        self.store.write(snapshot, best=best)
+
+    def _eval_due(self) -> bool:
+        every = self.config.eval.every
+        if self._evaluated == self.step or self.step == 0:
+            return False
+        if every == "auto":
+            return self._auto_due()
+        return self.step % every == 0
+
+    def _auto_due(self) -> bool:
+        """Rank 0's clock decides, asked where numbers are read anyway."""
+        if self.step % self.config.run.log_every:
+            return False
+        mine = self.world.rank == 0 and self.log.eval_fits(EVAL_SHARE)
+        return self.world.most(float(mine)) > 0
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        parts = self.parts
+        tensors = tensors_of(parts.module, parts.optimizer)
+        scaler = parts.stepper.scaler
+        facts: dict[str, Any] = {
+            "config_hash": self.config.hash,
+            "step": self.step,
+            "position": self.position,
+            "attempt": self.attempt,
+            "tokens": self.tokens,
+            "skipped": sorted(self.skipped),
+            "trail": [list(entry) for entry in self.trail],
+            "best": self.best,
+            "evaluated": self._evaluated,
+            "guard": self.guard.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "optimizer": facts_of(parts.module, parts.optimizer),
+        }
+        if isinstance(parts.stepper, PrivateStepper):
+            facts["privacy"] = split("privacy", parts.stepper.engine.state_dict(), tensors)
+        elif parts.stepper.kfac is not None:
+            facts["kfac"] = split("kfac", parts.stepper.kfac.state_dict(), tensors)
+        return tensors, facts
+
+    def _snapshot(self) -> Snapshot:
+        tensors, facts = self._state()
+        return self.snapshots.take(self.step, tensors, facts)
+
+    def _restore(self, saved: dict[str, Part], facts: dict[str, Any]) -> None:
+        """Model, optimizer, scaler, factors and position; not the guard, the best, nor what privacy has spent."""
+        parts = self.parts
+        load(parts.module, parts.optimizer, _of_model(saved), facts["optimizer"])
+        if parts.stepper.scaler is not None:
+            parts.stepper.scaler.load_state_dict(facts["scaler"])
+        if isinstance(parts.stepper, Stepper) and parts.stepper.kfac is not None:
+            held = {name: part.local for name, part in saved.items() if name.startswith("kfac")}
+            parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held), parts.module)
+        self.step, self.tokens = facts["step"], facts["tokens"]
+        self.trail = [(step, position) for step, position in facts["trail"]]
+        if not isinstance(parts.stepper, PrivateStepper):
+            self.position = facts["position"]
+
+    def _resume(self) -> None:
+        found = self.store.newest(self.config.hash)
+        stepper = self.parts.stepper
+        if isinstance(stepper, PrivateStepper):
+            stepper.engine.bind_counter(self.folder.path / "releases.json", must_exist=found is not None)
+        if found is None:
+            self.log.begin(None)
+            return
+        saved = found.parts(extents(self.parts.module, found.shapes))
+        facts = found.facts
+        self._restore(saved, facts)
+        self.position, self.attempt = facts["position"], facts["attempt"]
+        self.skipped, self.best, self._evaluated = set(facts["skipped"]), facts["best"], facts["evaluated"]
+        self._written = self.step
+        self.guard.load_state_dict(facts["guard"])
+        if isinstance(stepper, PrivateStepper):
+            held = {name: part.local for name, part in saved.items() if name.startswith("privacy")}
+            replay = self.config.run.deterministic
+            stepper.engine.load_state_dict(merge(facts["privacy"], held), replay=replay)
+        self.store.drop_after(self.step)
+        self.log.begin(self.attempt - 1)
+        self.log.event({"event": "resumed", "folder": found.folder.name})
+        self._snapshot()
+
+    # ---- trouble -----------------------------------------------------------------------------------------------------
+
+    def _roll_back(self, verdict: Rollback) -> None:
+        """Restore the state from before the first suspicious step, and leave the data of all of them out from now on."""
+        self.late.clear()
+        snapshot = self.snapshots.before(verdict.to_before) or self.snapshots.before(self.snapshots.steps[0])
+        assert snapshot is not None
+        bad = sorted({position for step, position in self.trail if step in verdict.skip})
+        at = self.step
+        self._restore(snapshot.parts, snapshot.facts)
+        self.skipped |= set(bad)
+        self.snapshots.drop_after(self.step)
+        self.store.drop_after(self.step)
+        self._snapshot_due, self._written = False, min(self._written, self.step)
+        self._evaluated = min(self._evaluated, self.step)
+        self.log.event(
+            {
+                "event": "rollback",
+                "from": at,
+                "to": self.step,
+                "reason": verdict.reason,
+                "skipped": bad,
+                "lr_factor": verdict.lr_factor,
+            }  # fmt: skip
+        )
+        if not isinstance(self.parts.stepper, PrivateStepper):  # whose draws go on
+            self._batches = self.parts.batches_from(self.position, self.skipped)
+
+    def _stop(self, verdict: Stop, outcome: Outcome) -> Ended:
+        report = verdict.report
+        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+            report += f"\n{self._first_nonfinite(outcome)}"
+        self.log.event({"event": "stopped", "reason": verdict.reason, "report": report})
+        return Ended(self.step, "stopped", report)
+
+    def _first_nonfinite(self, outcome: Outcome) -> str:
+        """Go back to the last snapshot, repeat the steps up to the bad one, and watch that one."""
+        stepper = self.parts.stepper
+        if isinstance(stepper, PrivateStepper):
+            return "not replayed: that would be another look at private data"
+        snapshot = self.snapshots.before(outcome.attempt.step)
+        if snapshot is None:
+            return "not replayed: no earlier state is left"
+        self.late.clear()
+        self._restore(snapshot.parts, snapshot.facts)
+        batches: Iterator[Any] = self.parts.batches_from(self.position, self.skipped)
+        for batch in batches:
+            if batch.position == outcome.attempt.position:
+                found = first_nonfinite(self.parts.module, partial(stepper.watch, batch))
+                return "not seen again in a replay" if found is None else f"first not finite: {found}"
+            self.step += stepper.take(batch, self._rate()).stepped
+        raise AssertionError("batches have no end")
+
+    # ---- evaluation and the end ----------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        """Validation loss; True if it is the best so far."""
+        if self._evaluated == self.step:
+            return False
+        self._evaluated = self.step
+        started = time.perf_counter()
+        measured = evaluate(self.parts, self.config.eval.windows)
+        self.log.evaluation(measured, time.perf_counter() - started)
+        if not self.guard.calm or (self.best is not None and measured.loss >= self.best["loss"]):
+            return False
+        self.best = {"loss": measured.loss, "step": self.step}
+        return True
+
+    def _leave(self, reason: str) -> Ended:
+        if self._written != self.step:
+            self._write(self._snapshot())
+        self.log.event({"event": reason})
+        return Ended(self.step, reason)
+
+
+def _of_model(saved: dict[str, Part]) -> dict[str, Part]:
+    return {name: part for name, part in saved.items() if name.startswith(("model.", "optimizer."))}

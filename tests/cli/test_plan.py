@@ -1,0 +1,168 @@
+"""`gramian plan`: a table that a person can read, one line that decides, exit codes."""
+
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gramian.cli import main
+from gramian.models import GPT
+
+SEVEN = """
+[model]
+layers = 32
+width = 4096
+heads = 32
+[data]
+source = "tokens"
+files = ["{folder}/train.bin"]
+length = 2048
+batch = 64
+micro_batch = 4
+"""
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> str:
+    """A GPT of seven billion parameters."""
+    (tmp_path / "train.bin").touch()
+    (tmp_path / "train.json").write_text('{"dtype": "uint16", "vocabulary": 50257, "end": 50256}')
+    path = tmp_path / "seven.toml"
+    path.write_text(SEVEN.format(folder=tmp_path))
+    return str(path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text("")
+    return str(path)
+
+
+def output(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:
+    captured = capsys.readouterr()
+    assert all(character == "\n" or character.isprintable() for character in captured.out)
+    return captured.out.rstrip().splitlines(), captured.err
+
+
+def test_the_decision_is_the_last_line_below_its_arithmetic(seven: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", seven, "--gpus", "8", "--gpu-memory", "141"]) == 0
+    lines, errors = output(capsys)
+    assert errors == ""
+    assert lines[0] == "GPT: 32 blocks, width 4,096, vocabulary 50,257, 6,864,257,024 parameters"
+    assert lines[1].startswith("bf16, adamw, micro-batches of 4 × 2,048 tokens, 64 × 2,048 in a step, activations kept")
+    assert lines[2] == "planned for 8 GPUs of 141.00 GB (simulated), of which 126.90 GB can be used"
+    assert re.search(r"weights +6,864,257,024 × 4 B +27.46 GB +3.43 GB", "\n".join(lines))
+    assert re.search(r"optimizer +6,864,257,024 × 2 × 4 B +54.91 GB +6.86 GB", "\n".join(lines))
+    assert re.search(r"of 126.90 GB +too much +fits", "\n".join(lines))
+    assert re.fullmatch(r"fsdp2: [\d.]+ GB of 126.90 GB on each of 8 GPUs; ddp would need [\d.]+ GB", lines[-1])
+
+
+def test_what_does_not_fit_exits_1_with_what_would(seven: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", seven, "--gpus", "8", "--gpu-memory", "80"]) == 1
+    lines, errors = output(capsys)
+    assert "too much" in lines[-1] + lines[-2]
+    assert errors.count("\n") == 1
+    assert errors.startswith("gramian: plan: nothing fits: fsdp2 needs ")
+    for change in ("data.micro_batch=1 ", "parallel.checkpoint_blocks=3 ", "16 GPUs "):
+        assert change in errors
+
+    assert main(["plan", seven, "parallel.checkpoint_blocks=3", "--gpus", "8", "--gpu-memory", "80"]) == 0
+    lines, _ = output(capsys)
+    assert lines[-1].startswith("fsdp2: ")
+    assert "recomputed in segments of 3" in lines[1]
+
+
+def test_a_strategy_of_the_config_is_planned_as_it_is(seven: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", seven, "parallel.strategy=ddp", "--gpus", "8", "--gpu-memory", "141"]) == 1
+    lines, errors = output(capsys)
+    assert "parallel.strategy=ddp does not fit" in errors
+    assert "parallel.strategy=auto" in errors
+    assert not any("fsdp2" in line for line in lines)
+
+
+def test_nothing_is_allocated_and_nothing_takes_long(
+    seven: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GPT, "__init__", lambda self, *given: pytest.fail("a model was built"))
+    main(["plan", seven, "--gpus", "1", "--gpu-memory", "80"])
+    start = time.perf_counter()
+    main(["plan", seven, "--gpus", "8", "--gpu-memory", "80"])
+    assert time.perf_counter() - start < 1
+    output(capsys)
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_cpu_is_planned_for_and_said_to_be(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", small]) == 0
+    lines, _ = output(capsys)
+    assert lines[1].startswith("fp32, ")
+    assert lines[2].startswith("planned for the CPU of this machine, ")
+    assert lines[2].endswith("no GPU is here: --gpus and --gpu-memory plan for some")
+    assert re.fullmatch(r"one: [\d.]+ MB of [\d.]+ GB on the CPU", lines[-1])
+
+    assert main(["plan", small, "run.device=cpu"]) == 0
+    assert output(capsys)[0][2].endswith("can be used")
+    assert main(["plan", small, "--gpus", "2"]) == 2
+    assert "--gpu-memory: none given and no GPU is here; expected gigabytes" in output(capsys)[1]
+
+
+@pytest.mark.parametrize("major, precision", [(7, "fp16"), (9, "bf16")])
+def test_the_gpus_of_the_machine_are_the_default(
+    small: str, major: int, precision: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [SimpleNamespace(major=9, minor=0, total_memory=80 * 10**9)]
+    cards.append(SimpleNamespace(major=major, minor=5, total_memory=40 * 10**9))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
+    assert main(["plan", small]) == 0
+    lines, _ = output(capsys)
+    assert lines[1].startswith(f"{precision}, ")
+    assert lines[2] == "planned for 2 GPUs of 40.00 GB, of which 36.00 GB can be used"
+    assert lines[-1].startswith("ddp: ")
+    assert main(["plan", small, "--gpus", "16"]) == 0
+    assert "16 GPUs of 40.00 GB (simulated)" in output(capsys)[0][2]
+    assert main(["plan", small, "--gpu-memory", "10"]) == 0
+    assert "2 GPUs of 10.00 GB (simulated)" in output(capsys)[0][2]
+
+
+# ---- what is said, what is refused -----------------------------------------------------------------------------------
+
+
+def test_sections_that_are_not_counted_are_named(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", small, "kfac.update_freq=5"]) == 0
+    assert "What [kfac] holds on top is not counted." in output(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    "argv, names",
+    [
+        (["plan"], ["CONFIG"]),
+        (["plan", "/none.toml"], ["/none.toml", "cannot be read"]),
+        (["plan", "{small}", "run.stps=3"], ["run.stps", "did you mean run.steps?"]),
+        (["plan", "{small}", "--gpus", "0"], ["--gpus", "'0'", "accepted: an integer of at least 1"]),
+        (["plan", "{small}", "--gpu-memory", "much"], ["--gpu-memory", "'much'", "accepted: gigabytes above 0"]),
+        (["plan", "{small}", "--gpu-memory", "nan"], ["--gpu-memory", "'nan'", "accepted"]),
+        (["plan", "{small}", "--gpu", "3"], ["--gpu", "accepted"]),
+        (["plan", "{small}", "model.kind=huggingface", "model.path=/none"], ["model.path", "/none", "config.json"]),
+        (["plan", "{small}", "data.tokenizer=/none"], ["data.tokenizer", "/none"]),
+    ],
+)
+def test_bad_input_exits_2_with_one_line(
+    argv: list[str], names: list[str], small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([part.format(small=small) for part in argv]) == 2
+    lines, errors = output(capsys)
+    assert lines == []
+    assert errors.count("\n") == 1
+    for name in names:
+        assert name in errors

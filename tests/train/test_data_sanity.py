@@ -1,0 +1,127 @@
+"""A look at the data: each fault is found, and sound data has none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gramian.errors import GramianError
+from gramian.train.config import Data
+from gramian.train.data.sanity import Finding, look, look_at_files
+from gramian.train.data.tokenizer import ByteTokenizer
+
+TEXTS = [f"document number {index}" for index in range(200)]
+
+
+def write_jsonl(path: Path, documents: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return str(path)
+
+
+def found(**told: Any) -> dict[str, Finding]:
+    findings = {finding.name: finding for finding in look(Data(**told), ByteTokenizer())}
+    assert all("\n" not in finding.hint for finding in findings.values())
+    return findings
+
+
+def failed(**told: Any) -> set[str]:
+    return {name for name, finding in found(**told).items() if not finding.ok}
+
+
+def test_sound_data_has_no_fault(tmp_path: Path) -> None:
+    findings = found(source="jsonl", files=(write_jsonl(tmp_path / "a.jsonl", TEXTS),))
+    assert all(finding.ok for finding in findings.values())
+    assert findings.keys() == {
+        "files cut off", "empty documents", "repeated documents", "validation documents trained on", "windows",
+    }  # fmt: skip
+
+
+def test_embedded_data_has_no_fault() -> None:
+    assert not failed(limit_bytes=1_000_000)
+
+
+def test_empty_documents_are_found(tmp_path: Path) -> None:
+    few, many = (
+        write_jsonl(tmp_path / "a.jsonl", TEXTS + [""] * 10),
+        write_jsonl(tmp_path / "b.jsonl", TEXTS + [""] * 20),
+    )
+    assert not failed(source="jsonl", files=(few,))
+    assert failed(source="jsonl", files=(many,)) == {"empty documents"}
+    assert found(source="jsonl", files=(many,))["empty documents"].measured == pytest.approx(20 / 220)
+
+
+def test_repeated_documents_are_found(tmp_path: Path) -> None:
+    train = [text for text in TEXTS if text != TEXTS[0]]
+    path = write_jsonl(tmp_path / "a.jsonl", train + train[:50])
+    finding = found(source="jsonl", files=(path,))["repeated documents"]
+    assert not finding.ok
+    assert finding.measured == pytest.approx(50 / 249)
+
+
+def test_documents_on_both_sides_are_found(tmp_path: Path) -> None:
+    train, validation = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", [*TEXTS[:2], "new"])
+    findings = found(source="jsonl", files=(train,), validation_files=(validation,))
+    assert findings["validation documents trained on"].measured == pytest.approx(2 / 3)
+    assert failed(source="jsonl", files=(train,), validation_files=(validation,)) == {"validation documents trained on"}
+
+
+def test_too_few_windows_are_found(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    size = int(found(source="jsonl", files=(path,))["windows"].measured)
+    assert not failed(source="jsonl", files=(path,), batch=size)
+    assert failed(source="jsonl", files=(path,), batch=size + 1) == {"windows"}
+
+
+def test_half_a_line_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [*TEXTS, "x" * 200_000])
+    whole = path.read_bytes()
+    data = Data(source="jsonl", files=(str(path),))
+    for content, ok in ((whole, True), (whole[:-1], True), (whole[:-2], False), (whole[:-100_000], False)):
+        path.write_bytes(content)
+        (finding,) = look_at_files(data)
+        assert finding.ok is ok
+    findings = found(source="jsonl", files=(str(path),))
+    assert str(path) in findings["files cut off"].hint
+    assert f"{path}:201: is no JSON" in findings["unreadable data"].hint
+    assert not findings["unreadable data"].ok
+
+
+def test_half_a_character_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    data = Data(source="text", files=(str(path),))
+    whole = "é€😀".encode() * 3
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        (finding,) = look_at_files(data)
+        assert finding.ok is (whole[:size].decode(errors="ignore").encode() == whole[:size])
+    path.write_bytes("😀aaa€".encode()[:-1])
+    assert not look_at_files(data)[0].ok
+    path.write_bytes(b"\xff" * 20)  # no text at all, but not cut off: reading tells
+    assert look_at_files(data)[0].ok
+
+
+def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
+    np.save(tmp_path / "whole.npy", np.arange(200))
+    content = (tmp_path / "whole.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(content[:-8])
+    (tmp_path / "head.npy").write_bytes(content[:20])
+    (tmp_path / "none.npy").write_bytes(b"")
+    for name, size in (("even", 4), ("odd", 5)):
+        (tmp_path / f"{name}.bin").write_bytes(b"\1" * size)
+        (tmp_path / f"{name}.json").write_text('{"dtype": "uint16", "vocabulary": 257, "end": 256}')
+    (finding,) = look_at_files(Data(source="tokens", files=(str(tmp_path),)))
+    assert (finding.ok, finding.measured) == (False, 4)
+    assert "cut.npy" in finding.hint
+    assert "and 1 more" in finding.hint
+    assert "whole.npy" not in finding.hint
+
+
+def test_missing_files_are_a_finding_of_a_look(tmp_path: Path) -> None:
+    (finding,) = found(source="text", files=(str(tmp_path / "none.txt"),)).values()
+    assert not finding.ok
+    assert "none.txt does not exist" in finding.hint
+    with pytest.raises(GramianError, match="does not exist"):
+        look_at_files(Data(source="text", files=(str(tmp_path / "none.txt"),)))
