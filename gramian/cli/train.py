@@ -74,6 +74,7 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
     from rich.console import Console
 
     from gramian.train.build import build
+    from gramian.train.data import DataWorkerDied
     from gramian.train.record import write_record
     from gramian.train.trainer import Trainer
 
@@ -83,7 +84,10 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
         write_record(folder.path, parts)
     with _Progress(console, config) as progress:
         trainer = Trainer(parts, folder, progress.show)
-        ended = trainer.run()
+        try:
+            ended = trainer.run()
+        except DataWorkerDied as problem:
+            raise RunFailed(str(problem)) from None
     if ended.reason == "stopped":
         raise RunFailed(ended.report)
     best = (

@@ -93,18 +93,20 @@ class Accounting:
         noise_multiplier, sample_rate, steps = self._history[-1]
         self._history[-1] = (noise_multiplier, sample_rate, steps + new)
 
-    def epsilon(self, delta: float) -> float:
+    def epsilon(self, delta: float, steps: int | None = None) -> float:
         """ε spent so far at this δ. 0 without steps, infinite if one had no noise.
 
         Cost: seconds at worst for "prv" (an FFT of some 10⁶ points per kind), kept for the same question; no time for the rest.
 
         Args:
             delta: δ, in (0, 1).
+            steps: of the first so many alone; None: of all.
 
         Returns:
             ε.
         """
-        return _epsilon(self.mechanism, self.history, _check_delta("delta", delta))
+        history = self.history if steps is None else _first(self.history, steps)
+        return _epsilon(self.mechanism, history, _check_delta("delta", delta))
 
     def catch_up(self, about: Any) -> None:
         """Take over a later account of the same run: what a release counter kept beside its mark, or this object knew before.
@@ -183,6 +185,16 @@ def find_noise_multiplier(
         )
 
     return _through_opacus(mechanism, f"target_epsilon {target_epsilon}", "a larger target, or prv", search)
+
+
+def _first(history: History, steps: int) -> History:
+    """The runs of equal steps that the first so many belong to."""
+    found: list[tuple[float, float, int]] = []
+    for sigma, rate, count in history:
+        if steps > 0:
+            found.append((sigma, rate, min(count, steps)))
+        steps -= count
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)

@@ -474,9 +474,14 @@ class PrivacyEngine:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
-    def get_epsilon(self, delta: float) -> float:
-        """ε spent so far at this δ."""
-        return self._accounting.epsilon(delta)
+    def get_epsilon(self, delta: float, releases: int | None = None) -> float:
+        """ε spent so far at this δ; with `releases`, of the first so many."""
+        return self._accounting.epsilon(delta, releases)
+
+    @property
+    def released(self) -> int:
+        """Number of the next release: `steps`, but for a replay, which gives numbers again that were begun before."""
+        return self._counter.released
 
     @property
     def steps(self) -> int:

@@ -122,9 +122,7 @@ class RunLog:
             "scale": attempt.scale,
             "tokens": run.tokens,
         }
-        stepper = run.parts.stepper
-        if isinstance(stepper, PrivateStepper):
-            line["epsilon"] = stepper.epsilon()
+        if run.config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": self._time()})
 
@@ -143,7 +141,8 @@ class RunLog:
             "validation_perplexity": perplexity(measured.loss),
             "validation_tokens": measured.tokens,
         }
-        if run.config.privacy is not None:
+        if isinstance(run.parts.stepper, PrivateStepper):
+            line["epsilon"] = run.parts.stepper.epsilon()
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": {"seconds": seconds, "eval_share": self.eval_share()}})
         if first and step_seconds:
@@ -168,7 +167,6 @@ class RunLog:
         """What the clock says, since the last line."""
         run, now = self._run, time.perf_counter()
         seconds, tokens = now - self._last, run.tokens - self._last_tokens
-        step_seconds = self._step_seconds() or 0.0
         self._last, self._last_tokens, self._last_attempts = now, run.tokens, run.attempt
         rate = max(0, tokens) / seconds if seconds > 0 else 0.0
         cuda = run.world.device.type == "cuda"
@@ -178,7 +176,7 @@ class RunLog:
             "tokens_per_second": rate,
             "mfu": rate * flops_per_token(run.parts.model, run.config.data.length) / peak if peak else None,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-            "data_wait": run.meter.share(step_seconds),
+            "data_wait": run.meter.share(seconds),
             "eval_share": self.eval_share(),
         }
 

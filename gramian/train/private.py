@@ -101,14 +101,14 @@ class PrivateStepper:
         self._delta = options.delta
 
     def epsilon(self) -> float:
-        """ε spent so far."""
-        return self.engine.get_epsilon(self._delta)
+        """ε of the releases before the next; what a replay repeats counts once."""
+        return self.engine.get_epsilon(self._delta, self.engine.released)
 
     def batches(self) -> Iterator[Draw]:
         """Draws without end; which ones, the secret key and the release counter decide."""
         while True:
             for pieces in self._loader.draws():
-                yield Draw(self.engine.steps, pieces)
+                yield Draw(self.engine.released, pieces)
 
     def take(self, batch: Draw, rate: float, flag: bool = False) -> Taken:
         """One private step; see `Stepper.take`."""

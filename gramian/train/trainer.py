@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gramian.train.build import Parts
 from gramian.train.checkpoint import CheckpointStore
-from gramian.train.data import StarvationMeter
+from gramian.train.data import DataWorkerDied, StarvationMeter
 from gramian.train.evaluate import evaluate
 from gramian.train.guard import Advice, Guard, Observation, Rollback, Stop
 from gramian.train.interrupts import Interrupts
@@ -35,6 +35,8 @@ SNAPSHOTS = 3
 """Copies in memory that a rollback can go to."""
 TRAIL = 200
 """Attempts of which is remembered where their data was."""
+DEATHS = 3
+"""Deaths of data workers that a run gets over."""
 EVAL_SHARE = 0.05
 """Of the time, at most, that evaluation takes under eval.every = "auto"."""
 
@@ -79,7 +81,7 @@ class Trainer:
         )
         self._batches: Iterator[Any] = iter(())
         self._snapshot_due = self._flagged = False
-        self._evaluated = self._written = 0
+        self._evaluated = self._written = self._deaths = 0
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -98,7 +100,10 @@ class Trainer:
     def _loop(self, interrupts: Interrupts) -> Ended:
         self._batches = self.parts.batches_from(self.position, self.skipped)
         if not len(self.snapshots):
-            self._snapshot()
+            snapshot = self._snapshot()
+            if isinstance(self.parts.stepper, PrivateStepper):  # the key is on disk before the first release
+                self.store.write(snapshot)
+                self.store.wait()
         while self.step < self.config.run.steps:
             self._attempt(interrupts.requested is not None)
             due = self._due()
@@ -132,7 +137,7 @@ class Trainer:
     def _attempt(self, flag: bool) -> None:
         """Take one optimizer step; its numbers come later."""
         with self.meter.wait():
-            batch = next(self._batches)
+            batch = self._next_batch()
         rate = self._rate()
         taken = self.parts.stepper.take(batch, rate, flag)
         scaler = self.parts.stepper.scaler
@@ -142,6 +147,18 @@ class Trainer:
         self.attempt += 1
         self.position = batch.position + 1
         self.step += taken.stepped
+
+    def _next_batch(self) -> Any:
+        """The next one; data workers that died are started again, a few times."""
+        while True:
+            try:
+                return next(self._batches)
+            except DataWorkerDied as problem:
+                self._deaths += 1
+                self.log.event({"event": "data_worker_died", "problem": str(problem), "deaths": self._deaths})
+                if self._deaths > DEATHS:
+                    raise
+                self._batches = self.parts.batches_from(self.position, self.skipped)
 
     def _rate(self) -> float:
         config = self.config

@@ -1,0 +1,322 @@
+"""Faults put into a run: it recovers or stops cleanly, says so, and ends where the clean run ends."""
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gramian.cli import main
+from gramian.parallel.world import World
+from gramian.train import checkpoint
+from gramian.train.build import Parts, build
+from gramian.train.checkpoint import CheckpointStore
+from gramian.train.config import Config
+from gramian.train.run_folder import RunFolder, read_lines
+from gramian.train.stepper import Stepper
+from gramian.train.trainer import Ended, Trainer
+from gramian.verify.runs.resume import differences, train
+from tests.train.runs import small
+
+ONE = World(0, 1, torch.device("cpu"), "one")
+STEPS = 60
+
+
+def run(config: Config, fault: Callable[[Parts], None] = lambda parts: None) -> tuple[Trainer, Ended]:
+    with RunFolder(config) as folder:
+        parts = build(config, ONE)
+        fault(parts)
+        trainer = Trainer(parts, folder)
+        return trainer, trainer.run()
+
+
+def events(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_lines(Path(config.run.folder) / "events.jsonl") if event["event"] == kind]
+
+
+def last_loss(config: Config) -> float:
+    lines = read_lines(Path(config.run.folder) / "metrics.jsonl")
+    return float([line["validation_loss"] for line in lines if "validation_loss" in line][-1])
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> float:
+    config = small(tmp_path_factory.mktemp("clean") / "run", run={"steps": STEPS})
+    run(config)
+    return last_loss(config)
+
+
+def at_positions(positions: set[int], spoil: Callable[[Stepper], None], times: int = 1) -> Callable[[Parts], None]:
+    """Spoil the gradients of some batches, each so many times."""
+
+    def fault(parts: Parts) -> None:
+        stepper, seen = parts.stepper, dict.fromkeys(positions, 0)
+        assert isinstance(stepper, Stepper)
+        plain = stepper._backward
+
+        def backward(batch: Any, coefficient: float) -> torch.Tensor:
+            total = plain(batch, coefficient)
+            if seen.get(batch.position, times) < times:
+                seen[batch.position] += 1
+                spoil(stepper)
+            return total
+
+        stepper._backward = backward  # type: ignore[method-assign]
+
+    return fault
+
+
+def nan_gradient(stepper: Stepper) -> None:
+    p = next(p for p in stepper.module.parameters() if p.grad is not None)
+    assert p.grad is not None
+    p.grad.view(-1)[0] = math.nan
+
+
+def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(tmp_path: Path, clean: float) -> None:
+    config = small(tmp_path / "run", run={"steps": STEPS})
+    trainer, ended = run(config, at_positions({33}, nan_gradient, times=9))
+    assert ended.reason == "done"
+    assert trainer.step == STEPS
+    assert trainer.skipped == {33}
+    (rollback,) = events(config, "rollback")
+    assert (rollback["from"], rollback["to"], rollback["skipped"]) == (34, 30, [33])
+    assert all(bool(p.isfinite().all()) for p in trainer.parts.module.parameters())
+    assert abs(last_loss(config) - clean) < 0.15
+
+
+def test_a_batch_whose_loss_is_eight_times_as_high_does_no_harm(tmp_path: Path, clean: float) -> None:
+    def fault(parts: Parts) -> None:
+        stepper = parts.stepper
+        assert isinstance(stepper, Stepper)
+        plain = stepper._backward
+
+        def backward(batch: Any, coefficient: float) -> torch.Tensor:
+            bad = batch.position in (30, 31)
+            return plain(batch, 8 * coefficient if bad else coefficient) * (8 if bad else 1)
+
+        stepper._backward = backward  # type: ignore[method-assign]
+
+    config = small(tmp_path / "run", run={"steps": STEPS})
+    trainer, ended = run(config, fault)
+    assert ended.reason == "done"
+    (rollback,) = events(config, "rollback")
+    assert {30, 31} <= set(rollback["skipped"])
+    assert "nats above its median" in rollback["reason"]
+    assert abs(last_loss(config) - clean) < 0.15
+
+
+def test_an_overflow_in_half_precision_skips_the_step_and_the_schedule_waits(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 30}, precision={"kind": "fp16"})
+
+    def overflow(stepper: Stepper) -> None:
+        p = next(p for p in stepper.module.parameters() if p.grad is not None)
+        assert p.grad is not None
+        p.grad.view(-1)[0] = math.inf
+
+    trainer, ended = run(config, at_positions({12, 20}, overflow))
+    assert ended.reason == "done"
+    assert trainer.step == 30
+    skipped = trainer.attempt - 30
+    assert skipped >= 2  # these, and whatever the scaler's first scale costs
+    assert trainer.position == trainer.attempt
+    rates = {line["step"]: line["lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "lr" in line}
+    assert rates[30] == 0.0
+    assert not events(config, "rollback")
+
+
+def test_a_scale_that_falls_and_falls_is_rolled_back(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 40}, precision={"kind": "fp16"})
+
+    def overflow(stepper: Stepper) -> None:
+        for p in stepper.module.parameters():
+            if p.grad is not None:
+                p.grad.fill_(math.inf)
+
+    trainer, ended = run(config, at_positions({30, 31, 32}, overflow))
+    assert ended.reason == "done"
+    (rollback,) = events(config, "rollback")
+    assert "the loss scale fell 3 times" in rollback["reason"]
+
+
+def test_a_run_that_cannot_be_helped_stops_and_names_the_module(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": STEPS}, checkpoint={"snapshot_every": 5})
+    runs: list[Trainer] = []
+
+    def spoil(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output * math.nan if runs and runs[0].step >= 27 else None
+
+    with RunFolder(config) as folder:
+        parts = build(config, ONE)
+        parts.model.get_submodule("blocks.1.fc").register_forward_hook(spoil)
+        runs.append(Trainer(parts, folder))
+        ended = runs[0].run()
+    assert ended.reason == "stopped"
+    assert "model.blocks.1.fc" in ended.report
+    assert ended.report.count("rolled back") == 3
+    assert len(events(config, "rollback")) == 3
+    assert len(events(config, "stopped")) == 1
+    newest = CheckpointStore(folder.checkpoints, 2).newest()
+    assert newest is not None
+    assert all(bool(t.isfinite().all()) for t in newest.tensors().values() if t.is_floating_point())
+
+
+def test_a_full_disk_loses_a_save_and_nothing_else(
+    tmp_path: Path, clean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path / "run", run={"steps": STEPS})
+    plain, calls = checkpoint.write_tensors, []
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) in (2, 3):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    _, ended = run(config)
+    assert ended.reason == "done"
+    failed = events(config, "checkpoint_failed")
+    assert len(failed) == 2
+    assert "No space left" in failed[0]["error"]
+    assert last_loss(config) == clean
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).newest()
+    assert newest is not None
+    assert newest.step == STEPS
+
+
+def test_a_data_worker_that_dies_is_replaced(tmp_path: Path, clean: float) -> None:
+    config = small(tmp_path / "run", run={"steps": STEPS}, data={"workers": 1})
+    killed: list[int] = []
+
+    def fault(parts: Parts) -> None:
+        stepper = parts.stepper
+        plain = stepper.take
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            if batch.position == 20 and not killed:
+                import multiprocessing
+
+                worker = multiprocessing.active_children()[0]
+                assert worker.pid is not None
+                killed.append(worker.pid)
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.join(5)
+            return plain(batch, rate, flag)
+
+        stepper.take = take  # type: ignore[method-assign, assignment]
+
+    _, ended = run(config, fault)
+    assert killed
+    assert ended.reason == "done"
+    (event,) = events(config, "data_worker_died")
+    assert "data.workers" in event["problem"]
+    assert last_loss(config) == clean  # the same batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_and_a_resume_completes_it(sent: signal.Signals, tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 4000}, eval={"every": 1000})
+    path = tmp_path / "run.toml"
+    path.write_text(config.toml())
+    with subprocess.Popen([sys.executable, "-m", "gramian", "train", str(path)], stdout=subprocess.DEVNULL) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(sent)
+        assert process.wait(60) == 0
+    (event,) = events(config, "interrupted")
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).newest()
+    assert newest is not None
+    assert newest.step == event["step"] < 4000
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.xdist_group("processes")
+def test_a_rank_that_is_killed_under_torchrun_is_restarted_and_the_run_is_the_same(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 300}, eval={"every": 100})
+    train(config, tmp_path / "whole", 2)
+    path = tmp_path / "run.toml"
+    path.write_text(config.toml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=2"]
+    with subprocess.Popen([*command, "--master_port=29731", "-m", "gramian", "train", str(path)]) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 90
+        while not (metrics.exists() and len(read_lines(metrics)) > 60) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        os.kill(int(children[1]), signal.SIGKILL)
+        assert process.wait(120) == 0
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    assert events(config, "resumed")
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["train", *argv]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told
+    return told
+
+
+def test_a_folder_that_is_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "run")
+    (tmp_path / "run.toml").write_text(config.toml())
+    with RunFolder(config):
+        assert "run.folder" in refused(capsys, str(tmp_path / "run.toml"))
+
+
+def test_a_folder_of_another_config_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path / "run", run={"steps": 10})
+    run(config)
+    (tmp_path / "run.toml").write_text(config.toml())
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    told = refused(capsys, str(tmp_path / "run.toml"), "optimizer.lr=0.002")
+    assert "optimizer.lr is 0.003 there, 0.002 here" in told
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("data.source=text", "data.files"),
+        ('data.files=["/nowhere"]', "data.files"),
+        ("run.steps=none", "run.steps"),
+        ("model.width=33", "model.width"),
+        ("run.device=cuda", "run.device"),
+        ("data.tokenizer=/nowhere", "data.tokenizer"),
+    ],
+)
+def test_wrong_values_are_one_line(
+    override: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if override == "run.device=cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    (tmp_path / "run.toml").write_text(small(tmp_path / "run").toml())
+    assert named in refused(capsys, str(tmp_path / "run.toml"), override)
+
+
+def test_unreadable_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00 not utf-8 \x80")
+    (tmp_path / "run.toml").write_text(small(tmp_path / "run").toml())
+    told = refused(
+        capsys, str(tmp_path / "run.toml"), "data.source=text", f"data.files={json.dumps([str(tmp_path / 'a.txt')])}"
+    )
+    assert "a.txt" in told

@@ -1,0 +1,68 @@
+"""A killed and resumed run is the run that was not killed, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gramian.train.checkpoint import CheckpointStore
+from gramian.train.run_folder import read_lines
+from gramian.verify.runs.resume import Kill, check_resume, differences, random_kills, train
+from tests.kit.matrix import FULL
+from tests.train.runs import PRIVATE, small
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "plain": (1, {"model": {"dropout": 0.1}, "data": {"micro_batch": 3}}),
+    "plain, two processes": (2, {}),
+    "sharded, two processes": (2, {"parallel": {"strategy": "fsdp2"}}),
+    "K-FAC": (1, {"kfac": {"update_freq": 4}}),
+    "private": (1, {"privacy": PRIVATE}),
+    "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_that_was_killed_ends_bitwise_where_the_other_ends(kind: str, tmp_path: Path) -> None:
+    processes, sections = RUNS[kind]
+    kills = random_kills(40, 20, seed=1) if FULL else [Kill("step", 23), Kill("save", 12)][: 2 if processes == 1 else 1]
+    found = check_resume(small(**sections), tmp_path, kills, processes)
+    assert {kill: told[:5] for kill, told in found.items() if told} == {}
+    assert len(found) == len(kills)
+
+
+def test_differences_are_seen(tmp_path: Path) -> None:
+    train(small(), tmp_path / "one")
+    train(small(optimizer={"lr": 2e-3}), tmp_path / "other")
+    told = differences(tmp_path / "one", tmp_path / "other")
+    assert "model.model.head.weight: differs" in told
+    assert any(line.startswith("metrics.jsonl: line") for line in told)
+
+
+def test_a_run_killed_twice_and_left_with_a_broken_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    config = small()
+    train(config, tmp_path / "whole")
+    assert not train(config, tmp_path / "run", kill=Kill("step", 15))
+    assert not train(config, tmp_path / "run", kill=Kill("step", 34))
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints", 2).newest()
+    assert newest is not None
+    state = newest.folder / "state.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-10] ^= 1
+    state.write_bytes(content)
+    assert train(config, tmp_path / "run")
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    events = read_lines(tmp_path / "run" / "events.jsonl")
+    skipped = [event for event in events if event["event"] == "checkpoint_skipped"]
+    assert skipped
+    assert skipped[0]["folder"] == newest.folder.name
+    assert "state.safetensors" in skipped[0]["reason"]
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
+    config = small()
+    train(config, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before

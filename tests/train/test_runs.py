@@ -1,0 +1,91 @@
+"""The same run on any number of processes, in any number of micro-batches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gramian.parallel.world import World
+from gramian.train.build import build
+from gramian.train.run_folder import read_lines
+from gramian.verify.runs.resume import train
+from tests.kit.matrix import FULL
+from tests.train.runs import PRIVATE, small
+
+ONE = World(0, 1, torch.device("cpu"), "one")
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+
+
+def gradients(micro_batch: int, **sections: Any) -> dict[str, torch.Tensor]:
+    sections["data"] = {"batch": 16, "micro_batch": micro_batch, **sections.get("data", {})}
+    parts = build(small(**sections), ONE)
+    batch = next(iter(parts.batches_from(0, ())))
+    parts.stepper.watch(batch)  # type: ignore[union-attr]
+    return {name: p.grad.clone() for name, p in parts.module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4, 5])
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(micro_batch: int, pack: bool) -> None:
+    whole = gradients(16, data={"pack": pack, "length": 48})
+    parts = gradients(micro_batch, data={"pack": pack, "length": 48})
+    for name, expected in whole.items():
+        assert (parts[name] - expected).norm() <= 1e-6 * expected.norm() + 1e-9, name
+
+
+STEPS = 200 if FULL else 30
+WORLDS = [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2")] if FULL else [(2, "ddp"), (3, "fsdp2")]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("processes, strategy", WORLDS)
+def test_the_loss_curve_does_not_depend_on_the_processes(processes: int, strategy: str, tmp_path: Path) -> None:
+    told: dict[str, Any] = {
+        "run": {"steps": STEPS},
+        "data": {"batch": 6, "pack": False, "micro_batch": 2},
+        "precision": {"kind": "fp64"},
+    }
+    train(small(**told), tmp_path / "one")
+    train(small(**told, parallel={"strategy": strategy}), tmp_path / "many", processes)
+    one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
+    assert len(one) == len(many) == STEPS
+    assert max(abs(a - b) for a, b in zip(one, many, strict=True)) < 1e-6
+    assert one[-1] < one[0]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("sections", [{"kfac": {"update_freq": 5}}, {"privacy": PRIVATE}], ids=["kfac", "privacy"])
+def test_natural_and_private_runs_are_sections_of_the_same_loop(sections: Any, tmp_path: Path) -> None:
+    train(small(run={"steps": STEPS}, **sections), tmp_path / "run")
+    found = losses(tmp_path / "run")
+    assert len(found) == STEPS
+    if "kfac" in sections:
+        assert found[-1] < found[0] - 0.3
+    else:
+        last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+        assert 0 < last["epsilon"] < 100
+        assert "validation_loss" in last["not_covered_by_epsilon"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+def test_compiled_sharded_and_recomputed_is_the_same_as_eager(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": {"steps": 8}, "precision": {"kind": "fp64"}}
+    train(small(**told), tmp_path / "eager")
+    train(
+        small(
+            **told,
+            parallel={"strategy": "fsdp2", "checkpoint_blocks": 1},
+            compile={"mode": "default" if FULL else "off"},
+        ),
+        tmp_path / "all",
+        2,
+    )
+    one, other = losses(tmp_path / "eager"), losses(tmp_path / "all")
+    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-6
