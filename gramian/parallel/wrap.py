@@ -33,9 +33,7 @@ def spread(module: nn.Module, world: World, strategy: str) -> nn.Module:
         return module
     if strategy == "ddp":
         devices = [world.device.index] if world.device.type == "cuda" else None
-        return DistributedDataParallel(
-            module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
     return module
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.errors import GramianError
 from gramian.parallel.gradients import DataParallel, ReducerOff, each_unsharded
@@ -168,8 +168,9 @@ class PrivacyEngine:
         told = {**vars(options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
         told["loss_scale"] = type(told["loss_scale"]).__name__
         told["optimizer"] = [type(optimizer).__name__, [(name, tuple(p.shape)) for name, p in trained.items()]]
-        if poisson_sampling and isinstance(getattr(data_loader, "dataset", None), Sized):
-            told["data_loader"] = fingerprint(data_loader.dataset)
+        records = getattr(data_loader, "dataset", None)
+        if poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset):
+            told["data_loader"] = fingerprint(records)
         self._config = {field: digest(value) for field, value in told.items()}
         self._check_replay()
         self._renew_key()
@@ -467,8 +468,10 @@ class PrivacyEngine:
                     "loss_scale: a GradScaler is at work; expected it as make_private(loss_scale=scaler)"
                 )
             return Scaling(left=float(scaler))
+        if not scaler.is_enabled():
+            return Scaling()
         stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-        if inside is None and scaler.is_enabled() and stage is OptState.READY:
+        if inside is None and stage is OptState.READY:
             raise GramianError("loss_scale: the gradients are still scaled; expected scaler.step(optimizer)")
         return Scaling(inside=inside, undone=scaler.get_scale() if inside is None else 1.0)
 

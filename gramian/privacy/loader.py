@@ -231,8 +231,8 @@ def _has_tensors(value: Any) -> bool:
 def fingerprint(dataset: Any) -> tuple[int, int]:
     """(length, 63-bit digest of the first, the middle and the last record): ranks with the same data have the same.
 
-    A record that reads differently twice, by random augmentation, is left out. For comparing ranks, not for a file: it is
-    a function of private records.
+    A record that reads differently twice, by random augmentation, is left out. A function of private records: for comparing
+    ranks, and for the checkpoint, which is as secret as they are.
 
     Args:
         dataset: with a length and indices.

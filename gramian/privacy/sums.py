@@ -121,10 +121,10 @@ class GradientSums:
         part, behind = local(p.grad), self._behind.pop(p.grad, None)
         if behind is None:
             part = wide(part) if part.dtype != wide_dtype(part) else part.clone()
+        elif scaling.undone != 1.0:  # which no version tells of
+            part = behind.total.div_(scaling.undone)
         elif part._version == behind.version:
             part = behind.total
-        elif scaling.undone != 1.0:
-            part = behind.total.div_(scaling.undone)
         elif not bool(part.any()):  # zero_grad(set_to_none=False)
             part = wide(part)
         else:

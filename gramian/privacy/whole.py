@@ -92,6 +92,13 @@ class WholeGradient:
             for name, p in self._trained.items():
                 p.grad = self._before[name]
             self._before = None
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Parameters that the optimizer does not step have the gradient that they had."""
+        for p, earlier in zip(self._others, self._others_before, strict=True):
+            p.grad = earlier
+        self._others_before = []
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -149,8 +156,7 @@ class WholeGradient:
     def _end(self) -> None:
         before, self._before, self._entered = self._before, None, False
         assert before is not None
-        for p, earlier in zip(self._others, self._others_before, strict=True):
-            p.grad = earlier
+        self._give_back()
         own = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         gradients = [g for g in own.values() if g is not None]
         wide = wide_dtype(*gradients)

@@ -18,6 +18,7 @@ from gramian.taps.blank import with_a_row
 from gramian.taps.discover import discover
 from gramian.taps.passes import (
     SECOND_BACKWARD,
+    Explained,
     Listener,
     Pass,
     PassBook,
@@ -329,13 +330,13 @@ class Hub:
                 listener.layer(record)
             if self.rule.withholds and not tap.site.compiles:
                 for name, gradient in gradients.items():
-                    pass_.explained.setdefault(name, []).append(gradient)
+                    pass_.explained[name] = Explained.of(gradient, pass_.explained.get(name))
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)
 
     def _warn_of_groups(self, pass_: Pass, tap: Tap, gradient: Tensor) -> None:
         """Say once which layer's rows are shared out to samples by their order alone."""
         rows = gradient.shape[0] if gradient.dim() else 0
-        if rows > pass_.batch > 1 and tap.name not in self._grouped:
+        if rows > pass_.batch > 1 and not rows % pass_.batch and tap.name not in self._grouped:
             self._grouped.add(tap.name)
             warnings.warn(
                 f"{tap.name or 'model'}: sees {rows} rows for a batch of {pass_.batch}, so rows next to each other are taken "

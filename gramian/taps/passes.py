@@ -84,8 +84,26 @@ class Pass:
     """Layers whose one-row output was expanded to B rows."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
     """Weights that layers without a formula ran on, where gradients are withheld from the parameters themselves."""
-    explained: dict[str, list[PerSampleGradient]] = field(default_factory=dict)
+    explained: dict[str, "Explained"] = field(default_factory=dict)
     """{parameter: what the uses of these layers explain}."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Σ_i g_i of the uses of a parameter, and how far rounding may put it off."""
+
+    total: Tensor
+    magnitude: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, gradient: PerSampleGradient, before: "Explained | None") -> "Explained":
+        """One more use."""
+        own = cls(gradient.total(), gradient.magnitude(), gradient.dtype)
+        if before is None:
+            return own
+        dtype = min(own.dtype, before.dtype, key=lambda dtype: dtype.itemsize)
+        return cls(before.total + own.total, before.magnitude + own.magnitude, dtype)
 
 
 class PassBook:
@@ -211,12 +229,10 @@ class PassBook:
                 leaf.grad = None
         explained, pass_.explained = pass_.explained, {}
         for name, got in arrived.items():
-            parts = explained.get(name, [])
-            total = sum((part.total() for part in parts), torch.zeros_like(wide(got)))
-            dtype = min([got.dtype, *(part.dtype for part in parts)], key=lambda dtype: dtype.itemsize)
-            rounding = torch.finfo(dtype).eps * sum((part.magnitude() for part in parts), total.new_zeros(()))
-            allowed = AGREES[dtype] * wide(got).norm() + 8 * rounding
-            if bool(got.isfinite().all()) and not bool((wide(got) - total).norm() <= allowed):
+            told = explained.get(name, Explained(torch.zeros_like(wide(got)), wide(got).new_zeros(()), got.dtype))
+            dtype = min(got.dtype, told.dtype, key=lambda dtype: dtype.itemsize)
+            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * told.magnitude
+            if bool(got.isfinite().all()) and not bool((wide(got) - told.total).norm() <= allowed):
                 raise GramianError(
                     f"{name}: gets a gradient past what its layer returns (an auxiliary loss kept on the module, a list, a "
                     "custom object), which would not be clipped; expected tensors alone or in tuples, lists and dicts"

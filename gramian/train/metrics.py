@@ -52,7 +52,8 @@ class RunLog:
         self.eval_seconds = 0.0
         self._last_eval: float | None = None
         self._clock_at_eval = self._started
-        self._clipped: deque[bool] = deque(maxlen=run.config.guard.window)
+        self.clipped: deque[bool] = deque(maxlen=run.config.guard.window)
+        """Which of the last gradients were clipped."""
         self._tensorboard: Any = None
         self._wandb: Any = None
 
@@ -108,7 +109,7 @@ class RunLog:
         """A step; every so many get a line."""
         run, attempt = self._run, outcome.attempt
         limit = run.config.optimizer.max_norm
-        self._clipped.append(bool(limit) and outcome.grad_norm > limit)
+        self.clipped.append(bool(limit) and outcome.grad_norm > limit)
         if not self._writes or (attempt.step + 1) % run.config.run.log_every:
             return
         line: dict[str, Any] = {
@@ -118,7 +119,7 @@ class RunLog:
             "perplexity": perplexity(outcome.loss),
             "lr": attempt.rate,
             "grad_norm": outcome.grad_norm,
-            "clip_share": sum(self._clipped) / len(self._clipped),
+            "clip_share": sum(self.clipped) / len(self.clipped),
             "scale": attempt.scale,
             "tokens": run.tokens,
         }

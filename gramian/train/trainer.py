@@ -230,6 +230,7 @@ class Trainer:
             "trail": [list(entry) for entry in self.trail],
             "best": self.best,
             "evaluated": self._evaluated,
+            "clipped": list(self.log.clipped),
             "guard": self.guard.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": facts_of(parts.module, parts.optimizer),
@@ -273,6 +274,7 @@ class Trainer:
         self.skipped, self.best, self._evaluated = set(facts["skipped"]), facts["best"], facts["evaluated"]
         self._written = self.step
         self.guard.load_state_dict(facts["guard"])
+        self.log.clipped.extend(facts["clipped"])
         if isinstance(stepper, PrivateStepper):
             held = {name: part.local for name, part in saved.items() if name.startswith("privacy")}
             replay = self.config.run.deterministic

@@ -42,8 +42,11 @@ from tests.privacy import (
     test_engine,
     test_loader,
     test_noise,
+    test_opacus_cases,
+    test_peft,
     test_plan,
     test_properties,
+    test_regressions,
     test_sampling,
     test_secrets,
 )
@@ -54,7 +57,7 @@ from tests.test_mutations import RED, Edit, Mutation, Swap, _package, _square_of
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "privacy_bugs.md"
 KEY = bytes(range(32))
-ALL_RED = (*RED, KeyError, ValueError)
+ALL_RED = (*RED, LookupError, ValueError)
 """What a bug may raise, beside what a failing test raises."""
 
 
@@ -360,6 +363,16 @@ def _in_folder(test: Callable[..., None]) -> Callable[[], None]:
     return check
 
 
+def _on_a_new(make: Callable[[], nn.Module], test: Callable[..., None]) -> Callable[[], None]:
+    """A test that wants a layer which no other run has seen."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        test(make())
+
+    return check
+
+
 def _compiled(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     """A test that compiles, from scratch."""
 
@@ -624,6 +637,27 @@ BUGS = (
         (Edit(f"{_CLIPPING}._factors", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
         functools.partial(test_clipped_samples_of_half_precision_are_within_C, "vit"),
     ),
+    Mutation(
+        "sum rounded to half precision before its noise",
+        (
+            Edit(
+                f"{_SUMS}:GradientSums.settle",
+                "self._behind[p.grad] = Behind(part, local(p.grad)._version)",
+                "pass",
+            ),
+        ),
+        functools.partial(
+            test_regressions.test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_precision,
+            torch.bfloat16,
+            "auto",
+            None,
+        ),
+    ),
+    Mutation(
+        "wide sum released after its gradient was zeroed",
+        (Edit(f"{_SUMS}:GradientSums._wide", "elif part._version == behind.version:", "elif True:"),),
+        functools.partial(test_regressions.test_half_precision_sums_follow_what_becomes_of_the_gradient, False),
+    ),
     # ---- clipping and sums ----
     Mutation(
         "norm layers get no gradient",
@@ -692,6 +726,11 @@ BUGS = (
         (Edit(f"{_CLIPPING}._factors", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
         functools.partial(test_engine.test_a_float_as_loss_scale_stays_in_the_gradient, "auto"),
     ),
+    Mutation(
+        "samples weighted by a negative coefficient",
+        (Edit(f"{_PRIVACY}.options:PrivacyOptions.__post_init__", "self.loss_reduction < 0", "False"),),
+        test_regressions.test_a_negative_coefficient_is_refused,
+    ),
     # ---- gradients that are not private ----
     Mutation(
         "weight gradients of the first pass left",
@@ -727,6 +766,38 @@ BUGS = (
         ),
     ),
     Mutation(
+        "auxiliary loss of a layer without a formula dropped",
+        (Edit(f"{_TAPS}.hub:Hub._leaves", "if tap.site.compiles or torch.compiler.is_compiling():", "if True:"),),
+        functools.partial(
+            test_regressions.test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named, False, "auto"
+        ),
+    ),
+    Mutation(
+        "checkpointed layer without a formula saves less the second time",
+        (Edit(f"{_TAPS}.hub:Hub._leaves", "return []", "return None"),),
+        functools.partial(test_peft.test_checkpointed_blocks, "gpt2, DoRA", "auto"),
+    ),
+    Mutation(
+        "hook on a parameter never called",
+        (Edit(f"{_PRIVACY}.engine:_check_hooks", "if p._backward_hooks:", "if False:"),),
+        test_regressions.test_hooks_on_a_parameter_are_refused,
+    ),
+    Mutation(
+        "parameters outside the optimizer not spoken of",
+        (Edit(f"{_ENGINE}.make_private", "if left_out:", "if False:"),),
+        functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, None),
+    ),
+    Mutation(
+        "raw gradients of parameters outside the optimizer",
+        (Edit(f"{_PRIVACY}.whole:WholeGradient._give_back", "p.grad = earlier", "pass"),),
+        functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, 1),
+    ),
+    Mutation(
+        "gradient of other tensors given to the parameters",
+        (Edit(f"{_CLIPPING}.watch", "if known is not None and", "if False and"),),
+        test_regressions.test_another_tensor_in_place_of_a_parameter_is_refused,
+    ),
+    Mutation(
         "gradients of inputs add to the sums",
         (
             Edit(
@@ -741,6 +812,51 @@ BUGS = (
         "layers that couple samples accepted",
         (Edit(f"{_TAPS}.hub:Hub._run_site", "if reason is not None:", "if False:"),),
         functools.partial(test_contract.test_layers_that_couple_samples_are_refused_by_name, nn.BatchNorm1d),
+    ),
+    Mutation(
+        "layers that carry samples on accepted one sample at a time",
+        (Edit(f"{_PRIVACY}.whole:WholeGradient.count_rows", "if reason is not None:", "if False:"),),
+        _on_a_new(
+            lambda: nn.Embedding(9, 5, max_norm=1.0),
+            test_regressions.test_layers_that_carry_samples_on_are_refused_at_single_samples_too,
+        ),
+    ),
+    Mutation(
+        "frozen table written to by its forward",
+        (Edit(f"{_TAPS}.sites.embedding:Embedding.check_per_sample", "return check_norm(module)", "return None"),),
+        functools.partial(test_opacus_cases.test_a_table_that_its_forward_changes_is_refused, nn.Embedding, False),
+    ),
+    Mutation(
+        "sparse bag ends in a raw error",
+        (
+            Edit(
+                f"{_TAPS}.sites.embedding:EmbeddingBag.check",
+                "check_table(module) or super().check(module)",
+                "super().check(module)",
+            ),
+        ),
+        test_opacus_cases.test_a_sparse_bag_is_refused_by_name,
+    ),
+    Mutation(
+        "packed sequence ends in a raw error",
+        (
+            Edit(
+                f"{_TAPS}.sites.generic:Generic.run",
+                "if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):",
+                "if False:",
+            ),
+        ),
+        functools.partial(test_opacus_cases.test_a_packed_sequence_of_one_sample_is_right_or_refused_by_name, "LSTM"),
+    ),
+    Mutation(
+        "tokens taken for positions",
+        (Edit(f"{_TAPS}.passes:refuse_unbatched_indices", "if index.data_ptr() == pass_.tokens:", "if False:"),),
+        test_opacus_cases.test_tokens_that_repeat_along_diagonals_are_no_positions,
+    ),
+    Mutation(
+        "rows of another order shared out silently",
+        (Edit(f"{_TAPS}.hub:Hub._warn_of_groups", "if rows > pass_.batch > 1 and", "if False and"),),
+        test_regressions.test_rows_shared_out_by_their_order_are_spoken_of,
     ),
     Mutation(
         "losses that couple samples accepted",
@@ -804,6 +920,33 @@ BUGS = (
         test_loader.test_an_epoch_may_be_all_empty,
     ),
     Mutation(
+        "model that cannot run on no rows",
+        (
+            Edit(
+                f"{_TAPS}.hub:Hub.enter_root",
+                "self.blank = self.rule.withholds and not first.shape[0] and given is None",
+                "self.blank = False",
+            ),
+        ),
+        functools.partial(test_regressions.test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw, None, False),
+    ),
+    Mutation(
+        "model that cannot run on no rows, one sample at a time",
+        (
+            Edit(
+                f"{_PRIVACY}.whole:WholeGradient.count_rows",
+                "return None if self._batch else with_a_row((args, kwargs))",
+                "return None",
+            ),
+        ),
+        functools.partial(test_regressions.test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw, 1, False),
+    ),
+    Mutation(
+        "row of zeros counts as a sample",
+        (Edit(f"{_CLIPPING}._open", "info.number in self._blank", "False"),),
+        functools.partial(test_regressions.test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw, None, True),
+    ),
+    Mutation(
         "scaler finds no gradient in an empty draw",
         (Edit(f"{_SUMS}:GradientSums.settle", "if all(p.grad is None for p in self.trained.values()):", "if False:"),),
         functools.partial(test_engine.test_a_grad_scaler_steps_on_an_empty_draw, False),
@@ -834,6 +977,27 @@ BUGS = (
             ),
         ),
         functools.partial(test_engine.test_two_backwards_on_one_batch_of_the_loader_are_refused, None),
+    ),
+    Mutation(
+        "several records clipped as one row",
+        (Edit(f"{_ENGINE}._before_sums", "if rows != self._records:", "if rows > self._records:"),),
+        test_regressions.test_rows_that_stand_for_several_records_are_refused,
+    ),
+    Mutation(
+        "step of noise alone after a backward past the layers",
+        (
+            Edit(
+                f"{_ENGINE}._before_step",
+                "if self._records and self._clipping is not None and",
+                "if False and self._clipping is not None and",
+            ),
+        ),
+        test_regressions.test_a_step_without_a_backward_of_its_batch_is_refused,
+    ),
+    Mutation(
+        "pieces of an abandoned draw in the next release",
+        (Edit(f"{_ENGINE}.load_state_dict", "self._sums.forget()", "pass"),),
+        test_regressions.test_pieces_of_an_abandoned_draw_are_not_released_with_the_next,
     ),
     # ---- noise ----
     Mutation(
@@ -920,6 +1084,22 @@ BUGS = (
         "noise used again after a resume",
         (Edit(f"{_PRIVACY}.secrets:ReleaseCounter.restore", "released if replay else mark", "released"),),
         test_engine.test_rolling_back_noise_never_meets_another_sum,
+    ),
+    Mutation(
+        "one noise for two copies of a run",
+        (
+            Edit(
+                f"{_ENGINE}._renew_key",
+                "if self._unknown and first:",
+                "if self._unknown and first and not self._counter.bound:",
+            ),
+        ),
+        _in_folder(test_regressions.test_a_resume_that_is_no_replay_has_another_key_also_with_a_counter),
+    ),
+    Mutation(
+        "replay on other data",
+        (Edit(f"{_ENGINE}.make_private", 'told["data_loader"] = fingerprint(records)', "pass"),),
+        test_regressions.test_a_replay_on_other_data_is_refused,
     ),
     Mutation(
         "noise used again in the next step",

@@ -625,3 +625,38 @@ def test_a_dropped_half_precision_gradient_takes_its_wide_sum_along() -> None:
     optimizer.zero_grad()
     assert len(engine._sums._behind) == 0
     engine.detach()
+
+
+@pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_released_does_not_depend_on_a_scale_that_a_scaler_undoes(
+    dtype: torch.dtype, physical: int | None
+) -> None:
+    def gradient(scale: float) -> torch.Tensor:
+        model = net().to(dtype)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+        engine, _, optimizer, _ = private(
+            model, poisson_sampling=False, loss_scale=scaler, max_grad_norm=0.1, loss_reduction="sum"
+        )
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)).to(dtype)
+        for piece in x.split(physical or 4):
+            scaler.scale(model(piece).square().sum()).backward()
+        scaler.step(optimizer)
+        found = model[0].weight.grad.float().clone()
+        engine.detach()
+        return found
+
+    expected = gradient(1.0)
+    assert expected.norm() > 0
+    for scale in (4.0, 1024.0):
+        torch.testing.assert_close(gradient(scale), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_a_disabled_scaler_is_none() -> None:
+    model = net()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    engine, _, optimizer, _ = private(model, poisson_sampling=False, loss_scale=scaler)
+    scaler.scale(loss_of(model, torch.randn(4, 5).double())).backward()
+    scaler.step(optimizer)
+    assert engine.steps == 1
+    engine.detach()

@@ -1,0 +1,140 @@
+"""The loss before the first step: of the right tokens, and of a model that knows nothing yet.
+
+A fresh model's logits z do not know the target y: with mean μ and variance σ² over the vocabulary,
+
+    E[−log p(y)] = E[log Σ_v exp z_v − z_y] ≈ (ln V + μ + ½σ²) − μ = ln V + ½σ².
+
+Legend: B windows, T tokens, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gramian.train.checks.check import Check
+from gramian.train.data import StepBatch
+from gramian.train.objective import IGNORED, logits_of
+from gramian.train.precision import Numbers
+from gramian.train.stepper import Stepper, evaluating
+
+NEAR = 0.02
+"""Relative distance of a fresh model's loss from what it should be."""
+SPREAD = 0.2
+"""½·Var(logits) of a fresh model, as a share of ln V: more is knowledge it cannot have."""
+SAME = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}
+"""Relative difference of two ways to sum the same cross-entropies, in float32 or wider."""
+
+
+def targets(batch: StepBatch) -> Check:
+    """Every counted target is the token that its row goes on with, and as many are counted as the loss is divided by."""
+    wrong = seen = counted = 0
+    for micro in batch.micro:
+        tokens_BT, targets_BT = micro["tokens"], micro["targets"]
+        counts_BT = targets_BT != IGNORED
+        wrong += int((counts_BT[:, :-1] & (targets_BT[:, :-1] != tokens_BT[:, 1:])).sum())
+        seen += int(counts_BT[:, :-1].sum())
+        counted += int(counts_BT.sum())
+    share = wrong / max(1, seen)
+    measured = f"{wrong:,} of {seen:,} are not the next token"
+    hint = ""
+    if wrong:
+        hint = "targets must be the tokens shifted by one: a model that is shown its target learns to copy it"
+    elif counted != batch.tokens:
+        measured = f"{counted:,} counted, divided by {batch.tokens:,}"
+        hint = "the mean must be over the targets that count: padding among them, or some left out"
+    return Check("targets", measured, "0", not wrong and counted == batch.tokens, hint, share)
+
+
+@dataclass(frozen=True)
+class _First:
+    """What the first forward gives, means per counted token."""
+
+    loss: float
+    """As the objective has it."""
+    plain: float
+    """−log softmax(logits) at the token that follows, computed here."""
+    variance: float
+    """Of logits over the vocabulary."""
+    vocabulary: int
+
+
+def initial_loss(stepper: Stepper, batch: StepBatch, loaded: bool) -> list[Check]:
+    """Loss and spread of logits before the first step. One forward with the loss, and one without.
+
+    Args:
+        stepper: of the model, which has its initial weights.
+        batch: some windows.
+        loaded: the weights were trained before.
+    """
+    first = _first(stepper, batch)
+    off = abs(first.loss - first.plain) / max(first.plain, 1e-30)
+    allowed = SAME[stepper.numbers.kind]
+    checks = [
+        Check(
+            "objective",
+            f"{off:.1e} from the cross-entropy of the next token",
+            f"{allowed:g}",
+            off <= allowed,
+            "" if off <= allowed else "the loss is not that of the next token: shifted twice, or padding is counted",
+            off,
+        )
+    ]
+    uniform = math.log(first.vocabulary)
+    if loaded:
+        return [*checks, _loaded(first, uniform)]
+    expected = uniform + 0.5 * first.variance
+    away, share = abs(first.loss - expected) / expected, 0.5 * first.variance / uniform
+    near, small = away <= NEAR, share <= SPREAD
+    return [
+        *checks,
+        Check(
+            "initial loss",
+            f"{first.loss:.3f} nat, {away:.1%} from ln V + ½ Var(logits) = {expected:.3f}",
+            f"{NEAR:.0%}",
+            near,
+            "" if near else "look at the initial weights of the head, its bias, and what the loss is averaged over",
+            away,
+        ),
+        Check(
+            "initial logits",
+            f"½ Var = {0.5 * first.variance:.3f} nat, {share:.1%} of ln V",
+            f"{SPREAD:.0%}",
+            small,
+            "" if small else "smaller initial weights of the embedding and the head, or a norm before the head",
+            share,
+        ),
+    ]
+
+
+def _loaded(first: _First, uniform: float) -> Check:
+    ok = first.loss < uniform
+    hint = "" if ok else "weights, tokenizer and vocabulary do not belong together, or the weights were not loaded"
+    return Check("initial loss", f"{first.loss:.3f} nat", f"below ln V = {uniform:.3f}", ok, hint, first.loss)
+
+
+def _first(stepper: Stepper, batch: StepBatch) -> _First:
+    sums = torch.zeros(3, dtype=torch.float64)
+    count = vocabulary = 0
+    with evaluating(stepper.module):
+        for micro in batch.micro:
+            nats, plain, variance, vocabulary = _of_micro(stepper, micro, stepper.numbers)
+            sums += torch.tensor([nats, plain, variance], dtype=torch.float64)
+            count += int((micro["targets"] != IGNORED).sum())
+    loss, plain, variance = (sums / max(1, count)).tolist()
+    return _First(loss, plain, variance, vocabulary)
+
+
+def _of_micro(stepper: Stepper, micro: dict[str, Tensor], numbers: Numbers) -> tuple[float, float, float, int]:
+    tokens_BT, targets_BT, documents_BT = micro["tokens"], micro["targets"], micro.get("documents")
+    with numbers.autocast():
+        _, nats = stepper.module(tokens_BT, targets_BT, 1.0, documents_BT)
+        logits_BTV = logits_of(stepper.module.model, tokens_BT, documents_BT)  # type: ignore[arg-type]
+    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    counts_BT = targets_BT != IGNORED
+    next_BT = torch.cat([tokens_BT[:, 1:], targets_BT[:, -1:]], dim=1).masked_fill(~counts_BT, IGNORED)
+    plain = F.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    variance = logits_BTV.var(dim=-1, correction=0)[counts_BT].double().sum()
+    return float(nats), float(plain), float(variance), logits_BTV.shape[-1]

@@ -1,0 +1,87 @@
+"""What the run will take: memory by the plan, time by the clock."""
+
+import statistics
+import time
+from typing import cast
+
+import torch
+
+from gramian.parallel.strategy import decide
+from gramian.plan.clipping import megabytes
+from gramian.plan.memory import Kind
+from gramian.train.checks.check import Check
+from gramian.train.checks.subject import Subject
+from gramian.train.config import Config
+from gramian.train.needs import needs_of
+from gramian.train.precision import Numbers
+from gramian.train.stepper import Stepper
+
+TIMED = 3
+"""Steps whose median is taken, after one that warms up."""
+MICRO_BATCHES = 4
+"""Most of a timed step; the rest of it is taken to cost the same."""
+
+
+def memory(config: Config, vocabulary: int, numbers: Numbers) -> Check:
+    """Whether the run fits one GPU of this machine, or all of them; nothing is allocated."""
+    if numbers.device != "cuda":
+        return Check("memory", "no GPU", "-", True, "gramian plan --gpus and --gpu-memory plan for some")
+    cards = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return planned(config, vocabulary, numbers, len(cards), min(cards))
+
+
+def planned(config: Config, vocabulary: int, numbers: Numbers, gpus: int, gpu_memory: int) -> Check:
+    """Whether the run fits one GPU, or several.
+
+    Args:
+        config: of the run. What K-FAC and private training hold on top is not counted.
+        vocabulary: of its tokens.
+        numbers: its precision.
+        gpus: how many there are.
+        gpu_memory: bytes of one.
+    """
+    needs = needs_of(config, vocabulary, cast("Kind", numbers.kind), "cuda")
+    decision, hint = decide(needs, 1, gpu_memory, config.parallel.strategy), ""
+    if not decision.fits:
+        hint = decision.why
+        several = decide(needs, gpus, gpu_memory, config.parallel.strategy)
+        if several.fits:
+            decision, hint = several, f"with torchrun --nproc_per_node={gpus}: {several.why}"
+    held = min(decision.rows[-1].held) if decision.strategy is None else decision.held(decision.strategy)
+    return Check("memory", megabytes(held), megabytes(decision.usable), decision.fits, hint, held)
+
+
+def duration(subject: Subject, stepper: Stepper) -> Check:
+    """Seconds of a step and of the run. Four steps of at most four micro-batches.
+
+    Args:
+        subject: what is examined.
+        stepper: of a model that may be changed; it is warm.
+    """
+    config = subject.config
+    rows = min(config.data.batch, MICRO_BATCHES * subject.room)
+    seconds = []
+    for position in range(TIMED + 1):
+        batch = subject.batch(rows, position)
+        started = _now(subject)
+        stepper.take(batch, config.optimizer.lr)
+        seconds.append(_now(subject) - started)
+    step = statistics.median(seconds[1:]) * config.data.batch / rows
+    sections = [f"[{name}]" for name in ("kfac", "privacy") if getattr(config, name) is not None]
+    beside = [*sections, *["compile.mode"] * (config.compile.mode != "off")]
+    hint = f"plain eager steps on one process; {' and '.join(beside)} not counted" if beside else ""
+    measured = f"{_told(step)} a step, {_told(step * config.run.steps)} for {config.run.steps:,}"
+    return Check("time", measured, "-", True, hint, step)
+
+
+def _now(subject: Subject) -> float:
+    if subject.world.device.type == "cuda":
+        torch.cuda.synchronize(subject.world.device)
+    return time.perf_counter()
+
+
+def _told(seconds: float) -> str:
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

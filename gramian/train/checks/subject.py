@@ -1,0 +1,89 @@
+"""What is examined: fresh models, steppers and batches of a config, as its run would build them."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from gramian.parallel.world import World
+from gramian.train.build import recompute
+from gramian.train.config import Config
+from gramian.train.data import Batches, StepBatch, Windows
+from gramian.train.objective import Objective
+from gramian.train.optimizers import build_optimizer
+from gramian.train.precision import Numbers
+from gramian.train.stepper import Stepper
+
+ROWS = 16
+"""Windows of a batch that is looked at."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A config and what its run is made of."""
+
+    config: Config
+    numbers: Numbers
+    world: World
+    """Of one process."""
+    windows: Windows
+    """To train on."""
+    make: Callable[[], nn.Module]
+    """A model with its initial weights."""
+
+    @property
+    def room(self) -> int:
+        """Windows of one backward in the run: no check holds activations of more."""
+        return self.config.data.micro_batch or self.config.data.batch
+
+    def model(self) -> nn.Module:
+        """One of its own, where and in which numbers the run has it; without dropout, not compiled."""
+        model = self.make().to(device=self.world.device, dtype=self.numbers.weights)
+        recompute(model, self.config.parallel.checkpoint_blocks)
+        without_dropout(model)
+        return model.train()
+
+    def stepper(self, model: nn.Module, rate: float | None = None) -> Stepper:
+        """Plain steps of the config's optimizer, whatever [kfac] and [privacy] say; no weight decay.
+
+        Args:
+            model: whose.
+            rate: learning rate that the optimizer is built with; None: the config's.
+        """
+        config, module = self.config, Objective(model)
+        options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)
+        optimizer = build_optimizer(module, options, self.world.device)
+        return Stepper(
+            module, optimizer, self.numbers, self.world, max_norm=config.optimizer.max_norm, seed=config.run.seed
+        )
+
+    def batch(self, rows: int = ROWS, position: int = 0) -> StepBatch:
+        """So many windows in the run's order, in its micro-batches, on its device."""
+        batches = Batches(
+            self.windows,
+            batch=rows,
+            micro_batch=min(self.room, rows),
+            seed=self.config.run.seed,
+            device=self.world.device,
+        )
+        return next(batches.from_position(position))
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Drop nothing in training mode: modules, and the probabilities that modules and their configs hold as numbers."""
+    holders = {id(held): held for module in model.modules() if (held := getattr(module, "config", None)) is not None}
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+    for holder in (*model.modules(), *holders.values()):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop") or name == "layerdrop"):
+                object.__setattr__(holder, name, 0.0)  # the config may be frozen
+
+
+def rows_of(batch: StepBatch) -> dict[str, torch.Tensor]:
+    """All micro-batches as one, [R, T] under each name."""
+    return {name: torch.cat([micro[name] for micro in batch.micro]) for name in batch.micro[0]}
