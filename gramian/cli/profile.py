@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gramian.cli import RunFailed, profile_clipping, refuse_unavailable
+from gramian.cli import RunFailed, profile_clipping, profile_train, refuse_unavailable
 from gramian.errors import GramianError
 
 if TYPE_CHECKING:
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
     from gramian.models import GPTConfig
     from gramian.verify.runs.kfac_profile import Profile
 
-TARGETS = ("clipping", "kfac")
-LATER = ("train",)
+TARGETS = ("clipping", "kfac", "train")
 USAGE = "gramian profile kfac [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] [--cpu]"
+SIZES = ("seq_lengths", "batch_size", "layers", "width", "vocabulary")
+# Options and arguments that are not for a target.
+FOREIGN = {
+    "clipping": ("compile", "config", "overrides"),
+    "kfac": ("fsdp", "mode", "algorithm", "iterations", "json", "out", "compile", "config", "overrides"),
+    "train": (*SIZES, "fsdp", "mode", "algorithm", "out"),
+}
+USAGES = {"clipping": profile_clipping.USAGE, "kfac": USAGE, "train": profile_train.USAGE}
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 100
 KFAC_DEFAULTS = {"seq_lengths": [128, 256], "batch_size": 8, "layers": 4, "width": 128, "vocabulary": 256}
@@ -49,26 +56,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     clipping.add_argument("--mode", metavar="M", help="auto (default), bookkeeping, keep or two_pass")
     clipping.add_argument("--algorithm", metavar="A", help="norms of linear layers: auto (default), gram or direct")
     clipping.add_argument(
-        "--iterations", type=_count, metavar="N", help="timed steps of each kind (default and least: 10)"
-    )
-    clipping.add_argument("--json", type=Path, metavar="FILE", help="the numbers, once more here")
-    clipping.add_argument(
         "--out", type=Path, metavar="DIR", help="clipping.json and clipping.svg (default: runs/profile)"
     )
-    parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
+    train = parser.add_argument_group("train", "also under torchrun; the config decides sizes and strategy")
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="default: the reference GPT")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of the file's")
+    train.add_argument("--compile", action="store_true", help="measure compile.mode on a CPU too")
+    both = parser.add_argument_group("clipping and train")
+    both.add_argument("--iterations", type=_count, metavar="N", help="timed steps of each kind (default and least: 10)")
+    both.add_argument("--json", type=Path, metavar="FILE", help="the numbers, here (clipping: once more)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what was asked for."""
-    refuse_unavailable(USAGE, arguments.target, TARGETS, LATER, {})
-    clipping_alone = ("fsdp", "mode", "algorithm", "iterations", "json", "out") if arguments.target == "kfac" else ()
-    options = {f"--{name}": getattr(arguments, name) for name in clipping_alone}
-    usage = USAGE if arguments.target == "kfac" else profile_clipping.USAGE
-    refuse_unavailable(usage, arguments.target, TARGETS, LATER, {"CONFIG": arguments.config, **options})
+    refuse_unavailable("", arguments.target, TARGETS, (), {})
+    options = {_shown(name): getattr(arguments, name) or None for name in FOREIGN[arguments.target]}
+    refuse_unavailable(USAGES[arguments.target], arguments.target, TARGETS, (), options)
     if arguments.target == "clipping":
         return profile_clipping.run(arguments, _console, _progress)
+    if arguments.target == "train":
+        return profile_train.run(arguments, _console, partial(_progress, what=""))
     return _run_kfac(arguments)
+
+
+def _shown(name: str) -> str:
+    """An option or argument as the user writes it."""
+    return {"config": "CONFIG", "overrides": "section.key=value"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _console() -> Console:
@@ -133,10 +147,10 @@ def _first_line(problem: BaseException) -> str:
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a live bar on a terminal, and nothing elsewhere or for nothing to do."""
+def _progress(console: Console, total: int, what: str = "sequence length ") -> Iterator[Callable[[Any], None]]:
+    """Show a live bar on a terminal, and nothing elsewhere or for nothing to do; `what` is said before what is told."""
     if not console.is_terminal or not total:
-        yield lambda length: None
+        yield lambda told: None
         return
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -144,7 +158,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("warming up", total=total)
-        yield lambda length: bar.update(task, advance=1, description=f"sequence length {length}")
+        yield lambda told: bar.update(task, advance=1, description=f"{what}{told}")
 
 
 def _report(

@@ -55,7 +55,7 @@ def train(config: Config, first: bool) -> int:
 
     cpu = config.run.device == "cpu"
     _check_device(config)
-    with world(cpu, config.parallel.strategy == "fsdp2") as where:
+    with world(cpu, _sharded(config)) as where:
         folder, problem = RunFolder(config), ""
         if where.rank == 0:
             try:
@@ -130,6 +130,26 @@ class _Progress:
         if trainer.best is not None:
             told += f"  best validation {trainer.best['loss']:.4f}"
         self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
+
+
+def _sharded(config: Config) -> bool:
+    """Whether the model is sharded: as the config says, or as the planner finds that it must be."""
+    import torch
+
+    from gramian.parallel.strategy import decide
+    from gramian.parallel.world import started_by_torchrun
+    from gramian.train.needs import needs_of, vocabulary_of
+    from gramian.train.precision import numbers_for
+
+    if config.parallel.strategy != "auto":
+        return config.parallel.strategy == "fsdp2"
+    if not started_by_torchrun() or config.run.device == "cpu" or not torch.cuda.is_available():
+        return False
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    kind: Any = numbers_for(config.precision, device).kind
+    needs = needs_of(config, vocabulary_of(config.data), kind, "cuda")
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return decide(needs, int(os.environ["WORLD_SIZE"]), memory).student == "fsdp2"
 
 
 def _check_device(config: Config) -> None:

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
     from gramian.verify.runs import Check, Outcome
 
-TARGETS = ("kfac", "clipping")
-LATER = ("distill", "resume")
+TARGETS = ("kfac", "clipping", "resume")
+LATER = ("distill",)
 USAGE = {
     "kfac": "gramian verify kfac [--verbose]",
     "clipping": "gramian verify clipping [--fsdp] [--verbose] [--profile]",
+    "resume": "gramian verify resume [CONFIG.toml] [--fsdp] [--verbose]",
 }
+KILLS = 4
+"""Runs that `verify resume` kills."""
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 100
 # Failed checks that the last line names.
@@ -40,9 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("target", nargs="?", metavar="TARGET", help=f"what to prove: {', '.join(TARGETS)}")
     parser.add_argument("--verbose", action="store_true", help="a row for every layer and case")
-    parser.add_argument("--fsdp", action="store_true", help="clipping: with fully_shard (FSDP2) in place of DDP")
+    parser.add_argument("--fsdp", action="store_true", help="with fully_shard (FSDP2) in place of DDP")
     parser.add_argument("--profile", action="store_true", help="clipping: where the time of the private steps went")
-    parser.add_argument("config", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="resume: of the run that is killed, shortened")
     parser.add_argument("--tp", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -51,11 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print what came of them; under torchrun the first process alone prints."""
     first = os.environ.get("RANK", "0") == "0"
     try:
-        options = {"CONFIG": arguments.config, "--tp": arguments.tp}
+        options = {"--tp": arguments.tp}
+        if arguments.target != "resume":
+            options |= {"CONFIG": arguments.config}
         if arguments.target != "clipping":
-            options |= {"--fsdp": arguments.fsdp, "--profile": arguments.profile}
+            options |= {"--profile": arguments.profile}
+        if arguments.target == "kfac":
+            options |= {"--fsdp": arguments.fsdp}
         refuse_unavailable(USAGE.get(arguments.target, ""), arguments.target, TARGETS, LATER, options)
-        _verify_kfac(arguments) if arguments.target == "kfac" else _verify_clipping(arguments, first)
+        if arguments.target == "kfac":
+            _verify_kfac(arguments)
+        elif arguments.target == "clipping":
+            _verify_clipping(arguments, first)
+        else:
+            _verify_resume(arguments, first)
     except (GramianError, RunFailed) as problem:
         if first:
             raise
@@ -106,6 +118,41 @@ def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
     _conclude(console, arguments.target, failed, len(checks))
 
 
+def _verify_resume(arguments: argparse.Namespace, first: bool) -> None:
+    """Kill runs and resume them, in processes of their own; under torchrun as many as there are here."""
+    import tempfile
+    from pathlib import Path
+
+    from gramian.parallel.world import world
+    from gramian.train.config import load_config, parse_config
+    from gramian.verify.runs import resume
+
+    config = resume.shortened(load_config(arguments.config) if arguments.config else parse_config({}), arguments.fsdp)
+    console = _console(quiet=not first)
+    found: dict[str, list[str]] = {}
+    with world(cpu=True, fsdp=False) as where:
+        if first:
+            kills = resume.random_kills(config.run.steps, KILLS, seed=0)
+            with tempfile.TemporaryDirectory() as folder, _bar(console, KILLS + 1) as on_progress:
+                found = resume.check_resume(config, Path(folder), kills, where.size, on_progress)
+        failed = where.most(float(any(found.values()))) > 0
+    for kill, told in found.items():
+        console.print(
+            f"{'FAILED' if told else 'ok'}  {kill}{': ' if told else ''}{'; '.join(told[:NAMED])}", markup=False
+        )
+        for line in told if arguments.verbose else []:
+            console.print(f"    {line}", markup=False)
+    console.print(
+        f"{sum(not told for told in found.values())} of {len(found)} killed and resumed runs of {config.run.steps} steps on "
+        f"{where.size} process{'es' if where.size > 1 else ''} ended bitwise where the run that was not killed ended",
+        soft_wrap=True,
+    )
+    if failed:
+        raise RunFailed(
+            "resume: a resumed run is not the run it was; expected parameters, optimizer and metrics bitwise equal"
+        )
+
+
 def _console(quiet: bool = False) -> Console:
     from rich.console import Console
 
@@ -143,8 +190,15 @@ def _conclude(console: Console, target: str, failed: Mapping[str, str], total: i
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[int, Check], None]]:
     """Show a live bar on a terminal, and nothing elsewhere."""
+    with _bar(console, total) as show:
+        yield lambda done, check: show(done, check.title)
+
+
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar with a word about what is done."""
     if not console.is_terminal:
-        yield lambda done, check: None
+        yield lambda done, told: None
         return
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -152,7 +206,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[int, Check], N
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
-        yield lambda done, check: bar.update(task, completed=done, description=check.title)
+        yield lambda done, told: bar.update(task, completed=done, description=told)
 
 
 def _check_table(outcomes: Sequence[Outcome]) -> RenderableType:

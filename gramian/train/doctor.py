@@ -107,7 +107,7 @@ def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Call
     loaded = config.model.kind == "huggingface" and not config.model.fresh
     yield "scalars", partial(reach, config, model)
     yield "targets", partial(targets, batches[0])
-    yield "initial loss", partial(initial_loss, stepper, batches[0], loaded)
+    yield "initial loss", partial(initial_loss, stepper, batches[0], vocabulary, loaded)
     yield "graph breaks", partial(compiled, config.compile, model, _few(rows), numbers)
     yield "gradients", partial(gradients, stepper, batches, config.optimizer.lr)
     yield "causality", partial(causality, model, numbers, rows, vocabulary)

@@ -62,7 +62,6 @@ def test_the_sample_holds_every_option():
         ([], ["TARGET", "accepted: kfac, clipping"]),
         (["everything"], ["'everything'", "unknown", "accepted: kfac, clipping"]),
         (["distill"], ["'distill'", "not available yet"]),
-        (["resume"], ["'resume'", "not available yet"]),
         (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian verify kfac [--verbose]"]),
         (["kfac", "--tp"], ["--tp", "not available yet"]),
         (["kfac", "--profile"], ["--profile", "not available yet"]),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gramian.cli import main
 from gramian.train.checkpoint import CheckpointStore
 from gramian.train.run_folder import read_lines
 from gramian.verify.runs.resume import Kill, check_resume, differences, random_kills, train
@@ -66,3 +67,10 @@ def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) ->
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     train(config, tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_the_command_proves_it_for_the_users_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(small(run={"steps": 5000}).toml())
+    assert main(["verify", "resume", str(tmp_path / "run.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "4 of 4 killed and resumed runs of 40 steps on 1 process ended bitwise" in told

@@ -5,6 +5,7 @@ again until they end. Processes are forked from a server that has the library lo
 """
 
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -49,6 +50,19 @@ class Kill:
         return (
             f"killed at {'step' if self.at == 'step' else 'a save from step'} {self.step} + {self.delay * 1e3:.0f} ms"
         )
+
+
+def shortened(config: Config, fsdp: bool = False) -> Config:
+    """A config's own model, data, optimizer and precision, in a run of seconds that saves often."""
+    steps = min(config.run.steps, 40)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, steps=steps, log_every=1, tensorboard=False, wandb=False),
+        schedule=dataclasses.replace(config.schedule, warmup=min(config.schedule.warmup, steps // 4)),
+        eval=dataclasses.replace(config.eval, every=max(1, steps // 2), windows=min(config.eval.windows, 8)),
+        checkpoint=dataclasses.replace(config.checkpoint, snapshot_every=max(1, steps // 4), every=max(1, steps // 4)),
+        parallel=dataclasses.replace(config.parallel, strategy="fsdp2") if fsdp else config.parallel,
+    )
 
 
 def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
@@ -134,7 +148,7 @@ def check_resume(
     folder: Path,
     kills: Sequence[Kill],
     processes: int = 1,
-    on_progress: Callable[[str], None] = lambda told: None,
+    on_progress: Callable[[int, str], None] = lambda done, told: None,
 ) -> dict[str, list[str]]:
     """Train once without and once with each kill.
 
@@ -143,16 +157,16 @@ def check_resume(
         folder: where they go.
         kills: one run for each.
         processes: of every run.
-        on_progress: told what begins.
+        on_progress: told how many runs are over, and what begins.
 
     Returns:
         {kill: what differs from the run that was not killed}.
     """
-    on_progress("not killed")
+    on_progress(0, "not killed")
     train(config, folder / "whole", processes)
     found = {}
     for i, kill in enumerate(kills):
-        on_progress(str(kill))
+        on_progress(i + 1, str(kill))
         own = folder / f"killed-{i}"
         if not train(config, own, processes, kill):
             train(config, own, processes)
