@@ -14,12 +14,15 @@ TEST_ENV := .venv/.stamp-test
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
 # The parts of make test-full. "rest" is whatever no other part names, so a new test folder is never left out.
-PARTS            := taps statistics linalg curvature models dist rest
+PARTS            := taps statistics linalg curvature kernels privacy models train dist rest
 tests_taps       := tests/taps
 tests_statistics := tests/statistics
 tests_linalg     := tests/linalg
 tests_curvature  := tests/curvature
+tests_kernels    := tests/kernels
+tests_privacy    := tests/privacy
 tests_models     := tests/models
+tests_train      := tests/train
 tests_dist       := tests/dist
 tests_rest       := tests $(foreach part,$(filter-out rest,$(PARTS)),$(addprefix --ignore=,$(tests_$(part))))
 
@@ -39,7 +42,7 @@ demo: $(DEMO_ENV) ## run the whole pipeline on the embedded default
 test: lint ## lint, then the tests on a sample of each matrix
 	$(PYTEST) -m "not full and not gpu"
 
-test-full: $(addprefix full-,$(if $(filter all,$(PART)),$(PARTS),$(PART))) ## the matrices whole: PART=taps|statistics|linalg|curvature|models|dist|rest|all
+test-full: $(addprefix full-,$(if $(filter all,$(PART)),$(PARTS),$(PART))) ## the matrices whole: PART=taps|statistics|linalg|curvature|kernels|privacy|models|train|dist|rest|all
 
 full-%: $(TEST_ENV)
 	@$(if $(filter $*,$(PARTS)),,$(error PART=$*: no such part, choose one of: $(PARTS) all))

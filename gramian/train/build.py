@@ -22,6 +22,7 @@ from gramian.train.objective import Objective
 from gramian.train.optimizers import build_optimizer
 from gramian.train.precision import Numbers, numbers_for, set_globals
 from gramian.train.private import Draw, PrivateStepper
+from gramian.train.public import PublicCurvature
 from gramian.train.stepper import Stepper
 
 
@@ -95,13 +96,16 @@ def build_stepper(
     config: Config, world: World, numbers: Numbers, training: Windows, module: nn.Module, optimizer: Optimizer
 ) -> Stepper | PrivateStepper:
     """How a step is taken: plainly, along natural gradients, or privately."""
-    if config.privacy is not None:
-        if config.kfac is not None:
-            raise GramianError("kfac: does not work beside [privacy] yet; expected one of them")
-        return PrivateStepper(module, optimizer, numbers, world, config, training)
     kfac = None
     if config.kfac is not None:
         kfac = build_kfac(config)
+    if config.privacy is not None:
+        curvature = None if kfac is None else PublicCurvature(module, kfac, config, numbers, world)
+        stepper = PrivateStepper(module, optimizer, numbers, world, config, training, curvature)
+        if config.kfac is not None and kfac is not None:  # after the engine's hook: on gradients that have their noise
+            precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
+        return stepper
+    if config.kfac is not None and kfac is not None:
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
     return Stepper(
         module, optimizer, numbers, world, max_norm=config.optimizer.max_norm, seed=config.run.seed, kfac=kfac

@@ -62,7 +62,7 @@ def examine(
     """
     device = device_of(config)
     with _as_in_a_run(config, device):
-        progress = _Progress(on_progress, 9 + config.doctor.overfit_steps)
+        progress = _Progress(on_progress, 12 + config.doctor.overfit_steps)
         checks = [schedule_end(config)]
         progress.next("data")
         found, windows = look_at_data(config.data)

@@ -22,6 +22,7 @@ from gramian.train.data.batches import leave_group
 from gramian.train.data.windows import Windows
 from gramian.train.objective import IGNORED
 from gramian.train.precision import Numbers
+from gramian.train.public import PublicCurvature
 from gramian.train.stepper import Taken, seed_all
 
 
@@ -45,6 +46,7 @@ class PrivateStepper:
         world: World,
         config: Config,
         windows: Windows,
+        curvature: PublicCurvature | None = None,
     ) -> None:
         """Make the model private.
 
@@ -55,10 +57,12 @@ class PrivateStepper:
             world: this process among the others.
             config: of the run.
             windows: the records.
+            curvature: refreshes the factors that the optimizer is preconditioned with.
         """
         assert config.privacy is not None
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
-        self.scaler, self.kfac = numbers.scaler(), None
+        self.scaler, self._curvature = numbers.scaler(), curvature
+        self.kfac = None if curvature is None else curvature.kfac
         options, data = config.privacy, config.data
         self._seed, self._length = config.run.seed, data.length
         self.engine = PrivacyEngine(
@@ -114,6 +118,8 @@ class PrivateStepper:
         """One private step; see `Stepper.take`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        if self._curvature is not None:
+            self._curvature.refresh(batch.position)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         total[1] = float(flag)
         before = 1.0 if self.scaler is None else self.scaler.get_scale()

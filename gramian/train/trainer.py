@@ -29,7 +29,6 @@ from gramian.train.run_folder import RunFolder
 from gramian.train.schedule import learning_rate
 from gramian.train.snapshot import Part, Snapshot, Snapshots
 from gramian.train.state import extents, facts_of, load, tensors_of
-from gramian.train.stepper import Stepper
 
 SNAPSHOTS = 3
 """Copies in memory that a rollback can go to."""
@@ -237,7 +236,7 @@ class Trainer:
         }
         if isinstance(parts.stepper, PrivateStepper):
             facts["privacy"] = split("privacy", parts.stepper.engine.state_dict(), tensors)
-        elif parts.stepper.kfac is not None:
+        if parts.stepper.kfac is not None:
             facts["kfac"] = split("kfac", parts.stepper.kfac.state_dict(), tensors)
         return tensors, facts
 
@@ -251,9 +250,9 @@ class Trainer:
         load(parts.module, parts.optimizer, _of_model(saved), facts["optimizer"])
         if parts.stepper.scaler is not None:
             parts.stepper.scaler.load_state_dict(facts["scaler"])
-        if isinstance(parts.stepper, Stepper) and parts.stepper.kfac is not None:
+        if parts.stepper.kfac is not None:
             held = {name: part.local for name, part in saved.items() if name.startswith("kfac")}
-            parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held), parts.module)
+            parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held))
         self.step, self.tokens = facts["step"], facts["tokens"]
         self.trail = [(step, position) for step, position in facts["trail"]]
         if not isinstance(parts.stepper, PrivateStepper):

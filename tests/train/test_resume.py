@@ -19,6 +19,10 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain, two processes": (2, {}),
     "sharded, two processes": (2, {"parallel": {"strategy": "fsdp2"}}),
     "K-FAC": (1, {"kfac": {"update_freq": 4}}),
+    "private, with curvature of public data": (
+        1,
+        {"privacy": PRIVATE, "kfac": {"update_freq": 4, "public_files": [str(Path(__file__))]}},
+    ),
     "private": (1, {"privacy": PRIVATE}),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
 }

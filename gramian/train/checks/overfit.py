@@ -56,9 +56,9 @@ def _learn(subject: Subject, rate: float, may_leave: bool, on_step: Callable[[st
         taken = stepper.take(batch, rate)
         late.add(Attempt(step, step, 0, rate, taken.stepped, None), taken.values)
         loss = late.read(wait=True)[-1].loss
+        first = loss if step == 0 else first
         if loss < lowest:
             lowest, reached = loss, step
-        first = min(first, loss) if step == 0 else first
         on_step(f"overfit: loss {loss:.3f} after {step} steps at lr {rate:g}")
         stuck = may_leave and step >= EARLY * options.overfit_steps and lowest > (1 - LITTLE) * first
         if lowest < ENOUGH or stuck or not math.isfinite(loss):
