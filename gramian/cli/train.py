@@ -71,6 +71,7 @@ def train(config: Config, first: bool) -> int:
 
 
 def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
+    import torch
     from rich.console import Console
 
     from gramian.train.build import build
@@ -88,6 +89,20 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
             ended = trainer.run()
         except DataWorkerDied as problem:
             raise RunFailed(str(problem)) from None
+        except torch.OutOfMemoryError as problem:
+            raise RunFailed(
+                f"out of memory ({str(problem).splitlines()[0]}); expected a smaller data.micro_batch, or "
+                "parallel.checkpoint_blocks"
+            ) from None
+        except RuntimeError as problem:
+            if where.size == 1 or not any(
+                word in str(problem).lower() for word in ("gloo", "nccl", "connection", "peer")
+            ):
+                raise
+            raise RunFailed(
+                f"process {where.rank} lost another one ({str(problem).splitlines()[0][:200]}); expected all of them to go on: "
+                "torchrun --max-restarts resumes"
+            ) from None
     if ended.reason == "stopped":
         raise RunFailed(ended.report)
     best = (
