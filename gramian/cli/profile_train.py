@@ -1,4 +1,4 @@
-"""`gramian profile train`: where the time of a training step goes here, and what compilation, recomputation and others change."""
+"""`gramian profile train`: where the time of a training step goes here, and what compilation, recomputation and more change."""
 
 from __future__ import annotations
 
@@ -74,6 +74,8 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
                     config, where, iterations=iterations, compiled=compiled, on_progress=advance
                 )
                 where.wait()
+            except GramianError:
+                raise
             except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
                 lines = str(problem).splitlines() or [""]
                 failure = where.first_failure(f"{type(problem).__name__}: {lines[0]}")
@@ -167,7 +169,7 @@ def _report(
     yield _knob_table(profile)
     yield (
         "x: median over turns of the ratio to the first of its kind, on one model and one batch. + step: the most above what "
-        "is allocated when it begins. < 1 is better."
+        "is allocated when it begins."
     )
     if not compiled:
         yield "compile.mode was not measured: --compile does, and takes a while on a CPU."

@@ -16,9 +16,11 @@ from gramian.train.stepper import Stepper
 SETTLES = 24
 """Steps in which a loss scale comes down to where nothing overflows."""
 
+NOT_FINITE = "not finite"
+
 
 def gradients(stepper: Stepper, batches: Sequence[StepBatch], rate: float) -> Check:
-    """Look for parameters without a gradient. The model has taken a step for each batch but the last, afterwards.
+    """Look for parameters without a gradient. Afterwards the model has taken a step for each batch but the last.
 
     Args:
         stepper: plain steps of a model.
@@ -29,10 +31,11 @@ def gradients(stepper: Stepper, batches: Sequence[StepBatch], rate: float) -> Ch
     states: dict[str, str] = {}
     for number, batch in enumerate(batches):
         stepper.watch(batch)
-        for name, parameter in _trained(stepper.module):
-            state = _state(parameter)
-            if state == "not finite" or states.get(name) != "":
-                states[name] = state
+        now = {name: _state(parameter) for name, parameter in _trained(stepper.module)}
+        if NOT_FINITE in now.values():  # a step along it would spoil the rest
+            states = {name: state if state == NOT_FINITE else "" for name, state in now.items()}
+            break
+        states = {name: state and states.get(name, state) for name, state in now.items()}
         if number < len(batches) - 1:
             stepper.take(batch, rate)
     found = {name: state for name, state in states.items() if state}
@@ -62,5 +65,5 @@ def _state(parameter: nn.Parameter) -> str:
     if gradient is None:
         return "none"
     if not bool(gradient.isfinite().all()):
-        return "not finite"
+        return NOT_FINITE
     return "" if bool(gradient.any()) else "zero"

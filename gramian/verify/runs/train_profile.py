@@ -398,7 +398,7 @@ def _measured(
     try:
         return Knob(name, key, what, _taken_turns(make(), where, iterations, partial(on_progress, name)))
     except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
-        if where.size > 1:
+        if where.size > 1 or isinstance(problem, GramianError):
             raise
         lines = str(problem).strip().splitlines() or [""]
         return Knob(name, key, what, (), f"{type(problem).__name__}: {lines[0]}")
