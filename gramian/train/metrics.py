@@ -33,6 +33,8 @@ PEAK_TERAFLOPS = {
     "V100": 125.0,
 }
 """Dense half-precision tensor-core peaks that vendors state."""
+LOOKED = ("advice", "rollback", "stopped")
+"""Events that follow from a look at the data."""
 NOT_COVERED = ("loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "events")
 
 
@@ -54,6 +56,7 @@ class RunLog:
         self._clock_at_eval = self._started
         self.clipped: deque[bool] = deque(maxlen=run.config.guard.window)
         """Which of the last gradients were clipped."""
+        self._advised: str | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
 
@@ -98,6 +101,8 @@ class RunLog:
         if not self._writes:
             return
         line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
+        if self._run.config.privacy is not None and event["event"] in LOOKED:
+            line["covered_by_epsilon"] = False
         if self._events is None:
             self._waiting.append(line)
         else:
@@ -170,6 +175,8 @@ class RunLog:
         seconds, tokens = now - self._last, run.tokens - self._last_tokens
         self._last, self._last_tokens, self._last_attempts = now, run.tokens, run.attempt
         rate = max(0, tokens) / seconds if seconds > 0 else 0.0
+        waited = run.meter.share(seconds)
+        self._advise(run.meter.advice(run.config.data.workers, run.config.data.prefetch))
         cuda = run.world.device.type == "cuda"
         peak = peak_flops(run.world.device) * run.world.size
         return {
@@ -177,9 +184,16 @@ class RunLog:
             "tokens_per_second": rate,
             "mfu": rate * flops_per_token(run.parts.model, run.config.data.length) / peak if peak else None,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-            "data_wait": run.meter.share(seconds),
+            "data_wait": waited,
             "eval_share": self.eval_share(),
         }
+
+    def _advise(self, advice: str | None) -> None:
+        """Say once which knob would keep the device fed."""
+        knob = None if advice is None else advice.partition(":")[0]
+        if knob is not None and knob != self._advised:
+            self.event({"event": "data_starved", "text": advice})
+        self._advised = knob or self._advised
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._metrics is not None
