@@ -1,14 +1,21 @@
 """The same run on any number of processes, in any number of micro-batches."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
 from gramian.train.build import build
-from gramian.train.run_folder import read_lines
+from gramian.train.data import load_windows
+from gramian.train.data.order import windows_at
+from gramian.train.run_folder import RunFolder, read_lines
+from gramian.train.trainer import Trainer
 from gramian.verify.runs.resume import train
 from tests.kit.matrix import FULL
 from tests.train.runs import PRIVATE, small
@@ -89,3 +96,33 @@ def test_compiled_sharded_and_recomputed_is_the_same_as_eager(tmp_path: Path) ->
     )
     one, other = losses(tmp_path / "eager"), losses(tmp_path / "all")
     assert max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-6
+
+
+def test_the_loop_is_what_a_hand_written_one_does(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", data={"pack": False, "micro_batch": 3}, model={"tied": True})
+    with RunFolder(config) as folder:
+        Trainer(build(config, ONE), folder).run()
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+
+    windows, _ = load_windows(config.data)
+    model = GPT(GPTConfig(vocabulary=windows.vocabulary, context=32, layers=2, width=32, heads=2, tied=True))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    for step, line in enumerate(lines):
+        rate = 3e-3 * (step + 1) / 5 if step < 5 else 3e-3 * 0.5 * (1 + math.cos(math.pi * (step - 5) / 34))
+        batch = windows.stack(windows_at(step, len(windows), 8, 0))
+        loss = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        assert line["lr"] == pytest.approx(rate, abs=1e-12)
+        assert line["loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+        assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
+    assert len(lines) == 40

@@ -1,0 +1,202 @@
+"""Parts of the runtime that fit on a page each: precision, optimizers, nested states, files."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from gramian.errors import GramianError
+from gramian.train import config
+from gramian.train.late import Attempt, Late
+from gramian.train.metrics import flops_per_token, perplexity
+from gramian.train.nested import merge, split
+from gramian.train.optimizers import build_optimizer
+from gramian.train.precision import Numbers, numbers_for, set_globals
+from gramian.train.run_folder import Lines, RunFolder, difference, read_lines, write_whole
+from tests.train.runs import small
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "kind, device, capability, expected",
+    [
+        ("auto", CPU, None, "fp32"),
+        ("auto", CUDA, (7, 0), "fp16"),
+        ("auto", CUDA, (7, 5), "fp16"),
+        ("auto", CUDA, (8, 0), "bf16"),
+        ("auto", CUDA, (9, 0), "bf16"),
+        ("fp32", CUDA, (9, 0), "fp32"),
+        ("bf16", CPU, None, "bf16"),
+    ],
+)
+def test_precision_follows_the_hardware(kind: Any, device: torch.device, capability: Any, expected: str) -> None:
+    numbers = numbers_for(config.Precision(kind), device, capability)
+    assert numbers.kind == expected
+    assert numbers.scales == (expected == "fp16")
+
+
+def test_bf16_on_a_gpu_that_has_none_is_refused() -> None:
+    with pytest.raises(GramianError, match="precision.kind: this GPU has no bf16"):
+        numbers_for(config.Precision("bf16"), CUDA, (7, 5))
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_set_whatever_it_was(tf32: bool) -> None:
+    torch.set_float32_matmul_precision("medium")
+    set_globals(config.Precision(tf32=tf32), deterministic=False)
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+def test_weights_stay_wide_and_products_are_narrow(kind: str, dtype: torch.dtype) -> None:
+    numbers = Numbers(kind, "cpu")
+    layer = nn.Linear(4, 4).to(numbers.weights)
+    with numbers.autocast():
+        assert layer(torch.ones(2, 4)).dtype == dtype
+    assert layer.weight.dtype == torch.float32
+
+
+def test_matrices_decay_and_the_rest_does_not() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = build_optimizer(model, config.Optimizer(weight_decay=0.3), CPU)
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
+        "0.weight": 0.3, "1.weight": 0.3, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_implementations_of_an_optimizer_step_alike(kind: Any) -> None:
+    def stepped(implementation: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        options = config.Optimizer(kind=kind, implementation=implementation, momentum=0.9 if kind == "sgd" else 0.0)
+        optimizer = build_optimizer(model, options, CPU)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    expected = stepped("loop")
+    for implementation in ("fused", "foreach", "auto"):
+        torch.testing.assert_close(stepped(implementation), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    with pytest.raises(GramianError, match="no trainable parameter"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), config.Optimizer(), CPU)
+
+
+plain = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(allow_nan=False), st.text(max_size=4))
+names = st.text("abcde", min_size=1, max_size=3)
+leaves = st.one_of(plain, st.integers(0, 3).map(lambda n: torch.arange(n)))
+states = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(names, inner, max_size=3),
+        st.dictionaries(st.integers(0, 9), inner, min_size=1, max_size=2),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(states)
+def test_a_nested_state_comes_back_from_flat_tensors_and_json(state: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    facts = json.loads(json.dumps(split("state", {"root": state}, tensors)))
+    assert same(merge(facts, tensors), {"root": state})
+
+
+def test_values_are_read_in_order_and_averaged_over_tokens() -> None:
+    late = Late()
+    for i in range(3):
+        late.add(Attempt(i, i, i, 0.1, True, None), torch.tensor([6.0 * (i + 1), float(i == 1), 3.0, 0.5]))
+    found = late.read(wait=False)
+    assert [(o.attempt.step, o.loss, o.flagged, o.tokens, o.grad_norm) for o in found] == [
+        (0, 2.0, False, 3, 0.5),
+        (1, 4.0, True, 3, 0.5),
+        (2, 6.0, False, 3, 0.5),
+    ]
+    assert late.read(wait=True) == []
+
+
+def test_perplexity_is_never_cut_off() -> None:
+    assert perplexity(12.0) == math.exp(12.0)
+    assert perplexity(1e4) == math.inf
+
+
+def test_flops_count_every_multiplied_weight_six_times() -> None:
+    from gramian.models.gpt import GPT, GPTConfig
+
+    model = GPT(GPTConfig(vocabulary=10, context=8, layers=2, width=4, heads=1))
+    tables = (10 + 8) * 4
+    assert flops_per_token(model, 8) == 6.0 * (model.num_parameters() - tables) + 6.0 * 8 * 4 * 2
+    tied = GPT(GPTConfig(vocabulary=10, context=8, layers=2, width=4, heads=1, tied=True))
+    assert flops_per_token(tied, 8) == flops_per_token(model, 8)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_cut_where_a_run_is_resumed_and_half_lines_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"attempt": 0}\n{"attempt": 1}\n{"attempt": 2}\n{"atte')
+    lines = Lines(path, upto=1)
+    lines.write({"attempt": 2, "again": True})
+    lines.close()
+    assert read_lines(path) == [{"attempt": 0}, {"attempt": 1}, {"attempt": 2, "again": True}]
+    assert read_lines(tmp_path / "none") == []
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", "one")
+    write_whole(tmp_path / "a", "two")
+    assert (tmp_path / "a").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_is_free_again_when_it_was_left(tmp_path: Path) -> None:
+    told = small(tmp_path / "run")
+    for _ in range(2):
+        with RunFolder(told), pytest.raises(GramianError, match="in use"), RunFolder(told):
+            pass
+
+
+def test_a_folder_with_remains_of_a_run_without_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(GramianError, match="holds a run without its config"), RunFolder(small(tmp_path / "run")):
+        pass
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(GramianError, match="run.folder: .* cannot be written"), RunFolder(small(tmp_path / "run")):
+        pass
+
+
+def test_the_first_difference_of_two_configs_is_named() -> None:
+    assert difference(small("a"), small("b", optimizer={"lr": 1.0})) == "optimizer.lr is 0.003 there, 1.0 here"
+    assert difference(small("a"), small("a", kfac={})) == "[kfac] is not in it"
