@@ -29,6 +29,7 @@ from gramian.train.checks.reach import reach, schedule_end
 from gramian.train.checks.resources import duration, memory
 from gramian.train.checks.subject import Subject, rows_of
 from gramian.train.config import Config
+from gramian.train.data.files import find_files
 from gramian.train.precision import numbers_for, set_globals
 
 LOOKS = 3
@@ -65,6 +66,7 @@ def examine(
         progress = _Progress(on_progress, 12 + config.doctor.overfit_steps)
         checks = [schedule_end(config)]
         progress.next("data")
+        _refuse_missing(config)
         found, windows = look_at_data(config.data)
         checks += found
         if windows is None:
@@ -94,6 +96,13 @@ def device_of(config: Config) -> torch.device:
         if here and config.run.device != "cpu"
         else torch.device("cpu")
     )
+
+
+def _refuse_missing(config: Config) -> None:
+    """Files that no check before the last would miss."""
+    if config.kfac is not None and config.kfac.public_files:
+        source = "text" if config.data.source == "embedded" else config.data.source
+        find_files(config.kfac.public_files, source, "kfac.public_files")
 
 
 def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Callable[[], Found]]]:
@@ -130,6 +139,8 @@ def _run(name: str, stage: Callable[[], Found]) -> list[Check]:
         found = stage()
     except torch.OutOfMemoryError:
         return [_out_of_memory(name)]
+    except GramianError as problem:
+        return [Check(name, "refused", "-", False, str(problem))]
     except Exception as problem:  # whatever a model does
         told = " ".join(f"{type(problem).__name__}: {problem}".split())
         return [Check(name, "crashed", "-", False, told[:300])]

@@ -114,7 +114,7 @@ class RunLog:
         """A step; every so many get a line."""
         run, attempt = self._run, outcome.attempt
         limit = run.config.optimizer.max_norm
-        self.clipped.append(bool(limit) and outcome.grad_norm > limit)
+        self.clipped.append(bool(limit) and outcome.grad_norm > limit and run.config.privacy is None)
         if not self._writes or (attempt.step + 1) % run.config.run.log_every:
             return
         line: dict[str, Any] = {

@@ -66,15 +66,20 @@ class RunFolder:
     def _check(self) -> None:
         path = self.path / "config.toml"
         if not path.exists():
-            if any(self.path.glob("checkpoints/*")) or (self.path / "metrics.jsonl").exists():
+            if self._begun():
                 raise GramianError(f"run.folder: {self.path} holds a run without its config; expected another folder")
             return
         before = load_config(path)
-        if before.hash != self.config.hash:
+        if before.hash != self.config.hash and self._begun():
             raise GramianError(
                 f"run.folder: {self.path} holds a run of another config ({difference(before, self.config)}); "
                 "expected another folder, or the same config"
             )
+
+    def _begun(self) -> bool:
+        """True if there is anything that a run would not like to lose."""
+        metrics = self.path / "metrics.jsonl"
+        return any(self.path.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
     @property
     def checkpoints(self) -> Path:

@@ -194,6 +194,10 @@ class Snapshots:
         """The newest copy of that step or an earlier one."""
         return next((snapshot for snapshot in reversed(self._ring) if snapshot.step <= step), None)
 
+    def drop_before(self, step: int) -> None:
+        """Forget the copies of earlier steps."""
+        self._ring = [snapshot for snapshot in self._ring if snapshot.step >= step]
+
     def drop_after(self, step: int) -> None:
         """Forget the copies of later steps, as after a rollback to `step`."""
         self._ring = [snapshot for snapshot in self._ring if snapshot.step <= step]

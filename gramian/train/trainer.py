@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gramian.errors import GramianError
 from gramian.train.build import Parts
 from gramian.train.checkpoint import CheckpointStore
 from gramian.train.data import DataWorkerDied, StarvationMeter
@@ -103,7 +104,7 @@ class Trainer:
             if isinstance(self.parts.stepper, PrivateStepper):  # the key is on disk before the first release
                 self.store.write(snapshot)
                 self.store.wait()
-        while self.step < self.config.run.steps:
+        while self.step < self.config.run.steps and not self._budget_spent():
             self._attempt(interrupts.requested is not None)
             due = self._due()
             went_on, ended = self._look(wait=due)
@@ -116,6 +117,16 @@ class Trainer:
                 self._keep_up()
         self._keep_up()
         return self._leave("done")
+
+    def _budget_spent(self) -> bool:
+        """Rollbacks repeat steps, and each is a release: a run with a target ends when its releases are made."""
+        stepper, privacy = self.parts.stepper, self.config.privacy
+        if not isinstance(stepper, PrivateStepper) or privacy is None or privacy.target_epsilon is None:
+            return False
+        if stepper.engine.released < self.config.run.steps:
+            return False
+        self.log.event({"event": "privacy_budget_spent", "releases": stepper.engine.released})
+        return True
 
     def _look(self, wait: bool) -> tuple[bool, Ended | None]:
         """Judge the steps whose numbers have arrived. False if one of them was taken back; and how the run ended, if it did."""
@@ -197,6 +208,7 @@ class Trainer:
     def _write(self, snapshot: Snapshot, best: bool = False) -> None:
         self._written = snapshot.step
         self.store.write(snapshot, best=best)
+        self.snapshots.drop_before(snapshot.step)  # a run that is resumed there has no earlier ones either
 
     def _eval_due(self) -> bool:
         every = self.config.eval.every
@@ -221,6 +233,7 @@ class Trainer:
         scaler = parts.stepper.scaler
         facts: dict[str, Any] = {
             "config_hash": self.config.hash,
+            "data": parts.training.digest,
             "step": self.step,
             "position": self.position,
             "attempt": self.attempt,
@@ -266,8 +279,12 @@ class Trainer:
         if found is None:
             self.log.begin(None)
             return
-        saved = found.parts(extents(self.parts.module, found.shapes))
         facts = found.facts
+        if facts["data"] != self.parts.training.digest:
+            raise GramianError(
+                f"data: is not what {found.folder} was trained on; expected the same files, or another run.folder"
+            )
+        saved = found.parts(extents(self.parts.module, found.shapes))
         self._restore(saved, facts)
         self.position, self.attempt = facts["position"], facts["attempt"]
         self.skipped, self.best, self._evaluated = set(facts["skipped"]), facts["best"], facts["evaluated"]
@@ -288,11 +305,9 @@ class Trainer:
     def _roll_back(self, verdict: Rollback) -> None:
         """Restore the state from before the first suspicious step, and leave the data of all of them out from now on."""
         self.late.clear()
-        snapshot = self.snapshots.before(verdict.to_before) or self.snapshots.before(self.snapshots.steps[0])
-        assert snapshot is not None
         bad = sorted({position for step, position in self.trail if step in verdict.skip})
         at = self.step
-        self._restore(snapshot.parts, snapshot.facts)
+        self._restore(*self._state_before(verdict.to_before))
         self.skipped |= set(bad)
         self.snapshots.drop_after(self.step)
         self.store.drop_after(self.step)
@@ -310,6 +325,18 @@ class Trainer:
         )
         if not isinstance(self.parts.stepper, PrivateStepper):  # whose draws go on
             self._batches = self.parts.batches_from(self.position, self.skipped)
+
+    def _state_before(self, step: int) -> tuple[dict[str, Part], dict[str, Any]]:
+        """The newest state of a step or an earlier one: in memory, on disk, or else the oldest there is."""
+        snapshot = self.snapshots.before(step)
+        if snapshot is None:
+            self.store.drop_after(step)
+            found = self.store.newest(self.config.hash)
+            if found is not None:
+                return found.parts(extents(self.parts.module, found.shapes)), found.facts
+            snapshot = self.snapshots.before(self.snapshots.steps[0])
+        assert snapshot is not None
+        return snapshot.parts, snapshot.facts
 
     def _stop(self, verdict: Stop, outcome: Outcome) -> Ended:
         report = verdict.report
@@ -354,6 +381,12 @@ class Trainer:
     def _leave(self, reason: str) -> Ended:
         if self._written != self.step:
             self._write(self._snapshot())
+        lost = [error for error in self.store.wait() if f"step {self.step} " in str(error)]
+        if self.world.most(float(bool(lost))):
+            self.log.event({"event": "last_state_lost"})
+            return Ended(
+                self.step, "stopped", f"the last state was not saved: {lost[0] if lost else 'on another process'}"
+            )
         self.log.event({"event": reason})
         return Ended(self.step, reason)
 

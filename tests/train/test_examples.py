@@ -139,11 +139,13 @@ def test_gpt_small_marks_the_keys_that_may_change_between_two_starts() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_key_of_an_example_is_explained(file: Path) -> None:
+def test_every_section_and_key_of_an_example_is_explained(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text.startswith("# ") and f"examples/{file.name}" in text
-    if file.stem == "gpt_small":
-        assert all(re.search("  # ", line) for line in text.splitlines() if re.match(r"(# )?\w+ = ", line))
+    lines = [line for line in text.splitlines() if re.match(r"(# )?(\[\w+\]|\w+ = )", line)]
+    assert lines
+    for line in lines:
+        assert re.search(r" # \S", line), line
 
 
 def test_the_warm_up_of_50_ends_at_the_floor_and_not_at_half_of_the_peak() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gramian.cli import main
+from gramian.errors import GramianError
 from gramian.parallel.world import World
 from gramian.train import checkpoint
 from gramian.train.build import Parts, build
@@ -320,3 +321,111 @@ def test_unreadable_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         capsys, str(tmp_path / "run.toml"), "data.source=text", f"data.files={json.dumps([str(tmp_path / 'a.txt')])}"
     )
     assert "a.txt" in told
+
+
+# ---- what is left behind --------------------------------------------------------------------------------------------------
+
+
+def eightfold(positions: set[int]) -> Callable[[Parts], None]:
+    """Losses eight times as high as they are."""
+
+    def fault(parts: Parts) -> None:
+        stepper = parts.stepper
+        assert isinstance(stepper, Stepper)
+        plain = stepper._backward
+        stepper._backward = lambda batch, coefficient: (  # type: ignore[method-assign]
+            plain(batch, coefficient) * (8 if batch.position in positions else 1)
+        )
+
+    return fault
+
+
+@pytest.mark.parametrize("first", [30, 33])
+def test_a_rollback_after_a_resume_goes_where_it_goes_without_one(first: int, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
+    fault = eightfold({first, first + 1})
+    run(small(tmp_path / "whole", **told), fault)
+
+    class Killed(Exception):
+        pass
+
+    def killed(parts: Parts) -> None:
+        fault(parts)
+        plain = parts.stepper.take
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            if batch.position == first + 1:
+                raise Killed
+            return plain(batch, rate, flag)
+
+        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+
+    config = small(tmp_path / "killed", **told)
+    with pytest.raises(Killed):
+        run(config, killed)
+    run(config, fault)
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+    (rollback,) = events(config, "rollback")
+    assert rollback["to"] <= first - 1
+
+
+def test_a_last_save_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(tmp_path / "run", run={"steps": 12}, eval={"every": 100})
+    plain = checkpoint.write_tensors
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if "00000012" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(path, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    _, ended = run(config)
+    assert ended.reason == "stopped"
+    assert "the last state was not saved" in ended.report
+
+
+def test_other_data_than_a_run_was_trained_on_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc " * 3000)
+    (tmp_path / "b.txt").write_text("xyz " * 500)
+    files = {"source": "text", "files": [str(tmp_path / "a.txt")], "validation_files": [str(tmp_path / "b.txt")]}
+    config = small(tmp_path / "run", run={"steps": 12}, data=files)
+    run(config)
+    (tmp_path / "a.txt").write_text("abc " * 2999 + "abd ")
+    with pytest.raises(GramianError, match="data: is not what .* was trained on"):
+        run(config)
+
+
+def test_a_run_that_never_began_leaves_its_folder_to_another_config(tmp_path: Path) -> None:
+    with RunFolder(small(tmp_path / "run")):
+        pass
+    with RunFolder(small(tmp_path / "run", optimizer={"lr": 1e-4})):
+        pass
+
+
+def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "run",
+        run={"steps": 40},
+        privacy={"target_epsilon": 8.0, "insecure_reproducible": True, "accountant": "rdp"},
+    )
+
+    def fault(parts: Parts) -> None:
+        plain, done = parts.stepper.take, []
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            taken = plain(batch, rate, flag)
+            if batch.position == 33 and not done:
+                done.append(1)
+                taken.values[0] = math.nan
+            return taken
+
+        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+
+    trainer, ended = run(config, fault)
+    assert ended.reason == "done"
+    assert len(events(config, "rollback")) == 1
+    assert len(events(config, "privacy_budget_spent")) == 1
+    assert trainer.step < 40
+    last = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "epsilon" in line][-1]
+    assert last["epsilon"] <= 8.0
+    assert all(not event["covered_by_epsilon"] for event in events(config, "rollback"))

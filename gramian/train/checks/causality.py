@@ -86,7 +86,7 @@ def causality(model: nn.Module, numbers: Numbers, rows: dict[str, Tensor], vocab
     for name, ratio, leak in (("causality", worst[0], later), ("rows apart", others, rest)):
         ok = ratio <= allowed
         hint = "" if ok else (leak if ratio < float("inf") else blind)
-        told.append(Check(name, f"{ratio:.1e} of the change leaks", f"{allowed:g}", ok, hint, ratio))
+        told.append(Check(name, f"{ratio:.1e} leaks", f"{allowed:g}", ok, hint, ratio))
     return told
 
 

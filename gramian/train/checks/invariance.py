@@ -47,7 +47,7 @@ def invariance(stepper: Stepper, rows: dict[str, Tensor], room: int) -> Check:
         hint = (
             "divide by the counted tokens of the whole step, not by micro-batches; no randomness or batch norm inside"
         )
-    return Check("micro-batches", f"{value:.1e} between 1×{count} and {worst}", f"{allowed:g}", ok, hint, value)
+    return Check("micro-batches", f"{value:.1e} (1×{count}, {worst})", f"{allowed:g}", ok, hint, value)
 
 
 def shortened(rows: dict[str, Tensor], room: int) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def targets(batch: StepBatch) -> Check:
         seen += int(counts_BT[:, :-1].sum())
         counted += int(counts_BT.sum())
     share = wrong / max(1, seen)
-    measured = f"{wrong:,} of {seen:,} are not the next token"
+    measured = f"{wrong:,} of {seen:,} not the next token"
     hint = ""
     if wrong:
         hint = "targets must be the tokens shifted by one: a model that is shown its target learns to copy it"
@@ -78,10 +78,12 @@ def initial_loss(stepper: Stepper, batch: StepBatch, vocabulary: int, loaded: bo
     allowed = SAME[stepper.numbers.kind]
     objective = Check(
         "objective",
-        f"{off:.1e} from the cross-entropy of the next token",
+        f"{off:.1e} off",
         f"{allowed:g}",
         off <= allowed,
-        "" if off <= allowed else "the loss is not that of the next token: shifted twice, or padding is counted",
+        ""
+        if off <= allowed
+        else "the loss is no cross-entropy of the next token: shifted twice, or padding is counted",
         off,
     )
     if loaded:
@@ -108,16 +110,18 @@ def _fresh(first: _First, of_text: float) -> list[Check]:
     return [
         Check(
             "initial loss",
-            f"{first.loss:.3f} nat, {away:.1%} from ln V + ½ Var(logits) = {expected:.3f}; of the data {of_text:.3f}",
-            f"{NEAR:.0%}",
+            f"{first.loss:.3f} nat, {away:.1%} off",
+            f"{NEAR:.0%} of {expected:.3f}",
             near,
-            "" if near else "look at the initial weights of the head, its bias, and what the loss is averaged over",
+            f"{of_text:.3f} nat on the data"
+            if near
+            else "not ln V + ½ Var(logits): look at the head's initial weights and bias, and what the loss is averaged over",
             away,
         ),
         Check(
             "initial logits",
-            f"½ Var = {0.5 * first.variance:.3f} nat, {share:.1%} of ln V",
-            f"{SPREAD:.0%}",
+            f"½ Var {0.5 * first.variance:.3f} nat",
+            f"{SPREAD:.0%} of ln V",
             small,
             "" if small else "smaller initial weights of the embedding and the head, or a norm before the head",
             share,

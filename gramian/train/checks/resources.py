@@ -18,14 +18,16 @@ from gramian.train.stepper import Stepper
 
 TIMED = 3
 """Steps whose median is taken, after one that warms up."""
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 """Most of a timed step; the rest of it is taken to cost the same."""
+ENOUGH = 3.0
+"""Seconds after which no further step is timed."""
 
 
 def memory(config: Config, vocabulary: int, numbers: Numbers) -> Check:
     """Whether the run fits one GPU of this machine, or all of them; nothing is allocated."""
     if numbers.device != "cuda":
-        return Check("memory", "no GPU", "-", True, "gramian plan --gpus and --gpu-memory plan for some")
+        return Check("memory", "no GPU", "-", True, "gramian plan --gpus N --gpu-memory GB")
     cards = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     return planned(config, vocabulary, numbers, len(cards), min(cards))
 
@@ -52,7 +54,7 @@ def planned(config: Config, vocabulary: int, numbers: Numbers, gpus: int, gpu_me
 
 
 def duration(subject: Subject, stepper: Stepper) -> Check:
-    """Seconds of a step and of the run. Four steps of at most four micro-batches.
+    """Seconds of a step and of the run. Four steps at most, of two micro-batches at most.
 
     Args:
         subject: what is examined.
@@ -66,11 +68,13 @@ def duration(subject: Subject, stepper: Stepper) -> Check:
         started = _now(subject)
         stepper.take(batch, config.optimizer.lr)
         seconds.append(_now(subject) - started)
+        if position and sum(seconds) > ENOUGH:
+            break
     step = statistics.median(seconds[1:]) * config.data.batch / rows
     sections = [f"[{name}]" for name in ("kfac", "privacy") if getattr(config, name) is not None]
     beside = [*sections, *["compile.mode"] * (config.compile.mode != "off")]
     hint = f"plain eager steps on one process; {' and '.join(beside)} not counted" if beside else ""
-    measured = f"{_told(step)} a step, {_told(step * config.run.steps)} for {config.run.steps:,}"
+    measured = f"{_told(step)} a step, {_told(step * config.run.steps)} in all"
     return Check("time", measured, "-", True, hint, step)
 
 

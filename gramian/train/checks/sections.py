@@ -5,12 +5,13 @@ import dataclasses
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
-from gramian.train.build import build_stepper
+from gramian.train.build import build_kfac
 from gramian.train.checks.check import Check, named
 from gramian.train.checks.subject import Subject, rows_of
 from gramian.train.objective import Objective
 from gramian.train.optimizers import build_optimizer
 from gramian.train.private import PrivateStepper
+from gramian.train.public import PublicCurvature
 from gramian.train.stepper import Stepper
 
 FEW = 4
@@ -46,14 +47,19 @@ def privacy(subject: Subject) -> Check:
 
 
 def kfac(subject: Subject) -> Check:
-    """Curvature of every trained parameter comes from one batch. One backward."""
-    module = Objective(subject.model())
-    config = dataclasses.replace(subject.config, privacy=None)
-    optimizer = build_optimizer(module, config.optimizer, subject.world.device)
-    stepper = build_stepper(config, subject.world, subject.numbers, subject.windows, module, optimizer)
-    assert isinstance(stepper, Stepper) and stepper.kfac is not None
-    stepper.watch(subject.batch())
-    covers = stepper.kfac.coverage
+    """Curvature of every trained parameter comes from one batch, of public data beside [privacy]. One backward."""
+    config, numbers, world, module = subject.config, subject.numbers, subject.world, Objective(subject.model())
+    found = build_kfac(config)
+    if config.privacy is not None:
+        public = PublicCurvature(module, found, config, numbers, world)
+        public.refresh(0)
+        covers = found.coverage
+    else:
+        optimizer = build_optimizer(module, config.optimizer, world.device)
+        Stepper(module, optimizer, numbers, world, max_norm=0.0, seed=config.run.seed, kfac=found).watch(
+            subject.batch()
+        )
+        covers = found.coverage
     missing = [name.removeprefix("model.") for name, cover in covers.items() if cover.status == "unused"]
     hint = f"they get plain gradients: {named(missing)}" if missing else ""
     details = tuple(f"no curvature of {name}" for name in missing)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gramian.parallel.world import World
-from gramian.train.build import recompute
+from gramian.train.build import build_stepper, recompute
 from gramian.train.config import Config
 from gramian.train.data import Batches, StepBatch, Windows
 from gramian.train.objective import Objective
@@ -46,19 +46,21 @@ class Subject:
         without_dropout(model)
         return model.train()
 
-    def stepper(self, model: nn.Module, rate: float | None = None) -> Stepper:
-        """Plain steps of the config's optimizer, whatever [kfac] and [privacy] say; no weight decay.
+    def stepper(self, model: nn.Module, rate: float | None = None, natural: bool = False) -> Stepper:
+        """Steps of the config's optimizer, without weight decay; plain ones, whatever [privacy] says.
 
         Args:
             model: whose.
             rate: learning rate that the optimizer is built with; None: the config's.
+            natural: along natural gradients, where there is [kfac] without [privacy].
         """
         config, module = self.config, Objective(model)
         options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)
         optimizer = build_optimizer(module, options, self.world.device)
-        return Stepper(
-            module, optimizer, self.numbers, self.world, max_norm=config.optimizer.max_norm, seed=config.run.seed
-        )
+        plain = dataclasses.replace(config, privacy=None, kfac=config.kfac if natural and not config.privacy else None)
+        found = build_stepper(plain, self.world, self.numbers, self.windows, module, optimizer)
+        assert isinstance(found, Stepper)
+        return found
 
     def batch(self, rows: int = ROWS, position: int = 0) -> StepBatch:
         """So many windows in the run's order, in its micro-batches, on its device."""
