@@ -74,7 +74,7 @@ def _table(checks: Sequence[Check]) -> RenderableType:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("check", no_wrap=True)
+    table.add_column("check", min_width=26, max_width=26)
     table.add_column("measured")
     table.add_column("threshold")
     table.add_column("verdict", no_wrap=True)

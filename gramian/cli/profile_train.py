@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace, console_of: Callable[[], Console], progre
 def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progress: Progress, first: bool) -> int:
     import torch
 
+    from gramian.cli import train
     from gramian.parallel.world import world
     from gramian.verify.runs import train_profile
 
@@ -58,15 +59,14 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
         raise GramianError(f"argument --iterations: got '{iterations}'; accepted: an integer of at least {least}")
     cuda = torch.cuda.is_available() and not arguments.cpu
     config = _config(arguments, "cuda" if cuda else "cpu")
-    if config.run.device == "cuda" and not cuda:
-        raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")
+    train.check_device(config)
     cuda = cuda and config.run.device != "cpu"
     if first and arguments.json is not None:
         _refuse_unwritable(arguments.json)
 
     console, compiled = console_of(), cuda or arguments.compile
     failure, found = "", None
-    with world(not cuda, config.parallel.strategy == "fsdp2") as where:
+    with world(not cuda, train.sharded(config)) as where:
         total = train_profile.turns(iterations, compiled) if first else 0
         with progress(console, total) as advance:
             try:

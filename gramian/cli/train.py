@@ -54,8 +54,8 @@ def train(config: Config, first: bool) -> int:
     from gramian.train.run_folder import RunFolder
 
     cpu = config.run.device == "cpu"
-    _check_device(config)
-    with world(cpu, _sharded(config)) as where:
+    check_device(config)
+    with world(cpu, sharded(config)) as where:
         folder, problem = RunFolder(config), ""
         if where.rank == 0:
             try:
@@ -147,7 +147,7 @@ class _Progress:
         self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
 
 
-def _sharded(config: Config) -> bool:
+def sharded(config: Config) -> bool:
     """Whether the model is sharded: as the config says, or as the planner finds that it must be."""
     import torch
 
@@ -167,7 +167,12 @@ def _sharded(config: Config) -> bool:
     return decide(needs, int(os.environ["WORLD_SIZE"]), memory).student == "fsdp2"
 
 
-def _check_device(config: Config) -> None:
+def check_device(config: Config) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        GramianError: naming the key.
+    """
     import torch
 
     if config.run.device == "cuda" and not torch.cuda.is_available():

@@ -73,8 +73,8 @@ def world(cpu: bool, fsdp: bool) -> Iterator[World]:
         store, rank, size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     else:
         store, rank, size = HashStore(), 0, 1
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store outlives the processes
-    store = PrefixStore(f"attempt {attempt}", store)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # which outlives the processes
+        store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=PrefixStore("group", store),

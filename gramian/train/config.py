@@ -312,10 +312,10 @@ RUN_ONLY = (
     ("run", "wandb"),
     ("data", "workers"),
     ("data", "prefetch"),
-    ("checkpoint", "every"),
-    ("checkpoint", "keep"),
+    ("doctor", "overfit_steps"),
+    ("doctor", "overfit_windows"),
 )
-"""Keys that cannot change a run's numbers."""
+"""Keys that cannot change a run's numbers. Those of [checkpoint] can: they say where a rollback goes."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

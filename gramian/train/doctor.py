@@ -31,6 +31,7 @@ from gramian.train.checks.subject import Subject, rows_of
 from gramian.train.config import Config
 from gramian.train.data.files import find_files
 from gramian.train.precision import numbers_for, set_globals
+from gramian.train.schedule import learning_rate
 
 LOOKS = 3
 """Batches whose gradients are looked at, with a step between them."""
@@ -113,12 +114,13 @@ def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Call
     stepper = subject.stepper(model)
     batches = [subject.batch(position=position) for position in range(LOOKS)]
     rows = rows_of(batches[0])
+    rate = learning_rate(0, config.run.steps, config.schedule, config.optimizer)
     loaded = config.model.kind == "huggingface" and not config.model.fresh
     yield "scalars", partial(reach, config, model)
     yield "targets", partial(targets, batches[0])
     yield "initial loss", partial(initial_loss, stepper, batches[0], vocabulary, loaded)
     yield "graph breaks", partial(compiled, config.compile, model, _few(rows), numbers)
-    yield "gradients", partial(gradients, stepper, batches, config.optimizer.lr)
+    yield "gradients", partial(gradients, stepper, batches, rate)
     yield "causality", partial(causality, model, numbers, rows, vocabulary)
     yield "micro-batches", partial(invariance, stepper, rows, subject.room)
     yield "time", partial(duration, subject, stepper)

@@ -50,7 +50,7 @@ class RunLog:
         self._waiting: list[dict[str, Any]] = []
         self._started = self._last = time.perf_counter()
         self._last_tokens = 0
-        self._last_attempts = 0
+        self._attempts_before = 0
         self.eval_seconds = 0.0
         self._last_eval: float | None = None
         self._clock_at_eval = self._started
@@ -85,6 +85,7 @@ class RunLog:
             self.event(event)
         self._waiting.clear()
         self._started = self._last = self._clock_at_eval = time.perf_counter()
+        self._attempts_before = self._run.attempt
 
     def close(self) -> None:
         """No more lines."""
@@ -135,7 +136,8 @@ class RunLog:
     def evaluation(self, measured: Measured, seconds: float) -> None:
         """A validation loss."""
         run, first = self._run, self._last_eval is None
-        step_seconds = self._step_seconds()
+        attempts = run.attempt - self._attempts_before
+        step_seconds = (time.perf_counter() - self._started - seconds) / attempts if attempts > 0 else None
         self.eval_seconds += seconds
         self._last_eval, self._clock_at_eval = seconds, time.perf_counter()
         if not self._writes:
@@ -165,15 +167,11 @@ class RunLog:
         """Of the time since this process began."""
         return self.eval_seconds / max(1e-9, time.perf_counter() - self._started)
 
-    def _step_seconds(self) -> float | None:
-        attempts = self._run.attempt - self._last_attempts
-        return (time.perf_counter() - self._last) / attempts if attempts > 0 else None
-
     def _time(self) -> dict[str, Any]:
         """What the clock says, since the last line."""
         run, now = self._run, time.perf_counter()
         seconds, tokens = now - self._last, run.tokens - self._last_tokens
-        self._last, self._last_tokens, self._last_attempts = now, run.tokens, run.attempt
+        self._last, self._last_tokens = now, run.tokens
         rate = max(0, tokens) / seconds if seconds > 0 else 0.0
         waited = run.meter.share(seconds)
         self._advise(run.meter.advice(run.config.data.workers, run.config.data.prefetch))

@@ -17,7 +17,7 @@ def build_optimizer(model: nn.Module, options: config.Optimizer, device: torch.d
     Args:
         model: whose parameters; shared ones once.
         options: of the config.
-        device: decides what "auto" means: fused on a GPU, else foreach.
+        device: decides what "auto" means: fused where there is such a kernel, else foreach.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, options: config.Optimizer, device: torch.d
         raise GramianError("model: has no trainable parameter; expected at least one with requires_grad=True")
     chosen = options.implementation
     if chosen == "auto":
-        chosen = "fused" if device.type == "cuda" else "foreach"
+        chosen = "fused" if device.type in ("cuda", "cpu") else "foreach"
     how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}[chosen]
     if options.kind == "sgd":
         return SGD(groups, lr=options.lr, momentum=options.momentum, **how)

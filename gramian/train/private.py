@@ -1,7 +1,7 @@
 """Private training in the same loop: a draw in place of a batch, the engine's step in place of clip and step.
 
-A window's loss is the mean over its tokens; the unit of privacy is one window. Loss and data order are not covered by ε; the
-gradient norm is that of the noised gradient.
+A window's loss is the sum over its tokens, over `data.length`; the unit of privacy is one window. Loss and data order are not
+covered by ε; the gradient norm is that of the noised gradient.
 """
 
 from collections.abc import Iterator

@@ -18,6 +18,9 @@ from gramian.train.data.order import windows_at
 from gramian.train.objective import IGNORED
 from gramian.train.precision import Numbers
 
+SCALE = 2.0**12
+"""Of the public loss in half precision, whose gradients would underflow."""
+
 
 class PublicCurvature:
     """Keeps K-FAC factors of a model up to date, on public windows."""
@@ -43,16 +46,23 @@ class PublicCurvature:
         self.windows = Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
         self._module, self._copy, self.kfac = module, copy.deepcopy(module), kfac
         self._batch, self._seed, self._numbers, self._world = data.batch, config.run.seed, numbers, world
+        self._rows = data.micro_batch or data.batch
 
     def refresh(self, number: int) -> None:
         """One step of `update_freq`, at the current weights, on the public batch of this number."""
         with torch.no_grad():
             for own, p in zip(self._copy.parameters(), self._module.parameters(), strict=True):
                 own.copy_(p)
-        batch = self.windows.stack(windows_at(number, len(self.windows), self._batch, self._seed))
-        batch = {name: value.to(self._world.device) for name, value in batch.items()}
-        terms = int((batch["targets"] != IGNORED).sum())
-        with self.kfac.capture(self._copy, loss_reduction="mean", num_terms=terms), self._numbers.autocast():
-            loss, _ = self._copy(batch["tokens"], batch["targets"], 1.0 / terms, batch.get("documents"))
-            loss.backward()
-        self._copy.zero_grad(set_to_none=True)
+        chosen = windows_at(number, len(self.windows), self._batch, self._seed)
+        pieces = [self.windows.stack(chosen[i : i + self._rows]) for i in range(0, len(chosen), self._rows)]
+        terms = [int((piece["targets"] != IGNORED).sum()) for piece in pieces]
+        coefficient, scale = 1.0 / sum(terms), SCALE if self._numbers.scales else 1.0
+        with self.kfac.capture(self._copy, loss_reduction=coefficient, num_terms=terms[0], loss_scale=scale) as capture:
+            for i, (piece, count) in enumerate(zip(pieces, terms, strict=True)):
+                if capture is not None and i:
+                    capture.next(num_terms=count)
+                piece = {name: value.to(self._world.device) for name, value in piece.items()}
+                with self._numbers.autocast():
+                    loss, _ = self._copy(piece["tokens"], piece["targets"], coefficient * scale, piece.get("documents"))
+                loss.backward()
+                self._copy.zero_grad(set_to_none=True)

@@ -6,6 +6,7 @@
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,8 @@ class RunFolder:
             raise GramianError(
                 f"run.folder: {self.path} cannot be written ({problem.strerror}); expected a folder"
             ) from None
+        mine = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _leave(mine()))  # data workers outlive a killed run for some seconds
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -85,6 +88,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Where the state is written."""
         return self.path / "checkpoints"
+
+
+def _leave(folder: RunFolder | None) -> None:
+    if folder is not None:
+        folder._leave()
 
 
 def difference(before: Config, now: Config) -> str:

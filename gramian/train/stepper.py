@@ -85,7 +85,7 @@ class Stepper:
         return Taken(torch.cat([told, torch.stack([torch.full_like(norm, batch.tokens), norm])]), stepped)
 
     def watch(self, batch: StepBatch) -> None:
-        """Forward and backward of a batch alone: `p.grad` is the step's gradient, not clipped."""
+        """Forward and backward of a batch alone: `p.grad` is the step's gradient, times the loss scale, not clipped."""
         self.optimizer.zero_grad(set_to_none=True)
         self._backward(batch, 1.0 / max(1, batch.tokens))
 

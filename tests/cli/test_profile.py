@@ -26,7 +26,6 @@ TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--wid
     [
         ([], ["TARGET", "accepted: clipping, kfac"]),
         (["everything"], ["'everything'", "unknown", "accepted: clipping, kfac"]),
-        (["train"], ["'train'", "not available yet"]),
         (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian profile kfac"]),
         (["kfac", "--mode", "keep"], ["--mode", "'keep'", "not available yet"]),
         (["kfac", "--algorithm", "gram"], ["--algorithm", "'gram'", "not available yet"]),

@@ -597,6 +597,32 @@ def test_sections_are_examined_where_they_are_there(section: dict[str, Any]) -> 
     assert {"curvature", "private windows"} & {check.name for check in checks}
 
 
+def test_curvature_of_a_private_run_comes_from_public_data(tmp_path: Path, windows: Windows) -> None:
+    (tmp_path / "public.txt").write_text("nobody minds that this is read. " * 50)
+    told = {"privacy": {"noise_multiplier": 1.0}, "kfac": {"public_files": [str(tmp_path / "public.txt")]}}
+    assert sections.kfac(subject_of(windows, **told)).ok
+    told["kfac"]["public_files"] = [str(tmp_path / "none.txt")]
+    with pytest.raises(GramianError, match="kfac.public_files"):
+        doctor.examine(config_of(**told))
+
+
+def test_natural_steps_learn_by_heart_where_plain_ones_do_not(windows: Windows) -> None:
+    told = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}, "doctor": {"overfit_steps": 25}}
+    plain, natural = overfit(subject_of(windows, **told)), overfit(subject_of(windows, **told, kfac={}))
+    assert natural.ok and not plain.ok
+
+
+def test_what_a_section_refuses_is_a_failed_check_with_its_words() -> None:
+    def make() -> nn.Module:
+        model = GPT(GPTConfig(vocabulary=257, context=24, layers=1, width=32, heads=2))
+        model.final_norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Unflatten(0, (-1, 24)))  # type: ignore[assignment]
+        return model
+
+    checks = doctor.examine(config_of(privacy={"noise_multiplier": 1.0}, doctor={"overfit_steps": 1}), make=make)
+    check = next(check for check in checks if check.name == "private windows")
+    assert not check.ok and "BatchNorm" in check.hint
+
+
 # ---- Hugging Face models ---------------------------------------------------------------------------------------------
 
 

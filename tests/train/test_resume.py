@@ -21,7 +21,11 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "K-FAC": (1, {"kfac": {"update_freq": 4}}),
     "private, with curvature of public data": (
         1,
-        {"privacy": PRIVATE, "kfac": {"update_freq": 4, "public_files": [str(Path(__file__))]}},
+        {
+            "privacy": PRIVATE,
+            "kfac": {"update_freq": 4, "public_files": [str(Path(__file__))]},
+            "data": {"micro_batch": 3},
+        },
     ),
     "private": (1, {"privacy": PRIVATE}),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
