@@ -58,8 +58,6 @@ class GradientSums:
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
         self._behind = WeakTensorKeyDictionary()
         """{p.grad: what stands behind it}: gone when the user drops the gradient."""
-        self._formed: dict[str, Tensor] = {}
-        """Wide sums of the backward under way whose `p.grad` is still to come."""
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -79,14 +77,9 @@ class GradientSums:
             self._land()
 
     def settle(self) -> None:
-        """Wait for what is still on its way, and round what was formed wide, now that nothing is held any longer."""
+        """Wait for what is still on its way."""
         while self._arriving:
             self._land()
-        for name, part in self._formed.items():
-            p = self.trained[name]
-            p.grad = placed(part.to(p.dtype), p)
-            self._behind[p.grad] = Behind(part, local(p.grad)._version)
-        self._formed.clear()
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
             first.grad = torch.zeros_like(first)
@@ -108,7 +101,9 @@ class GradientSums:
         part = local(total)
         if p.grad is not None:
             part = self._wide(name, Scaling()).add_(part)
-        self._formed[name] = _laid_out(wide(part), local(p.detach()))
+        part = _laid_out(wide(part), local(p.detach()))
+        p.grad = placed(part.to(p.dtype), p)  # at once: the device still sums the next ones while the host does this
+        self._behind[p.grad] = Behind(part, local(p.grad)._version)
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
         """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to.
@@ -139,7 +134,6 @@ class GradientSums:
     def forget(self) -> None:
         """Drop sums that no step has released."""
         self.moved.clear()
-        self._formed.clear()
         for p in self.trained.values():
             p.grad = None
 
