@@ -50,6 +50,12 @@ class Parts:
         assert isinstance(self.stepper, PrivateStepper)
         return self.stepper.batches()
 
+    @property
+    def digest(self) -> list[str]:
+        """Of all data that decides a step: a run is resumed on the same."""
+        curvature = self.stepper.curvature if isinstance(self.stepper, PrivateStepper) else None
+        return [self.training.digest] + ([] if curvature is None else [curvature.windows.digest])
+
     def close(self) -> None:
         """End the data workers."""
         if self.batches is not None:

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Run:
     """Where a run lives and how long it is."""
 
     folder: str = "runs/run"
-    seed: Natural = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Of the weights, the data order and dropout."""
     steps: Count = 1000
     """Optimizer steps."""
@@ -252,6 +253,10 @@ class Config:
         Raises:
             GramianError: naming the field.
         """
+        for section, told in dataclasses.asdict(self).items():
+            for key, value in (told or {}).items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise GramianError(f"{section}.{key}: expected a finite number, got {value}")
         model, data, schedule, privacy = self.model, self.data, self.schedule, self.privacy
         if self.precision.kind == "fp8":
             raise GramianError("precision.kind: fp8 is not available; expected auto, bf16, fp16, fp32 or fp64")

@@ -172,15 +172,15 @@ class Guard:
     def lr_scale(self, step: int) -> float:
         """What the schedule's learning rate is multiplied by at a step.
 
-        Each rollback contributes `lr_factor` up to its first suspicious step t and then returns on a straight line:
-        f + (1 − f)·(step − t)/lr_return, until it is 1. Several multiply.
+        Each rollback contributes f = `lr_factor` at its first suspicious step t and returns on a straight line:
+        f + (1 − f)·(step − t)/lr_return, until it is 1. Several multiply. Steps before t are repeated as they were, so that
+        nothing depends on how far back the restored state lay.
         """
         scale = 1.0
         for taken in self._taken:
             passed = step - taken.to_before
-            if passed < self.options.lr_return:
-                progress = max(passed, 0) / self.options.lr_return if self.options.lr_return else 0.0
-                scale *= self.options.lr_factor + (1 - self.options.lr_factor) * progress
+            if 0 <= passed < self.options.lr_return:
+                scale *= self.options.lr_factor + (1 - self.options.lr_factor) * passed / self.options.lr_return
         return scale
 
     @property

@@ -61,7 +61,7 @@ class PrivateStepper:
         """
         assert config.privacy is not None
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
-        self.scaler, self._curvature = numbers.scaler(), curvature
+        self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
         options, data = config.privacy, config.data
         self._seed, self._length = config.run.seed, data.length
@@ -118,8 +118,8 @@ class PrivateStepper:
         """One private step; see `Stepper.take`."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self._curvature is not None:
-            self._curvature.refresh(batch.position)
+        if self.curvature is not None:
+            self.curvature.refresh(batch.position)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         total[1] = float(flag)
         before = 1.0 if self.scaler is None else self.scaler.get_scale()

@@ -47,7 +47,7 @@ class Ended:
 
     step: int
     reason: str
-    """"done", "interrupted" or "stopped"."""
+    """"done", "privacy budget spent", "interrupted" or "stopped"."""
     report: str = ""
 
 
@@ -103,7 +103,11 @@ class Trainer:
             snapshot = self._snapshot()
             if isinstance(self.parts.stepper, PrivateStepper):  # the key is on disk before the first release
                 self.store.write(snapshot)
-                self.store.wait()
+                lost = self.store.wait()
+                if self.world.most(float(bool(lost))):
+                    return Ended(
+                        self.step, "stopped", f"the key was not saved: {lost[0] if lost else 'on another process'}"
+                    )
         while self.step < self.config.run.steps and not self._budget_spent():
             self._attempt(interrupts.requested is not None)
             due = self._due()
@@ -116,17 +120,14 @@ class Trainer:
             if due and went_on:
                 self._keep_up()
         self._keep_up()
-        return self._leave("done")
+        return self._leave("done" if self.step >= self.config.run.steps else "privacy budget spent")
 
     def _budget_spent(self) -> bool:
         """Rollbacks repeat steps, and each is a release: a run with a target ends when its releases are made."""
         stepper, privacy = self.parts.stepper, self.config.privacy
         if not isinstance(stepper, PrivateStepper) or privacy is None or privacy.target_epsilon is None:
             return False
-        if stepper.engine.released < self.config.run.steps:
-            return False
-        self.log.event({"event": "privacy_budget_spent", "releases": stepper.engine.released})
-        return True
+        return stepper.engine.released >= self.config.run.steps
 
     def _look(self, wait: bool) -> tuple[bool, Ended | None]:
         """Judge the steps whose numbers have arrived. False if one of them was taken back; and how the run ended, if it did."""
@@ -196,7 +197,7 @@ class Trainer:
 
     def _keep_up(self) -> None:
         """Evaluate, copy and write what is due; what was found out by the first is in the others."""
-        ends = self.step >= self.config.run.steps
+        ends = self.step >= self.config.run.steps or self._budget_spent()
         better = self._evaluate() if self._eval_due() or ends else False
         if not better and not (self._snapshot_due and self.guard.calm):
             return
@@ -233,7 +234,7 @@ class Trainer:
         scaler = parts.stepper.scaler
         facts: dict[str, Any] = {
             "config_hash": self.config.hash,
-            "data": parts.training.digest,
+            "data": parts.digest,
             "step": self.step,
             "position": self.position,
             "attempt": self.attempt,
@@ -280,7 +281,7 @@ class Trainer:
             self.log.begin(None)
             return
         facts = found.facts
-        if facts["data"] != self.parts.training.digest:
+        if facts["data"] != self.parts.digest:
             raise GramianError(
                 f"data: is not what {found.folder} was trained on; expected the same files, or another run.folder"
             )

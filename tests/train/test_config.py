@@ -45,6 +45,8 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("run.xyzzy=3", "run.xyzzy: is no key; expected one of folder, seed"),
         ("run.steps=many", "run.steps: expected int, got 'many'"),
         ("run.steps=0", "run.steps: expected int >= 1, got 0"),
+        ("run.seed=99999999999999999999999", "run.seed: expected int"),
+        ("optimizer.lr=inf", "optimizer.lr: expected a finite number, got inf"),
         ("run.steps=1.5", "run.steps: expected int, got 1.5"),
         ("optimizer.kind=lion", "optimizer.kind: expected one of 'adamw', 'sgd', got 'lion'"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected array of length 2"),

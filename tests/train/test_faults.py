@@ -422,10 +422,24 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
         parts.stepper.take = take  # type: ignore[method-assign, assignment]
 
     trainer, ended = run(config, fault)
-    assert ended.reason == "done"
+    assert ended.reason == "privacy budget spent"
     assert len(events(config, "rollback")) == 1
-    assert len(events(config, "privacy_budget_spent")) == 1
+    assert len(events(config, "privacy budget spent")) == 1
     assert trainer.step < 40
     last = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "epsilon" in line][-1]
     assert last["epsilon"] <= 8.0
     assert all(not event["covered_by_epsilon"] for event in events(config, "rollback"))
+
+
+def test_other_public_data_than_a_private_run_had_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "public.txt").write_text("abc " * 3000)
+    config = small(
+        tmp_path / "run",
+        run={"steps": 12},
+        privacy={"noise_multiplier": 1.0, "insecure_reproducible": True, "accountant": "rdp"},
+        kfac={"update_freq": 4, "public_files": [str(tmp_path / "public.txt")]},
+    )
+    run(config)
+    (tmp_path / "public.txt").write_text("abd " * 3000)
+    with pytest.raises(GramianError, match="data: is not what .* was trained on"):
+        run(config)

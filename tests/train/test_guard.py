@@ -278,7 +278,7 @@ def test_the_learning_rate_returns_on_a_straight_line() -> None:
     guard = Guard(config.Guard(lr_factor=0.5, lr_return=200))
     only(guard, [*flat(300), Observation(300, 3.0, math.inf)])
     assert [guard.lr_scale(step) for step in (280, 300, 301, 350, 400, 499, 500, 501)] == [
-        0.5, 0.5, 0.5025, 0.625, 0.75, 0.9975, 1.0, 1.0,
+        1.0, 0.5, 0.5025, 0.625, 0.75, 0.9975, 1.0, 1.0,
     ]  # fmt: skip
     verdict = guard.observe(Observation(400, 3.0, math.inf))
     assert isinstance(verdict, Rollback)
@@ -291,7 +291,7 @@ def test_the_learning_rate_returns_on_a_straight_line() -> None:
 def test_a_return_in_no_steps_is_one_at_once() -> None:
     guard = Guard(config.Guard(lr_return=0))
     only(guard, [Observation(7, math.nan, 1.0)])
-    assert [guard.lr_scale(step) for step in (6, 7, 8)] == [0.5, 1.0, 1.0]
+    assert [guard.lr_scale(step) for step in (6, 7, 8)] == [1.0, 1.0, 1.0]
 
 
 def test_one_rollback_more_than_allowed_stops_with_a_report() -> None:
