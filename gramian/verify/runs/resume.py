@@ -213,6 +213,7 @@ def _lines(path: Path) -> int:
 def _child(argv: list[str], rank: int, processes: int, port: int, log: str) -> None:
     """One process of a run."""
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # data workers of a server's own would outlive a killed run
     if processes > 1:
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         os.environ |= {name: str(value) for name, value in told.items()}
