@@ -250,6 +250,7 @@ def test_passes_without_communication_leave_fsdp2_as_it_was():
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_under_torchrun_the_first_process_alone_speaks(strategy, tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
