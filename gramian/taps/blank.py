@@ -1,7 +1,12 @@
-"""Batches without rows: many models cannot run on them, so they run on one row of zeros that nobody sees or counts."""
+"""Batches without rows: many models cannot run on them, so they run on one row of zeros that nobody sees or counts.
+
+Under FSDP2 every process must gather weights in one order, and that follows from which tensor is whose output: the root's is
+another one than its last layer's on a process without rows, so it is on all of them.
+"""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -18,7 +23,21 @@ def with_a_row(arguments: Any) -> Any:
 
 def without_a_row(output: Any) -> Any:
     """Outputs without that row: what has one row has none; the graph stays. A loss stays, and what it sends back is dropped."""
+
+    def cut(value: Any) -> Any:
+        one = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1
+        return _another(value[:0]) if one else apart(value)
+
+    return pytree.tree_map(cut, output)
+
+
+def apart(output: Any) -> Any:
+    """The same outputs as other tensors, no views to autograd."""
     return pytree.tree_map(
-        lambda value: value[:0] if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1 else value,
-        output,
+        lambda value: _another(value) if isinstance(value, Tensor) and value.requires_grad else value, output
     )
+
+
+def _another(value: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten._unsafe_view(value, value.shape)
+    return found

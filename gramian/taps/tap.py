@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
-from gramian.taps.blank import with_a_row, without_a_row
+from gramian.taps.blank import apart, with_a_row, without_a_row
 from gramian.taps.discover import Found
 from gramian.taps.sites.site import Site, observed
 
@@ -255,7 +256,9 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
             hub.explain(error)
             raise
         hub.leave_root(output)
-        return without_a_row(output) if hub.blank else output
+        if hub.blank:
+            return without_a_row(output)
+        return apart(output) if hub.rule.withholds and isinstance(self, FSDPModule) else output
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if LISTENERS.anywhere:  # one object for all taps: idle ones cost a compiled graph one guard

@@ -641,7 +641,7 @@ BUGS = (
         "sum rounded to half precision before its noise",
         (
             Edit(
-                f"{_SUMS}:GradientSums.settle",
+                f"{_SUMS}:GradientSums._add",
                 "self._behind[p.grad] = Behind(part, local(p.grad)._version)",
                 "pass",
             ),

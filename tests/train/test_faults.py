@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -199,14 +200,12 @@ def test_a_data_worker_that_dies_is_replaced(tmp_path: Path, clean: float) -> No
     killed: list[int] = []
 
     def fault(parts: Parts) -> None:
-        stepper = parts.stepper
+        stepper, others = parts.stepper, set(multiprocessing.active_children())
         plain = stepper.take
 
         def take(batch: Any, rate: float, flag: bool = False) -> Any:
             if batch.position == 20 and not killed:
-                import multiprocessing
-
-                worker = multiprocessing.active_children()[0]
+                (worker,) = set(multiprocessing.active_children()) - others
                 assert worker.pid is not None
                 killed.append(worker.pid)
                 os.kill(worker.pid, signal.SIGKILL)
