@@ -692,6 +692,7 @@ def test_a_process_killed_at_any_call_that_touches_the_disk_leaves_whole_checkpo
     assert reached[0] == 0 and reached[-1] > KEEP + 1  # from inside the first save to well into pruning
 
 
+@pytest.mark.full
 def test_a_process_killed_at_any_time_leaves_whole_checkpoints(tmp_path: Path, child: Child) -> None:
     delays = random.Random(time.time_ns())
     reached = []

@@ -183,10 +183,10 @@ def test_fresh_models_start_where_they_should(windows: Windows, tied: bool, seed
 
 def test_initial_weights_of_a_wrong_scale_are_found(windows: Windows) -> None:
     def wide(model: GPT) -> None:
-        nn.init.normal_(model.head.weight)
+        nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
 
     def wider(model: GPT) -> None:
-        nn.init.normal_(model.head.weight, std=0.3)
+        nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
 
     checks = first_checks(subject_of(windows, wide))
     assert not outcome(checks, "initial loss") and not outcome(checks, "initial logits")

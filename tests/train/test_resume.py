@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-SAMPLED = ("plain", "sharded, two processes", "K-FAC", "private, two processes")
+SAMPLED = ("plain", "private, two processes")
 
 
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)
@@ -45,6 +45,7 @@ def test_a_run_that_was_killed_ends_bitwise_where_the_other_ends(kind: str, tmp_
     assert len(found) == len(kills)
 
 
+@pytest.mark.full
 def test_differences_are_seen(tmp_path: Path) -> None:
     train(small(), tmp_path / "one")
     train(small(optimizer={"lr": 2e-3}), tmp_path / "other")
@@ -73,6 +74,7 @@ def test_a_run_killed_twice_and_left_with_a_broken_checkpoint_goes_on_from_the_o
     assert "state.safetensors" in skipped[0]["reason"]
 
 
+@pytest.mark.full
 def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
     config = small()
     train(config, tmp_path / "run")
@@ -81,6 +83,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) ->
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.full
 def test_the_command_proves_it_for_the_users_own_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").write_text(small(run={"steps": 5000}).toml())
     assert main(["verify", "resume", str(tmp_path / "run.toml")]) == 0

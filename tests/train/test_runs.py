@@ -45,7 +45,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(micro_batch
 
 
 STEPS = 200 if FULL else 30
-WORLDS = [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2")] if FULL else [(2, "ddp"), (3, "fsdp2")]
+WORLDS = [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2")] if FULL else [(3, "fsdp2")]
 
 
 @pytest.mark.slow
@@ -66,6 +66,7 @@ def test_the_loss_curve_does_not_depend_on_the_processes(processes: int, strateg
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("sections", [{"kfac": {"update_freq": 5}}, {"privacy": PRIVATE}], ids=["kfac", "privacy"])
 def test_natural_and_private_runs_are_sections_of_the_same_loop(sections: Any, tmp_path: Path) -> None:
@@ -81,6 +82,7 @@ def test_natural_and_private_runs_are_sections_of_the_same_loop(sections: Any, t
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("processes")
 def test_compiled_sharded_and_recomputed_is_the_same_as_eager(tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 8}, "precision": {"kind": "fp64"}}
