@@ -115,7 +115,9 @@ def test_another_thread_leaves_signals_alone() -> None:
 @pytest.mark.parametrize("number, lives", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_forked_worker_outlives_the_first_ctrl_c_but_no_sigterm(number: signal.Signals, lives: bool) -> None:
     fork = "worker = os.fork()\n    if not worker: time.sleep(60)"
-    after = f"os.kill(worker, {int(number)}); time.sleep(0.3); print(os.waitpid(worker, os.WNOHANG)[0] == 0)"
-    with started(f"{after}; {lives} and os.kill(worker, 9)", fork) as process:
+    # Waiting for an end has no deadline that a busy machine could miss (the worker ends by itself after a minute, with 0).
+    look = "time.sleep(0.3); print(os.waitpid(worker, os.WNOHANG)[0] == 0); os.kill(worker, 9)"
+    wait = f"print(os.waitpid(worker, 0)[1] != {int(number)})"
+    with started(f"os.kill(worker, {int(number)}); {look if lives else wait}", fork) as process:
         process.send_signal(signal.SIGINT)
         assert [read(process) for _ in range(3)] == ["SIGINT", str(lives), "left"]
