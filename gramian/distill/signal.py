@@ -1,0 +1,66 @@
+"""What a teacher says about a batch: the one type that live models and caches both give.
+
+Legend: B windows, T tokens, D the teacher's width, V vocabulary, K ids kept of a token, Q knots of the tail curve.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from gramian.distill.head import Head
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The whole distribution, at every temperature: final hidden states and the head that reads them."""
+
+    hidden_BTD: Tensor
+    """After the final norm."""
+    head: Head
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
+    """[B, T, D] after some blocks, for losses on features."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The ids that were not kept, as two curves over u = 1/T: l(u) = log Σ exp(u z) and its slope l'(u), the mean of z."""
+
+    values_BTQ: Tensor
+    """l at the knots, float32."""
+    slopes_BTQ: Tensor
+    """l' at the knots, float32."""
+    knots_Q: Tensor
+    """u, ascending, float32."""
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The largest logits, and curves for the rest; without a tail the kept ids hold all mass."""
+
+    ids_BTK: Tensor
+    logits_BTK: Tensor
+    tail: Tail | None
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """An unbiased estimate of the distribution at one temperature: ids drawn from it, with weights that sum to 1."""
+
+    ids_BTK: Tensor
+    weights_BTK: Tensor
+    temperature: float
+    layers: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+Signal = Dense | Sparse | Sampled
+
+
+class Source(Protocol):
+    """A teacher: live, or read from a cache."""
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
+        """The signal of a micro-batch: its "tokens" [B, T], its "windows" [B] (rows of a cache), maybe its "documents" [B, T]."""
+        ...
