@@ -62,5 +62,5 @@ class Source(Protocol):
     """A teacher: live, or read from a cache."""
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
-        """The signal of a micro-batch: its "tokens" [B, T], its "windows" [B] (rows of a cache), maybe its "documents" [B, T]."""
+        """The signal of a micro-batch: "tokens" [B, T], "windows" [B] (rows of a cache), maybe "documents" [B, T]."""
         ...
