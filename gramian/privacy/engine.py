@@ -18,21 +18,21 @@ from torch.utils.data import DataLoader, IterableDataset
 from gramian.errors import GramianError
 from gramian.parallel.gradients import DataParallel, ReducerOff, each_unsharded
 from gramian.plan.clipping import ClippingPlan
-from gramian.privacy.accounting import Accounting, find_noise_multiplier
+from gramian.privacy.accounting import find_noise_multiplier
 from gramian.privacy.bypass import Bypass
 from gramian.privacy.clipping import Clipped, Clipping, Tuning
 from gramian.privacy.independence import check_independence
+from gramian.privacy.ledger import Ledger
 from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.noise import NoisePlan
-from gramian.privacy.options import PrivacyOptions, batch_and_rate, digest, is_number
-from gramian.privacy.secrets import ReleaseCounter, Secrets
+from gramian.privacy.options import PrivacyOptions, batch_and_rate, is_number
+from gramian.privacy.parameters import trained_parameters
 from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
 
-SCHEMA = 1
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
@@ -63,17 +63,12 @@ class PrivacyEngine:
             insecure_reproducible: take the key from `seed` instead: for tests, no privacy; it is recorded.
             seed: of that key.
         """
-        self._accounting = Accounting(accountant)
-        self._secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
-        self._counter = ReleaseCounter()
+        self._ledger = Ledger(accountant, insecure_reproducible=insecure_reproducible, seed=seed)
         self.stopwatch = Stopwatch()
         """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
         self.nonfinite = 0
         """Samples that were left out because their gradient was not finite. Not covered by ε."""
         self._warned = self._stepped = False
-        self._config: dict[str, int] = {}
-        self._replays: dict[str, int] | None = None
-        self._unknown = False
         self._installed: ExitStack | None = None
         self._clipping: Clipping | WholeGradient | None = None
 
@@ -149,17 +144,7 @@ class PrivacyEngine:
                 "own; expected DistributedDataParallel or fully_shard for one model over all of them",
                 stacklevel=2,
             )
-        trained = _trained(root, optimizer)
-        _check_hooks(trained)
-        left_out = [
-            name for name, p in named_parameters(root) if p.requires_grad and id(p) not in {*map(id, trained.values())}
-        ]
-        if left_out:
-            warnings.warn(
-                f"optimizer: does not have {left_out[0]}{' and others' if len(left_out) > 1 else ''}, which will get no "
-                "gradient; expected requires_grad=False, or all trained parameters in one optimizer",
-                stacklevel=2,
-            )
+        trained = trained_parameters(root, optimizer)
         device = next(iter(trained.values())).device
         self._options, self._parallel, self._rate_given = options, parallel, sample_rate is not None
         self._expected_batch, self._sample_rate = batch_and_rate(
@@ -167,31 +152,27 @@ class PrivacyEngine:
         )
         told = {**vars(options), "expected_batch": self._expected_batch, "sample_rate": self._sample_rate}
         told["loss_scale"] = type(told["loss_scale"]).__name__
-        told["optimizer"] = [type(optimizer).__name__, [(name, tuple(p.shape)) for name, p in trained.items()]]
+        shapes = [(name, tuple(p.shape)) for name, p in trained.items()]
+        told["optimizer"] = [type(optimizer).__name__, shapes]
         records = getattr(data_loader, "dataset", None)
-        if poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset):
-            told["data_loader"] = fingerprint(records)
-        self._config = {field: digest(value) for field, value in told.items()}
-        self._check_replay()
-        self._renew_key()
-        self._agree(data_loader, device)
-        self._noise = NoisePlan(self._secrets.noise_key, [(name, tuple(p.shape)) for name, p in trained.items()])
-        self._accounting.record(noise_multiplier, self._sample_rate)
-        self._accounting.set_steps(self._counter.spent)  # a counter file may have been there before
-        self._loader = self._private_loader(data_loader) if poisson_sampling else None
-        loader = data_loader if self._loader is None else self._loader
+        drawn = poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
         if not poisson_sampling:
             warnings.warn(
                 "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=2
             )
         with ExitStack() as stack:
+            stack.callback(self._ledger.close)
+            known = fingerprint(records) if drawn else None
+            self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device)
+            self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
+            self._loader = self._private_loader(data_loader) if poisson_sampling else None
             self._install(stack, module, root, optimizer, trained, tuning or Tuning())
             _private.add(root)
             stack.callback(_private.discard, root)
             self._installed = stack.pop_all()
         self._trained, self._root, self._module = trained, root, module
         self._sums.forget()  # what was there before is not private
-        return module, optimizer, loader
+        return module, optimizer, data_loader if self._loader is None else self._loader
 
     def make_private_with_epsilon(
         self, *, target_epsilon: float, target_delta: float, epochs: float, data_loader: Any, **options: Any
@@ -213,7 +194,7 @@ class PrivacyEngine:
         if not isinstance(options.get("module"), nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(options.get('module')).__name__}")
         world = DataParallel.of(options["module"], unwrap(options["module"])).world
-        if self._counter.spent:
+        if self.steps:
             raise GramianError(
                 "target_epsilon: the engine has spent some already; expected a new one, or noise_multiplier"
             )
@@ -227,40 +208,16 @@ class PrivacyEngine:
         size = len(data_loader.dataset) if hasattr(data_loader.dataset, "__len__") else batch / rate
         yielded = epochs * max(1, round(size / batch))
         steps = math.ceil(max(epochs / rate, yielded))
-        noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._accounting.mechanism)
+        noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._ledger.accounting.mechanism)
         return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
-
-    def _agree(self, data_loader: Any, device: torch.device) -> None:
-        """One key for all processes, one data set, one set of options."""
-        if self._parallel.world == 1:
-            return
-        known = fingerprint(data_loader.dataset) if self._options.poisson_sampling else (0, 0)
-        marks = dict(zip(("data_loader", "data_loader's records"), known, strict=True))
-        marks.update({**self._config, "accountant": digest(self._accounting.mechanism)})
-        field = self._parallel.differing(marks, device)
-        if field is not None and field.startswith("data_loader"):
-            raise GramianError(
-                "data_loader: its data set is not the same on every process; expected the whole one everywhere"
-            )
-        if field is not None:
-            raise GramianError(f"{field}: is not the same on every process; expected one value everywhere")
-        self._share_key(device)
-        self._share_counter(device)
-
-    def _share_key(self, device: torch.device) -> None:
-        """Every process has the first one's key."""
-        if self._parallel.world > 1:
-            state = self._secrets.state_dict()
-            key = self._parallel.from_first(bytes(state["key"].tolist()), device)
-            self._secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
             data_loader,
-            key=self._secrets.sampling_key,
+            key=self._ledger.secrets.sampling_key,
             sample_rate=self._sample_rate,
             expected_batch=self._expected_batch,
-            next_draw=lambda: self._counter.released,
+            next_draw=lambda: self.released,
             on_piece=self._begin_piece,
             rank=self._parallel.rank,
             world=self._parallel.world,
@@ -431,20 +388,20 @@ class PrivacyEngine:
                 self._sums.move(scaling)
                 self._stepped = False
                 return
-            if self._piece[0] != self._counter.released:
+            if self._piece[0] != self.released:
                 raise GramianError(
                     f"step: draw {self._piece[0]} of the loader was released before; expected one loop over it at a time"
                 )
         elif not self._rate_given:
             rate = min(1.0, self._sample_rate * max(1, self._passes_since_step))  # several batches in one step
-            if self._accounting.mechanism == "gdp" and self._counter.spent and self._accounting.history[-1][1] != rate:
+            accounting = self._ledger.accounting
+            if accounting.mechanism == "gdp" and self.steps and accounting.history[-1][1] != rate:
                 raise GramianError(
                     "accountant: gdp composes steps of one kind, and this one has another number of backwards than the last; "
                     "expected as many in each, or prv or rdp"
                 )
-            self._accounting.record(self._options.noise_multiplier, rate)
-        number = self._counter.begin(self._accounting.state_dict())
-        self._accounting.set_steps(self._counter.spent)
+            accounting.record(self._options.noise_multiplier, rate)
+        number = self._ledger.begin()
         self._passes_since_step = 0
         options = self._options
         with torch.no_grad(), self.stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
@@ -479,17 +436,17 @@ class PrivacyEngine:
 
     def get_epsilon(self, delta: float, releases: int | None = None) -> float:
         """ε spent so far at this δ; with `releases`, of the first so many."""
-        return self._accounting.epsilon(delta, releases)
+        return self._ledger.accounting.epsilon(delta, releases)
 
     @property
     def released(self) -> int:
         """Number of the next release: `steps`, but for a replay, which gives numbers again that were begun before."""
-        return self._counter.released
+        return self._ledger.counter.released
 
     @property
     def steps(self) -> int:
         """Releases begun, lost ones included: what ε is computed from."""
-        return self._counter.spent
+        return self._ledger.counter.spent
 
     @property
     def stepped(self) -> bool:
@@ -549,30 +506,7 @@ class PrivacyEngine:
             path: of the file; the first process writes it.
             must_exist: a resumed run passes True.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise GramianError(f"path: expected that of the counter file, got {path!r}")
-        path, private = os.fspath(path), self._installed is not None
-        first = self._parallel.rank == 0 if private else not dist.is_initialized() or dist.get_rank() == 0
-        if first:
-            self._counter.bind(path, must_exist=must_exist)
-            self._accounting.catch_up(self._counter.about)
-        if private:  # else make_private does
-            self._share_counter(next(iter(self._trained.values())).device)
-        elif self._accounting.history:
-            self._accounting.set_steps(self._counter.spent)
-
-    def _share_counter(self, device: torch.device) -> None:
-        """Every process counts as the first does."""
-        parallel = self._parallel
-        if parallel.world > 1:
-            mine = self._counter.state_dict()
-            sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
-            got = parallel.from_first(sent, device)
-            theirs = {"released": int.from_bytes(got[:8], "big"), "spent": int.from_bytes(got[8:], "big")}
-            if parallel.rank:
-                self._counter.load_state_dict(theirs, replay=True)
-        if self._accounting.history or self._installed is not None:
-            self._accounting.set_steps(self._counter.spent)
+        self._ledger.bind(path, must_exist=must_exist)
 
     def state_dict(self) -> dict[str, Any]:
         """Accountant, counters and the secret key: keep it as secret as the data (`secrets.save_private` writes mode 0600).
@@ -582,14 +516,7 @@ class PrivacyEngine:
         """
         if self._installed is not None and self._sums.moved:
             raise GramianError("state_dict: a draw is under way; expected it between step() and the next batch")
-        return {
-            "schema": SCHEMA,
-            "accountant": self._accounting.state_dict(),
-            "counter": self._counter.state_dict(),
-            "secrets": self._secrets.state_dict(),
-            "nonfinite": self.nonfinite,
-            "config": self._config,
-        }
+        return {**self._ledger.state_dict(), "nonfinite": self.nonfinite}
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool = False) -> None:
         """Go on after a resume; ε is never refunded.
@@ -603,64 +530,17 @@ class PrivacyEngine:
         Raises:
             GramianError: if the state is none of ours.
         """
-        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
-            raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
-        missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
-        if missing:
-            raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
-        if not isinstance(state["nonfinite"], int) or not isinstance(state["config"], Mapping):
-            raise GramianError("state: is damaged (nonfinite, config); expected what engine.state_dict() gave")
-        self._replays = dict(state["config"]) if replay else None
-        if self._installed is not None:
-            self._check_replay()
-        self._secrets.load_state_dict(state["secrets"])
-        self._accounting.load_state_dict(state["accountant"])
-        self._counter.load_state_dict(state["counter"], replay=replay)
-        self._accounting.catch_up(self._counter.about)
-        self._unknown = not replay
-        if self._installed is not None:
-            self._renew_key()
+        self._ledger.load_state_dict(state, replay=replay)
         self.nonfinite = int(state["nonfinite"])
-        if self._accounting.history:
-            self._accounting.set_steps(self._counter.spent)
         if self._installed is not None:
-            device = next(iter(self._trained.values())).device
-            self._share_key(device)
-            self._share_counter(device)
-            self._noise = NoisePlan(self._secrets.noise_key, list(self._noise.shapes.items()))
-            self._accounting.record(self._options.noise_multiplier, self._sample_rate)
+            self._noise = NoisePlan(self._ledger.secrets.noise_key, list(self._noise.shapes.items()))
+            self._ledger.accounting.record(self._options.noise_multiplier, self._sample_rate)
             self._draws.clear()
             self._piece = None
             self._passes_since_step = 0
             self._sums.forget()
             if self._loader is not None:
-                self._loader.rekey(self._secrets.sampling_key)
-
-    def _renew_key(self) -> None:
-        """After a resume that is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
-        first = self._parallel.rank == 0  # the others get its key
-        if self._unknown and first:
-            if not self._counter.bound:
-                warnings.warn(
-                    "state: steps begun after it was saved are not known, so they are not in epsilon; "
-                    "expected bind_counter(path) beside the checkpoint",
-                    stacklevel=3,
-                )
-            self._secrets.renew()
-        self._unknown = False
-
-    def _check_replay(self) -> None:
-        """Raise unless what follows can be a replay of what followed the state.
-
-        Raises:
-            GramianError: naming the option that is not what it was.
-        """
-        before, self._replays = self._replays or {}, None
-        changed = [field for field, mark in before.items() if mark != self._config.get(field)]
-        if changed:
-            raise GramianError(
-                f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
-            )
+                self._loader.rekey(self._ledger.secrets.sampling_key)
 
     def detach(self) -> nn.Module:
         """Give the model and the optimizer back as they were; the account stays.
@@ -680,35 +560,3 @@ class PrivacyEngine:
         if self._clipping is None:
             raise GramianError("engine: makes no model private; expected make_private before")
         return self._clipping
-
-
-def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run.
-
-    Raises:
-        GramianError: naming it.
-    """
-    for name, p in trained.items():
-        if p._backward_hooks:
-            raise GramianError(
-                f"{name}: has a hook on its gradient, which private training would not call; expected none (a mask can go into "
-                "the forward, or act on .grad after step())"
-            )
-
-
-def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's trainable parameters under the user's names, in the model's order."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    for name, p in named_parameters(root):
-        if id(p) in stepped and id(p) not in seen and p.requires_grad:
-            found[name] = p
-        seen.add(id(p))
-    if stepped - seen:
-        raise GramianError("optimizer: has parameters that are not in the module; expected the module's own")
-    if not found:
-        raise GramianError(
-            "optimizer: trains no parameter of the module; expected at least one with requires_grad=True"
-        )
-    return found

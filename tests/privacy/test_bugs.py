@@ -255,7 +255,7 @@ def test_the_second_process_takes_the_key_of_the_first() -> None:
 
 def test_the_second_process_counts_as_the_first_does() -> None:
     with _second_of_two(), _private_draws() as run:
-        assert run.engine.steps == run.engine._counter.released == 5
+        assert run.engine.steps == run.engine.released == 5
 
 
 @pytest.mark.parametrize(
@@ -440,6 +440,7 @@ def _narrow(*tensors: Tensor) -> torch.dtype:
 _PRIVACY, _GRADIENTS, _TAPS = "gramian.privacy", "gramian.taps.gradients", "gramian.taps"
 _FORESIGHT = f"{_PRIVACY}.foresight:Foresight"
 _CLIPPING, _ENGINE, _SUMS = f"{_PRIVACY}.clipping:Clipping", f"{_PRIVACY}.engine:PrivacyEngine", f"{_PRIVACY}.sums"
+_LEDGER = f"{_PRIVACY}.ledger:Ledger"
 _KERNELS = "gramian.kernels"
 
 BUGS = (
@@ -779,12 +780,12 @@ BUGS = (
     ),
     Mutation(
         "hook on a parameter never called",
-        (Edit(f"{_PRIVACY}.engine:_check_hooks", "if p._backward_hooks:", "if False:"),),
+        (Edit(f"{_PRIVACY}.parameters:_check_hooks", "if p._backward_hooks:", "if False:"),),
         test_regressions.test_hooks_on_a_parameter_are_refused,
     ),
     Mutation(
         "parameters outside the optimizer not spoken of",
-        (Edit(f"{_ENGINE}.make_private", "if left_out:", "if False:"),),
+        (Edit(f"{_PRIVACY}.parameters:trained_parameters", "if left_out:", "if False:"),),
         functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, None),
     ),
     Mutation(
@@ -1066,7 +1067,7 @@ BUGS = (
     ),
     Mutation(
         "frozen parameters with noise",
-        (Edit(f"{_PRIVACY}.engine:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),),
+        (Edit(f"{_PRIVACY}.parameters:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),),
         test_frozen_parameters_of_the_optimizer_stay_as_they_are,
     ),
     Mutation(
@@ -1089,16 +1090,16 @@ BUGS = (
         "one noise for two copies of a run",
         (
             Edit(
-                f"{_ENGINE}._renew_key",
+                f"{_LEDGER}._renew_key",
                 "if self._unknown and first:",
-                "if self._unknown and first and not self._counter.bound:",
+                "if self._unknown and first and not self.counter.bound:",
             ),
         ),
         _in_folder(test_regressions.test_a_resume_that_is_no_replay_has_another_key_also_with_a_counter),
     ),
     Mutation(
         "replay on other data",
-        (Edit(f"{_ENGINE}.make_private", 'told["data_loader"] = fingerprint(records)', "pass"),),
+        (Edit(f"{_ENGINE}.make_private", "fingerprint(records) if drawn else None", "None"),),
         test_regressions.test_a_replay_on_other_data_is_refused,
     ),
     Mutation(
@@ -1119,12 +1120,12 @@ BUGS = (
     ),
     Mutation(
         "old draws with restored noise",
-        (Edit(f"{_ENGINE}.load_state_dict", "self._loader.rekey(self._secrets.sampling_key)", "pass"),),
+        (Edit(f"{_ENGINE}.load_state_dict", "self._loader.rekey(self._ledger.secrets.sampling_key)", "pass"),),
         test_engine.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
     ),
     Mutation(
         "counter file of no kind refused",
-        (Edit(f"{_ENGINE}.bind_counter", "elif self._accounting.history:", "else:"),),
+        (Edit(f"{_LEDGER}._count", "self.accounting.history or self._parallel is not None", "True"),),
         _in_folder(test_a_counter_with_a_mark_can_be_bound_before_make_private),
     ),
     Mutation(
@@ -1145,16 +1146,16 @@ BUGS = (
     ),
     Mutation(
         "every process its own count of releases",
-        (Edit(f"{_ENGINE}._agree", "self._share_counter(device)", "pass"),),
+        (Edit(f"{_LEDGER}._agree", "self._share_counter()", "pass"),),
         test_the_second_process_counts_as_the_first_does,
     ),
     Mutation(
         "processes told different things",
         (
             Edit(
-                f"{_ENGINE}._agree",
-                'marks.update({**self._config, "accountant": digest(self._accounting.mechanism)})',
-                "pass",
+                f"{_LEDGER}._agree",
+                'marks = {**self._marks, "accountant": digest(self.accounting.mechanism)}',
+                'marks = {"accountant": digest(self.accounting.mechanism)}',
             ),
         ),
         functools.partial(
@@ -1167,9 +1168,9 @@ BUGS = (
         "wrong cause named for another data set",
         (
             Edit(
-                f"{_ENGINE}._agree",
-                'marks = dict(zip(("data_loader", "data_loader\'s records"), known, strict=True))',
-                'marks = {"sample_rate": digest(self._sample_rate)}',
+                f"{_LEDGER}.open",
+                "{**data, **told}.items()",
+                "{**told, **data}.items()",
             ),
         ),
         functools.partial(

@@ -688,7 +688,7 @@ def test_the_key_is_in_no_repr_log_warning_or_plan(caplog: pytest.LogCaptureFixt
             repr(value) for owner in (engine._sums, engine._clipping, run.loader) for value in vars(owner).values()
         ]
         shown += [str(run.optimizer.state_dict()), str(list(model.state_dict())), caplog.text, *map(str, said)]
-        subkeys = [key, engine._secrets.noise_key, engine._secrets.sampling_key]
+        subkeys = [key, engine._ledger.secrets.noise_key, engine._ledger.secrets.sampling_key]
     for secret in subkeys:
         forms = (secret.hex(), repr(secret), str(list(secret)), str(list(secret))[1:-1])
         assert not any(form in text for form in forms for text in shown)

@@ -80,7 +80,7 @@ def test_batches_accumulated_without_poisson_are_accounted_for() -> None:
         loss_of(model, x).backward()
     optimizer.step()
     whole, *_ = private(net(), noise_multiplier=1.0, sample_rate=1.0, expected_batch=32, poisson_sampling=False)
-    whole._accounting.set_steps(1)
+    whole._ledger.accounting.set_steps(1)
     assert engine.get_epsilon(1e-5) == pytest.approx(whole.get_epsilon(1e-5))
     engine.detach()
     whole.detach()

@@ -1,0 +1,195 @@
+"""The account of a private run: its key, the numbers of its releases, their ε, and the options they were made with."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gramian.errors import GramianError
+from gramian.parallel.gradients import DataParallel
+from gramian.privacy.accounting import Accounting
+from gramian.privacy.options import digest
+from gramian.privacy.secrets import ReleaseCounter, Secrets
+
+SCHEMA = 1
+
+
+class Ledger:
+    """One on every process, and alike on all of them once it is open.
+
+    Attributes:
+        accounting: kinds of releases and their ε.
+        secrets: the key.
+        counter: numbers of releases.
+    """
+
+    def __init__(self, accountant: str, *, insecure_reproducible: bool, seed: int | None) -> None:
+        """Draw the key.
+
+        Args:
+            accountant: "prv", "rdp" or "gdp".
+            insecure_reproducible: take the key from `seed`.
+            seed: of that key.
+        """
+        self.accounting = Accounting(accountant)
+        self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
+        self.counter = ReleaseCounter()
+        self._marks: dict[str, int] = {}
+        self._replays: dict[str, int] | None = None
+        self._unknown = False
+        self._parallel: DataParallel | None = None
+        self._device = torch.device("cpu")
+
+    def open(
+        self,
+        told: Mapping[str, Any],
+        known: tuple[int, int] | None,
+        kind: tuple[float, float],
+        parallel: DataParallel,
+        device: torch.device,
+    ) -> None:
+        """Begin with these options, on every process.
+
+        Args:
+            told: option -> value, the same on every process, and in a replay the same as before.
+            known: of a data set that batches are drawn from, length and mark of its records.
+            kind: noise multiplier and sample rate of the releases.
+            parallel: the processes of the run.
+            device: of its parameters.
+
+        Raises:
+            GramianError: naming the option that differs.
+        """
+        self._parallel, self._device = parallel, device
+        data = {} if known is None else {"data_loader": known}  # first: the rate follows from it
+        self._marks = {field: digest(value) for field, value in {**data, **told}.items()}
+        self._check_replay()
+        self._renew_key()
+        self._agree()
+        self.accounting.record(*kind)
+        self.accounting.set_steps(self.counter.spent)  # a counter file may have been there before
+
+    def close(self) -> None:
+        """The run is over; the account stays."""
+        self._parallel = None
+
+    def begin(self) -> int:
+        """Number of a new release, counted before it exists."""
+        number = self.counter.begin(self.accounting.state_dict())
+        self.accounting.set_steps(self.counter.spent)
+        return number
+
+    def bind(self, path: "str | os.PathLike[str]", *, must_exist: bool) -> None:
+        """Keep the mark of the counter in a file, which the first process writes."""
+        if not isinstance(path, str | os.PathLike):
+            raise GramianError(f"path: expected that of the counter file, got {path!r}")
+        parallel = self._parallel
+        first = parallel.rank == 0 if parallel is not None else not dist.is_initialized() or dist.get_rank() == 0
+        if first:
+            self.counter.bind(os.fspath(path), must_exist=must_exist)
+            self.accounting.catch_up(self.counter.about)
+        if parallel is not None:  # else `open` does
+            self._share_counter()
+        self._count()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, the key included."""
+        return {
+            "schema": SCHEMA,
+            "accountant": self.accounting.state_dict(),
+            "counter": self.counter.state_dict(),
+            "secrets": self.secrets.state_dict(),
+            "config": self._marks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
+        """Take over an account; where `replay` is False the counter moves past every release begun, under a new key.
+
+        Raises:
+            GramianError: if the state is none of ours, or not of a run that can be replayed here.
+        """
+        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
+            raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
+        missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
+        if missing:
+            raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
+        if not isinstance(state["nonfinite"], int) or not isinstance(state["config"], Mapping):
+            raise GramianError("state: is damaged (nonfinite, config); expected what engine.state_dict() gave")
+        is_open = self._parallel is not None
+        self._replays = dict(state["config"]) if replay else None
+        if is_open:
+            self._check_replay()
+        self.secrets.load_state_dict(state["secrets"])
+        self.accounting.load_state_dict(state["accountant"])
+        self.counter.load_state_dict(state["counter"], replay=replay)
+        self.accounting.catch_up(self.counter.about)
+        self._unknown = not replay
+        if is_open:
+            self._renew_key()
+            self._share_key()
+            self._share_counter()
+        self._count()
+
+    def _check_replay(self) -> None:
+        """Raise unless what follows can be a replay of what followed the state."""
+        before, self._replays = self._replays or {}, None
+        changed = [field for field, mark in before.items() if mark != self._marks.get(field)]
+        if changed:
+            raise GramianError(
+                f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
+            )
+
+    def _renew_key(self) -> None:
+        """After a resume that is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
+        first = self._parallel is not None and self._parallel.rank == 0  # the others get its key
+        if self._unknown and first:
+            if not self.counter.bound:
+                warnings.warn(
+                    "state: steps begun after it was saved are not known, so they are not in epsilon; "
+                    "expected bind_counter(path) beside the checkpoint",
+                    stacklevel=4,
+                )
+            self.secrets.renew()
+        self._unknown = False
+
+    def _agree(self) -> None:
+        """One data set and one set of options on all processes, and the first one's key and counter."""
+        parallel = self._parallel
+        if parallel is None or parallel.world == 1:
+            return
+        marks = {**self._marks, "accountant": digest(self.accounting.mechanism)}
+        field = parallel.differing(marks, self._device)
+        if field == "data_loader":
+            raise GramianError(
+                "data_loader: its data set is not the same on every process; expected the whole one everywhere"
+            )
+        if field is not None:
+            raise GramianError(f"{field}: is not the same on every process; expected one value everywhere")
+        self._share_key()
+        self._share_counter()
+
+    def _share_key(self) -> None:
+        """Every process has the first one's key."""
+        if self._parallel is not None and self._parallel.world > 1:
+            state = self.secrets.state_dict()
+            key = self._parallel.from_first(bytes(state["key"].tolist()), self._device)
+            self.secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
+
+    def _share_counter(self) -> None:
+        """Every process counts as the first does."""
+        parallel = self._parallel
+        if parallel is not None and parallel.world > 1:
+            mine = self.counter.state_dict()
+            sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
+            got = parallel.from_first(sent, self._device)
+            theirs = {"released": int.from_bytes(got[:8], "big"), "spent": int.from_bytes(got[8:], "big")}
+            if parallel.rank:
+                self.counter.load_state_dict(theirs, replay=True)
+
+    def _count(self) -> None:
+        """What the counter knows, in ε; a counter file alone does not say of which kind its releases were."""
+        if self.accounting.history or self._parallel is not None:
+            self.accounting.set_steps(self.counter.spent)
