@@ -1,0 +1,236 @@
+"""The Triton kernel of distill_rows.py. Importing this file imports triton."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) − 1 for any x, relative error about 1e-6."""
+    near = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040)))))))
+    return tl.where(tl.abs(x) < 0.5, near, tl.exp(x) - 1)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) for −1 < x <= 0: what rounding 1 + x lost is put back."""
+    plus = 1.0 + x
+    lost = plus - 1.0
+    return tl.where(lost == 0.0, x, tl.log(plus) * (x / tl.where(lost == 0.0, 1.0, lost)))
+
+
+@triton.jit
+def _excess(p, q, x):
+    """p x − p + q for x = log(p/q), also where x is small."""
+    near = (
+        x * x * (1 / 2 - x * (1 / 6 - x * (1 / 24 - x * (1 / 120 - x * (1 / 720 - x * (1 / 5040 - x * (1 / 40320)))))))
+    )
+    return tl.where(tl.abs(x) < 0.5, p * near, p * x - p + q)
+
+
+@triton.jit
+def _to_mixture(x, beta):
+    """log(p/m) and log(q/m) from x = log(p/q), m = βp + (1−β)q."""
+    small = _expm1(-tl.abs(x))
+    of_p = -_log1p((1 - beta) * small)
+    of_q = -_log1p(beta * small)
+    return tl.where(x >= 0, of_p, of_q + x), tl.where(x >= 0, of_p - x, of_q)
+
+
+@triton.jit
+def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
+    """Products to logits, 0 where there is none: cap · tanh(scale · x / cap), or scale · x."""
+    z = tl.load(pointer, mask=inside, other=0.0).to(tl.float32) * scale
+    if CAP:
+        # tanh y = 1 − 2 / (exp(2y) + 1), which has the right limits at both ends.
+        z = cap * (1 - 2 / (tl.exp(2 * (z / cap)) + 1))
+    return z
+
+
+@triton.jit
+def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
+    """The gradient of the products, from that of the logits."""
+    if CAP:
+        dz *= 1 - (z / cap) * (z / cap)
+    tl.store(pointer, (dz * scale).to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def distill_rows(
+    rows,
+    student,
+    teacher,
+    targets,
+    temperature,
+    kd_weight,
+    ce_weight,
+    beta,
+    student_scale,
+    student_cap,
+    teacher_scale,
+    teacher_cap,
+    vocabulary,
+    common,
+    ignore_index,
+    row_stride,
+    student_stride,
+    teacher_stride,
+    target_stride,
+    DIRECTION: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STUDENT_CAP: tl.constexpr,
+    TEACHER_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: normalisers in a first pass over the ids, the divergence in a second, the gradient there or in a third.
+
+    DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    student += token * student_stride
+    teacher += token * teacher_stride
+    rows += token
+    target = tl.load(targets + token * target_stride).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    if target == ignore_index:
+        for row in tl.static_range(9):
+            tl.store(rows + row * row_stride, 0.0)
+        if GRADIENT:
+            zeros = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, vocabulary, BLOCK):
+                ids = start + lanes
+                tl.store(student + ids, zeros.to(student.dtype.element_ty), mask=ids < vocabulary)
+    else:
+        # Read before anything is written: the second pass puts gradients in the student's place.
+        has_target = (target >= 0) & (target < vocabulary)
+        known = (target >= 0) & (target < common)
+        gold = _logits(student + target, has_target, student_scale, student_cap, STUDENT_CAP)
+        teacher_gold = _logits(teacher + target, known, teacher_scale, teacher_cap, TEACHER_CAP)
+        T = tl.load(temperature)
+        u = 1 / T
+        s_max = -float("inf")
+        t_max = -float("inf")
+        q_sum = tl.zeros((BLOCK,), tl.float32)
+        q1_sum = tl.zeros((BLOCK,), tl.float32)
+        p_sum = tl.zeros((BLOCK,), tl.float32)
+        p1_sum = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, common, BLOCK):
+            ids = start + lanes
+            inside = ids < common
+            s = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+            t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP)
+            s = tl.where(inside, s, -float("inf"))
+            t = tl.where(inside, t, -float("inf"))
+            s_new = tl.maximum(s_max, tl.max(s, 0))
+            t_new = tl.maximum(t_max, tl.max(t, 0))
+            q_sum = q_sum * tl.exp(u * (s_max - s_new)) + tl.exp(u * (s - s_new))
+            q1_sum = q1_sum * tl.exp(s_max - s_new) + tl.exp(s - s_new)
+            p_sum = p_sum * tl.exp(u * (t_max - t_new)) + tl.exp(u * (t - t_new))
+            p1_sum = p1_sum * tl.exp(t_max - t_new) + tl.exp(t - t_new)
+            s_max = s_new
+            t_max = t_new
+        # The student's own ids beyond those of the teacher count in the cross entropy alone.
+        all_max = s_max
+        for start in range(common, vocabulary, BLOCK):
+            ids = start + lanes
+            inside = ids < vocabulary
+            s = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+            s = tl.where(inside, s, -float("inf"))
+            all_new = tl.maximum(all_max, tl.max(s, 0))
+            q1_sum = q1_sum * tl.exp(all_max - all_new) + tl.exp(s - all_new)
+            all_max = all_new
+        q_log = tl.log(tl.sum(q_sum, 0))
+        p_log = tl.log(tl.sum(p_sum, 0))
+        q1_log = tl.log(tl.sum(q1_sum, 0))
+        p1_log = tl.log(tl.sum(p1_sum, 0))
+
+        # With s and t measured from their largest: Σ q s, Σ p t, the divergence, and what its derivative to u needs.
+        qs = tl.zeros((BLOCK,), tl.float32)
+        pt = tl.zeros((BLOCK,), tl.float32)
+        value = tl.zeros((BLOCK,), tl.float32)
+        other = tl.zeros((BLOCK,), tl.float32)
+        left = tl.zeros((BLOCK,), tl.float32)
+        left_mean = tl.zeros((BLOCK,), tl.float32)
+        right = tl.zeros((BLOCK,), tl.float32)
+        right_mean = tl.zeros((BLOCK,), tl.float32)
+        agree = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, common, BLOCK):
+            ids = start + lanes
+            inside = ids < common
+            z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+            s = z - s_max
+            t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP) - t_max
+            agree = tl.where(inside & (s == 0.0) & (t == 0.0), 1, agree)
+            log_q = u * s - q_log
+            log_p = u * t - p_log
+            x = log_p - log_q
+            q = tl.where(inside, tl.exp(log_q), 0.0)
+            p = tl.where(inside, tl.exp(log_p), 0.0)
+            qs += q * s
+            pt += p * t
+            # left is what s is multiplied by in dD/du, right what t is.
+            if DIRECTION == 0:
+                value += _excess(p, q, x)
+                of_s = q - p
+                of_t = p * x
+                if GRADIENT:
+                    dz = kd_weight * T * of_s + ce_weight * tl.exp(z - all_max - q1_log)
+                    dz -= tl.where(ids == target, ce_weight, 0.0)
+                    _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
+            elif DIRECTION == 1:
+                value += _excess(q, p, -x)
+                of_s = -q * x
+                of_t = p - q
+            else:
+                log_pm, log_qm = _to_mixture(x, beta)
+                m = beta * p + (1 - beta) * q
+                value += _excess(p, m, log_pm)
+                other += _excess(q, m, log_qm)
+                of_s = (1 - beta) * q * log_qm
+                of_t = beta * p * log_pm
+            left += of_s * s
+            left_mean += of_s
+            right += of_t * t
+            right_mean += of_t
+        s_mean = tl.sum(qs, 0)
+        t_mean = tl.sum(pt, 0)
+        slope = tl.sum(left, 0) - s_mean * tl.sum(left_mean, 0) + tl.sum(right, 0) - t_mean * tl.sum(right_mean, 0)
+        kl = tl.sum(value, 0)
+        of_q = tl.sum(other, 0)
+        if DIRECTION == 2:
+            kl = beta * kl + (1 - beta) * of_q
+
+        tl.store(rows + 0 * row_stride, 1.0)
+        tl.store(rows + 1 * row_stride, kl)
+        tl.store(rows + 2 * row_stride, tl.where(has_target, q1_log - (gold - all_max), float("nan")))
+        tl.store(rows + 3 * row_stride, tl.max(agree, 0).to(tl.float32))
+        tl.store(rows + 4 * row_stride, p_log - u * t_mean)
+        tl.store(rows + 5 * row_stride, q_log - u * s_mean)
+        tl.store(rows + 6 * row_stride, known.to(tl.float32))
+        tl.store(rows + 7 * row_stride, tl.where(known, teacher_gold - t_max - p1_log, 0.0))
+        tl.store(rows + 8 * row_stride, 2 * T * kl - slope)
+
+        if GRADIENT:
+            if DIRECTION != 0:
+                for start in range(0, common, BLOCK):
+                    ids = start + lanes
+                    inside = ids < common
+                    z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+                    t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP)
+                    log_q = u * (z - s_max) - q_log
+                    x = u * (t - t_max) - p_log - log_q
+                    if DIRECTION == 1:
+                        dz = -tl.exp(log_q) * (x + kl)
+                    else:
+                        log_pm, log_qm = _to_mixture(x, beta)
+                        dz = (1 - beta) * tl.exp(log_q) * (log_qm - of_q)
+                    dz = kd_weight * T * dz + ce_weight * tl.exp(z - all_max - q1_log)
+                    dz -= tl.where(ids == target, ce_weight, 0.0)
+                    _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
+            for start in range(common, vocabulary, BLOCK):
+                ids = start + lanes
+                inside = ids < vocabulary
+                z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+                dz = ce_weight * tl.exp(z - all_max - q1_log) - tl.where(ids == target, ce_weight, 0.0)
+                _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)

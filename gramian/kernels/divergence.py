@@ -1,0 +1,88 @@
+"""Divergences between two rows of outcomes and their derivatives, in plain torch, stable where the rows nearly agree.
+
+Legend: N tokens, K outcomes. a = u s are the student's logits over the temperature, b = u t the teacher's, u = 1/T;
+q = softmax(a), p = softmax(b).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DIRECTIONS = ("forward", "reverse", "jsd")
+
+EMPTY = -1e30
+"""The logit of an outcome without mass: finite, so that 0 · log 0 is 0."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """D(p, q) of every row, with what follows from it."""
+
+    value_N: Tensor
+    gradient_NK: Tensor
+    """∂D/∂a."""
+    slope_N: Tensor
+    """dD/du, through both rows."""
+    teacher_entropy_N: Tensor
+    student_entropy_N: Tensor
+
+
+def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction: str, beta: float = 0.5) -> Divergence:
+    """D and its derivatives. With x = log p − log q, m = βp + (1−β)q:
+
+        forward  KL(p‖q) = Σ p x                           ∂D/∂a = q − p               dD/du = Σ (q−p) s + Cov_p(t, x)
+        reverse  KL(q‖p) = −Σ q x                          ∂D/∂a = −q (x + D)          dD/du = Σ (p−q) t − Cov_q(s, x)
+        jsd      β KL(p‖m) + (1−β) KL(q‖m)                 ∂D/∂a = (1−β) q (log(q/m) − KL(q‖m))
+                                                           dD/du = (1−β) Cov_q(s, log(q/m)) + β Cov_p(t, log(p/m))
+
+    KL(p‖q) is summed as Σ (p x − p + q), whose terms are not negative: an error of the normalisers then counts only
+    squared, where p ≈ q would otherwise leave nothing but that error.
+
+    Cost: about ten passes over N·K.
+
+    Args:
+        a_NK: float32 or float64. EMPTY is an outcome of no mass.
+        b_NK: Likewise.
+        s_NK: da/du, finite.
+        t_NK: db/du, finite.
+        direction: One of `DIRECTIONS`.
+        beta: Between 0 and 1, both excluded; for "jsd".
+    """
+    log_q_NK, log_p_NK = a_NK.log_softmax(1), b_NK.log_softmax(1)
+    q_NK, p_NK = log_q_NK.exp(), log_p_NK.exp()
+    s_mean_N, t_mean_N = (q_NK * s_NK).sum(1, keepdim=True), (p_NK * t_NK).sum(1, keepdim=True)
+    s_NK, t_NK = s_NK - s_mean_N, t_NK - t_mean_N
+    x_NK = log_p_NK - log_q_NK
+    if direction == "forward":
+        value_N = _excess(p_NK, q_NK, x_NK).sum(1)
+        gradient_NK = q_NK - p_NK
+        slope_N = (gradient_NK * s_NK).sum(1) + (p_NK * x_NK * t_NK).sum(1)
+    elif direction == "reverse":
+        value_N = _excess(q_NK, p_NK, -x_NK).sum(1)
+        gradient_NK = -q_NK * (x_NK + value_N[:, None])
+        slope_N = ((p_NK - q_NK) * t_NK).sum(1) - (q_NK * x_NK * s_NK).sum(1)
+    else:
+        log_pm_NK, log_qm_NK = _to_mixture(x_NK, beta)
+        m_NK = beta * p_NK + (1 - beta) * q_NK
+        of_p_N = _excess(p_NK, m_NK, log_pm_NK).sum(1)
+        of_q_N = _excess(q_NK, m_NK, log_qm_NK).sum(1)
+        value_N = beta * of_p_N + (1 - beta) * of_q_N
+        gradient_NK = (1 - beta) * q_NK * (log_qm_NK - of_q_N[:, None])
+        slope_N = (1 - beta) * (q_NK * log_qm_NK * s_NK).sum(1) + beta * (p_NK * log_pm_NK * t_NK).sum(1)
+    return Divergence(value_N, gradient_NK, slope_N, -(p_NK * log_p_NK).sum(1), -(q_NK * log_q_NK).sum(1))
+
+
+def _excess(p_NK: Tensor, q_NK: Tensor, x_NK: Tensor) -> Tensor:
+    """p x − p + q for x = log(p/q), also where x is small."""
+    near_NK = p_NK * (x_NK + torch.expm1(-x_NK))
+    return torch.where(x_NK.abs() < 0.5, near_NK, p_NK * x_NK - p_NK + q_NK)
+
+
+def _to_mixture(x_NK: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p/m) and log(q/m) from x = log(p/q), without a difference of nearly equal numbers."""
+    small_NK = torch.expm1(-x_NK.abs())
+    of_p_NK = -torch.log1p((1 - beta) * small_NK)
+    of_q_NK = -torch.log1p(beta * small_NK)
+    ahead_NK = x_NK >= 0
+    return torch.where(ahead_NK, of_p_NK, of_q_NK + x_NK), torch.where(ahead_NK, of_p_NK - x_NK, of_q_NK)
