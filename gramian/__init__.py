@@ -3,11 +3,16 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.errors import GramianError
 from gramian.privacy import PrivacyEngine
 from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
 from gramian.taps import Capture, Site, register_site
+
+if TYPE_CHECKING:
+    from gramian import distill as distill
 
 observe = Capture
 
@@ -22,8 +27,20 @@ __all__ = [
     "PerSampleNorms",
     "PrivacyEngine",
     "Site",
+    "distill",
     "observe",
     "per_sample_norms",
     "precondition",
     "register_site",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Load distillation when it is first asked for."""
+        if name == "distill":
+            import gramian.distill
+
+            return gramian.distill
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,14 +47,17 @@ class Squash:
         return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap).square())
 
 
+PLAIN = Squash()
+
+
 def distill_rows(
     student_NV: Tensor,
     teacher_NV: Tensor,
     targets_N: Tensor,
     temperature: Tensor,
     objective: Objective,
-    student: Squash = Squash(),
-    teacher: Squash = Squash(),
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
     *,
     gradient: bool,
     out_RN: Tensor | None = None,
@@ -102,8 +105,8 @@ def distill_rows_twin(
     targets_N: Tensor,
     temperature: Tensor,
     objective: Objective,
-    student: Squash = Squash(),
-    teacher: Squash = Squash(),
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
     *,
     gradient: bool,
     out_RN: Tensor | None = None,
@@ -188,8 +191,8 @@ def distill_rows_kernel(
     targets_N: Tensor,
     temperature: Tensor,
     objective: Objective,
-    student: Squash = Squash(),
-    teacher: Squash = Squash(),
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
     *,
     gradient: bool,
     out_RN: Tensor | None = None,

@@ -29,7 +29,9 @@ class Divergence:
 
 
 def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction: str, beta: float = 0.5) -> Divergence:
-    """D and its derivatives. With x = log p − log q, m = βp + (1−β)q:
+    """D and its derivatives.
+
+    With x = log p − log q, m = βp + (1−β)q:
 
         forward  KL(p‖q) = Σ p x                           ∂D/∂a = q − p               dD/du = Σ (q−p) s + Cov_p(t, x)
         reverse  KL(q‖p) = −Σ q x                          ∂D/∂a = −q (x + D)          dD/du = Σ (p−q) t − Cov_q(s, x)
