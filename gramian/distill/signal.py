@@ -3,13 +3,14 @@
 Legend: B windows, T tokens, D the teacher's width, V vocabulary, K ids kept of a token, Q knots of the tail curve.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from gramian.distill.head import Head
+from gramian.errors import GramianError
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,30 @@ class Source(Protocol):
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
         """The signal of a micro-batch: "tokens" [B, T], "windows" [B] (rows of a cache), maybe "documents" [B, T]."""
         ...
+
+
+def tensors_of(signal: Signal) -> Iterator[Tensor]:
+    """Every tensor that belongs to the batch: not the head, not the knots."""
+    match signal:
+        case Dense():
+            yield signal.hidden_BTD
+        case Sparse():
+            yield from (signal.ids_BTK, signal.logits_BTK)
+            if signal.tail is not None:
+                yield from (signal.tail.values_BTQ, signal.tail.slopes_BTQ)
+        case Sampled():
+            yield from (signal.ids_BTK, signal.weights_BTK)
+    yield from signal.layers.values()
+
+
+def refuse_inference(signal: Signal) -> None:
+    """Called before anything learns from a signal: autograd cannot save tensors of `torch.inference_mode`.
+
+    Raises:
+        GramianError: if one of them is such a tensor.
+    """
+    whole = [signal.head.weight_VD] if isinstance(signal, Dense) else []
+    if any(tensor.is_inference() for tensor in (*tensors_of(signal), *whole)):
+        raise GramianError(
+            "teacher: its signal was made in inference mode, nothing can learn from it; expected no_grad"
+        )

@@ -1,0 +1,30 @@
+"""A teacher's signal on disk: row i is window i, so any order, seed, batch and number of processes can read it.
+
+`build_cache` → folder → `open_cache`, a `Source`. Three kinds: `Hidden`, exact at every temperature up to a measured rounding;
+`TopK`, the largest logits and a curve for the rest, right in a range of temperatures; `Samples`, unbiased, at one temperature.
+"""
+
+from gramian.distill.cache.builder import CacheOptions, WindowRows, build_cache, identity_of
+from gramian.distill.cache.check import RowCheck, check_rows
+from gramian.distill.cache.hidden import Hidden
+from gramian.distill.cache.manifest import Identity, Manifest, read_manifest
+from gramian.distill.cache.reader import Cache, open_cache
+from gramian.distill.cache.sampled import Samples
+from gramian.distill.cache.topk import TopK
+
+__all__ = [
+    "Cache",
+    "CacheOptions",
+    "Hidden",
+    "Identity",
+    "Manifest",
+    "RowCheck",
+    "Samples",
+    "TopK",
+    "WindowRows",
+    "build_cache",
+    "check_rows",
+    "identity_of",
+    "open_cache",
+    "read_manifest",
+]

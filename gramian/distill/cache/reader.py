@@ -1,0 +1,214 @@
+"""Reading a cache: a teacher that costs a copy from disk.
+
+Legend: B windows, T tokens, D width.
+"""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gramian.distill.cache.files import damage
+from gramian.distill.cache.layout import Column
+from gramian.distill.cache.manifest import HEAD, KINDS, MANIFEST, Manifest, read_manifest, short
+from gramian.distill.head import Head
+from gramian.distill.signal import Signal
+from gramian.errors import GramianError
+
+_Rows = dict[str, Tensor]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Cache:
+    """A teacher's signal on disk, by window; made by `open_cache`.
+
+    Rows are read from memory maps into page-locked memory and copied without waiting, where there is a GPU. Cost of a call:
+    `manifest.bytes_per_token` for every token.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, head: Head | None) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._kind, self._layout = KINDS[manifest.identity.kind], manifest.identity.layout
+        self._heads: dict[torch.device, Head] = {} if head is None else {head.weight_VD.device: head}
+        self._maps: dict[tuple[str, int], Bytes] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: tuple[Tensor, Future[_Rows]] | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Of the residual stream that it holds."""
+        return self.manifest.identity.layers
+
+    @property
+    def temperatures(self) -> tuple[float, float] | None:
+        """The range in which it is right; None: any."""
+        told = self.manifest.identity.facts.get("temperatures")
+        return None if told is None else (told[0], told[1])
+
+    def require_temperatures(self, lowest: float, highest: float) -> None:
+        """Refuse a run that may go where the cache knows nothing.
+
+        Raises:
+            GramianError: if its temperatures leave the range.
+        """
+        known = self.temperatures
+        if known is not None and not known[0] <= lowest <= highest <= known[1]:
+            raise GramianError(
+                f"temperature: {lowest:g} to {highest:g} is wanted, the cache {self.folder} is right from {known[0]:g} to "
+                f"{known[1]:g}; expected temperatures in there, or a cache built for others"
+            )
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
+        """The signal of a micro-batch, where its "tokens" are, or its "windows" without any.
+
+        "windows" [B] should be on the CPU: rows are looked up there, and a copy from a GPU has to be waited for.
+
+        Raises:
+            GramianError: if there is no such window.
+        """
+        windows_B = batch["windows"]
+        ahead = self._ahead
+        if ahead is not None and ahead[0] is windows_B:
+            self._ahead = None
+            raw = ahead[1].result()
+        else:
+            raw = self._gathered(windows_B)
+        device = batch["tokens"].device if "tokens" in batch else windows_B.device
+        return self._signal(raw, len(windows_B), device)
+
+    def upcoming(self, batch: Mapping[str, Tensor]) -> None:
+        """Begin to read the rows of a batch that will be asked for next, in a thread."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher-cache")
+        self._ahead = (batch["windows"], self._thread.submit(self._gathered, batch["windows"]))
+
+    def close(self) -> None:
+        """End the thread, and let go of the files."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._thread, self._ahead = None, None
+        self._maps.clear()
+
+    def _gathered(self, windows_B: Tensor) -> _Rows:
+        """The bytes of these windows, {column: uint8 [B · stride]}, page-locked where there is a GPU."""
+        windows = [int(window) for window in windows_B.tolist()]
+        for window in windows:
+            if not 0 <= window < self._layout.windows:
+                raise GramianError(
+                    f"windows: the cache {self.folder} has no window {window}; expected 0 to {self._layout.windows - 1}"
+                )
+        raw = {}
+        for column in self._layout.columns:
+            stride = self._layout.stride(column)
+            rows = torch.empty(len(windows) * stride, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            into = rows.numpy().reshape(len(windows), stride)
+            for place, window in enumerate(windows):
+                shard, row = divmod(window, self._layout.shard_windows)
+                into[place] = self._map(column, shard)[row]
+            raw[column.name] = rows
+        return raw
+
+    def _map(self, column: Column, shard: int) -> Bytes:
+        key = (column.name, shard)
+        if key not in self._maps:
+            path = self.folder / self._layout.files(shard)[column.name]
+            shape = (len(self._layout.rows(shard)), self._layout.stride(column))
+            try:
+                self._maps[key] = np.memmap(path, dtype=np.uint8, mode="r", shape=shape)
+            except (OSError, ValueError):  # it was whole when the cache was opened
+                raise GramianError(f"cache: {path} is gone or too short; expected the file as it was") from None
+        return self._maps[key]
+
+    def _signal(self, raw: _Rows, rows: int, device: torch.device) -> Signal:
+        stored = {
+            column.name: column.unpack(raw[column.name].to(device, non_blocking=True), rows)
+            for column in self._layout.columns
+        }
+        layers = {layer: stored.pop(f"layer-{layer}") for layer in self.layers}
+        head = self._head(device) if self._heads else None
+        return self._kind.decode(stored, layers, self.manifest.identity.facts, head)
+
+    def _head(self, device: torch.device) -> Head:
+        if device not in self._heads:
+            first = next(iter(self._heads.values()))
+            bias_V = None if first.bias_V is None else first.bias_V.to(device)
+            self._heads[device] = Head(first.weight_VD.to(device), bias_V, first.scale, first.softcap)
+        return self._heads[device]
+
+
+def open_cache(
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer_hash: str | None = None,
+    windows_digest: str | None = None,
+    teacher_hash: str | None = None,
+    vocabulary: int | None = None,
+    kind: str | None = None,
+    layers: tuple[int, ...] = (),
+    verify: Literal["sizes", "full"] = "sizes",
+) -> Cache:
+    """Open a finished cache, refusing one that was made from something else.
+
+    The manifest and the head are always compared with their checksums, every shard with its size. Checksums of shards are
+    compared by `verify="full"` alone, which reads the whole cache once, at the speed of the disk or a GB or two per second:
+    shuffled training touches every shard in its first steps, so doing that lazily would only move the same wait there.
+
+    Args:
+        folder: of the cache.
+        tokenizer_hash: that it must have been made with; None: any, as for all others.
+        windows_digest: of the training windows.
+        teacher_hash: of the teacher, where it is at hand.
+        vocabulary: ids that are needed; a cache may know more.
+        kind: "hidden", "topk" or "sampled".
+        layers: of the residual stream that are needed.
+        verify: how files are compared with the manifest.
+
+    Raises:
+        GramianError: naming the field or the file.
+    """
+    path = Path(folder)
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise GramianError(f"cache: {path} has no {MANIFEST}; expected a folder written by gramian cache")
+    identity = manifest.identity
+    if not manifest.complete:
+        raise GramianError(f"cache: {path} is not finished; expected gramian cache to run to its end")
+    for name, has, wanted in (
+        ("kind", identity.kind, kind),
+        ("tokenizer", identity.tokenizer, tokenizer_hash),
+        ("windows", identity.windows, windows_digest),
+        ("teacher", identity.teacher, teacher_hash),
+    ):
+        if wanted is not None and has != wanted:
+            raise GramianError(
+                f"{name}: the cache {path} was made with {short(has)}, here it is {short(wanted)}; "
+                f"expected the same {name}, or another cache"
+            )
+    if vocabulary is not None and identity.vocabulary < vocabulary:
+        raise GramianError(
+            f"vocabulary: the cache {path} knows {identity.vocabulary} ids, {vocabulary} are needed; expected another cache"
+        )
+    for layer in layers:
+        if layer not in identity.layers:
+            raise GramianError(
+                f"layers: the cache {path} holds {list(identity.layers)}, not {layer}; expected one of them"
+            )
+    for name, record in manifest.files.items():
+        problem = damage(path / name, record, content=verify == "full" or name == HEAD)
+        if problem is not None:
+            raise GramianError(f"cache: {path / name} {problem}")
+    return Cache(path, manifest, _read_head(path, manifest) if HEAD in manifest.files else None)
+
+
+def _read_head(path: Path, manifest: Manifest) -> Head:
+    from safetensors.torch import load_file
+
+    tensors = load_file(path / HEAD)
+    facts = manifest.identity.facts
+    return Head(tensors["weight"], tensors.get("bias"), facts["scale"], facts["softcap"])

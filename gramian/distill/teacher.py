@@ -1,0 +1,249 @@
+"""Reading a language model as a teacher: its final hidden state, its head, and a hash of what it is.
+
+Two families are understood: models with a method `hidden(tokens, documents, layers)` and a linear layer `head` (the reference
+GPT and Goose), and Hugging Face causal language models.
+
+Legend: B windows, T tokens, P tokens of the proof, D width, V vocabulary.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gramian.distill.head import Head
+from gramian.errors import GramianError
+
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+"""Fields of Hugging Face configs that multiply or divide logits."""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Fields that cap them."""
+FAR = 60.0
+"""The proof also drives logits up to this size: a cap shows on large ones alone."""
+PROOF_TOKENS = 4
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Of logits, relative to the largest."""
+_NOT_MEANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+# ---- hidden states ---------------------------------------------------------------------------------------------------------
+
+
+def hidden_of(
+    model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """What the head reads, and the residual stream on the way there. Cost: a forward without the head.
+
+    Args:
+        model: of a family that is understood.
+        tokens_BT: ids.
+        documents_BT: which document a token is of, for models that keep documents apart.
+        layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+
+    Returns:
+        The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]}.
+
+    Raises:
+        GramianError: if there is no such layer, or documents cannot be kept apart.
+    """
+    if is_native(model):
+        check_layers(model, layers)
+        hidden_BTD: Tensor
+        hidden_BTD, streams = model.hidden(tokens_BT, documents_BT, layers)  # type: ignore[operator]
+        return hidden_BTD, streams
+    body = body_of(model)
+    if documents_BT is not None:
+        raise GramianError(
+            f"data.isolate: {type(model).__name__} does not keep documents apart; expected false with this teacher"
+        )
+    check_layers(model, layers)
+    found = body(input_ids=tokens_BT, use_cache=False, output_hidden_states=bool(layers), return_dict=True)
+    return found.last_hidden_state, {layer: found.hidden_states[layer] for layer in layers}
+
+
+def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
+    """Refuse layers that cannot be read.
+
+    Hugging Face models give the output of their last block after the final norm alone, so that block is refused.
+
+    Raises:
+        GramianError: naming the layer.
+    """
+    if not layers:
+        return
+    if is_native(model):
+        last = count = len(model.blocks)  # type: ignore[arg-type]
+    else:
+        count = int(_text_config(model).num_hidden_layers)
+        last = count - 1
+    for layer in layers:
+        if layer == count > last:
+            raise GramianError(
+                f"layers: {layer} is the last block of {type(model).__name__}, which gives it after the final norm only; "
+                f"expected 0 to {last}"
+            )
+        if not 0 <= layer <= last:
+            raise GramianError(f"layers: {type(model).__name__} has no layer {layer}; expected 0 to {last}")
+    if len(set(layers)) < len(layers):
+        raise GramianError(f"layers: {list(layers)} names one twice; expected each once")
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether it has `hidden` and `head`."""
+    return callable(getattr(model, "hidden", None)) and isinstance(getattr(model, "head", None), nn.Module)
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The part of a Hugging Face model below its head.
+
+    Raises:
+        GramianError: if it is no such model.
+    """
+    body = getattr(model, str(getattr(model, "base_model_prefix", "")) or "base_model", None)
+    if not hasattr(model, "get_output_embeddings") or not isinstance(body, nn.Module) or body is model:
+        raise GramianError(
+            f"teacher: {type(model).__name__} is not understood; expected the reference GPT, Goose or a Hugging Face causal "
+            "language model"
+        )
+    return body
+
+
+# ---- the head --------------------------------------------------------------------------------------------------------------
+
+
+def head_of(model: nn.Module) -> Head:
+    """The head, proved on a few tokens. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
+
+    What multiplies or caps the logits is read from the config. It is believed only if `Head.logits` of the final hidden state
+    gives the model's own logits, once as they are and once with hidden states so large that a cap would show.
+
+    Args:
+        model: of a family that is understood; its mode is restored.
+
+    Returns:
+        The head; it shares the model's weight and asks for no gradient.
+
+    Raises:
+        GramianError: naming the class of a model whose head is not understood.
+    """
+    linear = linear_of(model)
+    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
+    if isinstance(weight, DTensor):
+        raise GramianError("teacher: the weight of its head is sharded; expected shard_teacher, which keeps it whole")
+    with _quiet(model), torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        tokens_BP = _proof_tokens(model, weight)
+        hidden_BPD = hidden_of(model, tokens_BP)[0].to(weight.dtype)
+        far = FAR / max(float((hidden_BPD @ weight.T).abs().max()), 1e-6)
+        own = {gain: _own_logits(model, linear, tokens_BP, gain) for gain in (1.0, far)}
+        for scale, softcap in _candidates(model):
+            head = Head(weight, bias, scale, softcap)
+            if all(_same(head.logits(hidden_BPD * gain), logits_BPV) for gain, logits_BPV in own.items()):
+                return head
+    raise GramianError(
+        f"teacher: the head of {type(model).__name__} is not understood: its logits are not those of a linear map with a "
+        "scale and a soft cap that its config names; expected another teacher"
+    )
+
+
+def linear_of(model: nn.Module) -> nn.Linear:
+    """The linear layer that makes logits.
+
+    Raises:
+        GramianError: if there is none.
+    """
+    if not is_native(model):
+        body_of(model)
+    found = model.head if is_native(model) else model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(found, nn.Linear):
+        raise GramianError(
+            f"teacher: the head of {type(model).__name__} is not understood: it is a {type(found).__name__}; expected a "
+            "linear layer"
+        )
+    return found
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
+    """(scale, softcap) that the config may mean; families divide or multiply by fields of the same name."""
+    config = None if is_native(model) else _text_config(model)
+    named = [float(value) for name in SCALES if isinstance(value := getattr(config, name, None), int | float)]
+    caps = [float(value) for name in SOFTCAPS if (value := getattr(config, name, None))]
+    for scale in dict.fromkeys([*(s for value in named if value for s in (value, 1.0 / value)), 1.0]):
+        for softcap in [*caps, None]:
+            yield scale, softcap
+
+
+def _own_logits(model: nn.Module, linear: nn.Linear, tokens_BP: Tensor, gain: float) -> Tensor:
+    """The model's logits where what enters its head is `gain` times as large."""
+    hook = linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gain, *inputs[1:]))
+    try:
+        found = model(tokens_BP) if is_native(model) else model(input_ids=tokens_BP, use_cache=False)
+    finally:
+        hook.remove()
+    logits_BPV: Tensor = found if isinstance(found, Tensor) else found.logits
+    return logits_BPV
+
+
+def _same(logits: Tensor, own: Tensor) -> bool:
+    tolerance = TOLERANCES.get(own.dtype, 1e-4) if own.dtype == logits.dtype else TOLERANCES[logits.dtype]
+    return bool((logits.double() - own.double()).abs().max() <= tolerance * own.double().abs().max())
+
+
+def _proof_tokens(model: nn.Module, weight: Tensor) -> Tensor:
+    context = getattr(getattr(model, "config", None), "context", PROOF_TOKENS)
+    count = min(PROOF_TOKENS, int(context))
+    return (torch.arange(1, count + 1, device=weight.device) % weight.shape[0]).unsqueeze(0)
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+# ---- what it is ------------------------------------------------------------------------------------------------------------
+
+
+def teacher_hash(model: nn.Module) -> str:
+    """Hex hash of class, config and weights: equal hashes mean equal signals for equal tokens and arithmetic.
+
+    Tensors are hashed one after another, a sharded one after it is gathered (then all processes call this), so it needs memory
+    for one. Cost: reads every weight once; about a second per GB.
+
+    Args:
+        model: on any device, sharded or not.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):
+        told = {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_MEANT}
+    else:
+        told = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
+    digest = hashlib.sha256(f"{_class_name(model)}\0".encode())
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+        digest.update(f"\0{name.removeprefix('_orig_mod.')}\0{whole.dtype}\0{tuple(whole.shape)}\0".encode())
+        if whole.numel():
+            digest.update(whole.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _class_name(model: nn.Module) -> str:
+    """Without what `fully_shard` puts in front of it."""
+    return type(model).__name__.removeprefix("FSDP")
