@@ -16,14 +16,15 @@ Cost of a forward: about 2 * parameters + 4 T D * layers FLOPs per token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from gramian.errors import GramianError
+from gramian.models.stream import recomputed, through_blocks
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,22 @@ class GPT(nn.Module):
             documents_BT: which document each token belongs to; tokens then see their own document alone, and positions start
                 anew with it. Default: a row is one document.
         """
+        logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
+        return logits_BTV
+
+    def hidden(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the head reads, and the residual stream on the way there.
+
+        Args:
+            tokens_BT: ids.
+            documents_BT: as of `forward`.
+            layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+
+        Returns:
+            The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        """
         length = tokens_BT.shape[1]
         if length > self.config.context:
             raise GramianError(f"tokens: got {length} per sequence; accepted: at most context ({self.config.context})")
@@ -161,25 +178,14 @@ class GPT(nn.Module):
         else:
             positions, sees_B1TT = isolated(documents_BT)
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions))
-        x_BTD = self._through_blocks(x_BTD, sees_B1TT)
-        logits_BTV: Tensor = self.head(self.final_norm(x_BTD))
-        return logits_BTV
-
-    def _through_blocks(self, x_BTD: Tensor, sees_B1TT: Tensor | None) -> Tensor:
-        size = self.checkpoint_blocks
-        if not size or not (self.training and torch.is_grad_enabled()):
-            for block in self.blocks:
-                x_BTD = block(x_BTD, sees_B1TT)
-            return x_BTD
-
-        def segment(first: int, x_BTD: Tensor) -> Tensor:
-            for block in self.blocks[first : first + size]:
-                x_BTD = block(x_BTD, sees_B1TT)
-            return x_BTD
-
-        for first in range(0, len(self.blocks), size):
-            x_BTD = checkpoint(segment, first, x_BTD, use_reentrant=False)
-        return x_BTD
+        x_BTD, streams = through_blocks(
+            self.blocks,
+            lambda block, x_BTD: block(x_BTD, sees_B1TT),
+            x_BTD,
+            layers,
+            recomputed(self, self.checkpoint_blocks),
+        )
+        return self.final_norm(x_BTD), streams
 
     def num_parameters(self) -> int:
         """Number of scalar parameters; a shared one counts once."""

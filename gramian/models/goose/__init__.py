@@ -1,0 +1,22 @@
+"""Goose: a recurrent language model with ternary spikes, its dense twin, its health, and text in constant memory."""
+
+from gramian.models.goose.generate import generate
+from gramian.models.goose.goose import Goose, GooseConfig, LayerState, State
+from gramian.models.goose.health import SiteHealth, SpikeHealth, SpikeRecorder, measure_spikes, record_spikes
+from gramian.models.goose.operations import Operations, layer_operations, operations
+
+__all__ = [
+    "Goose",
+    "GooseConfig",
+    "LayerState",
+    "Operations",
+    "SiteHealth",
+    "SpikeHealth",
+    "SpikeRecorder",
+    "State",
+    "generate",
+    "layer_operations",
+    "measure_spikes",
+    "operations",
+    "record_spikes",
+]

@@ -1,0 +1,252 @@
+r"""Goose: a recurrent language model whose matrix products see ternary spikes, and its dense twin.
+
+One block, for the residual stream x, with n = norm(x), prev the token before (zero at the beginning) and σ the sigmoid:
+
+    m_j = n_t + μ_j ⊙ (n_prev − n_t)                          j = k, v, r: a mix of this token and the one before
+    k = a_k ⊙ W_k spike(m_k)        v, r alike                ternary operands
+    S_t = d ⊙ S_{t−1} + k ⊙ v,      d = σ(w)                  memory, one number per channel
+    x ← x + σ(r) ⊙ a_o ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
+    x ← x + a_2 ⊙ W_2 spike(f(a_1 ⊙ W_1 spike(m_f)))          m_f: the mix of norm(x), f: GELU
+
+√(1−d²) makes channels of all time constants equally loud. There are no positions: the recurrence knows the order, and no
+sequence is too long. `spikes=False` is the dense twin: the same code and the same initial matrices with spike = identity and
+no amplitudes.
+
+Legend: B sequences, T tokens, D width of the residual stream, F hidden width of the MLP, V vocabulary.
+
+Parameters: (4 + 2·ffn) D² per block and some vectors, plus V·D for each of embedding and head (shared when tied).
+Cost of a forward: about 2 · parameters FLOPs per token, whatever T is; `operations` counts how many of them are ternary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.linalg.wide import wide
+from gramian.models.goose.layers import Memory, Mix, SpikingLinear
+from gramian.models.goose.spike import Amplitude, Spike
+from gramian.models.stream import recomputed, through_blocks
+
+
+@dataclass(frozen=True)
+class GooseConfig:
+    """Shape of a Goose.
+
+    Attributes:
+        vocabulary: Number of token ids.
+        context: Largest initial time constant of the memory, in tokens. Sequences may be longer.
+        layers: Number of blocks.
+        width: Width of the residual stream.
+        spikes: Ternary spikes in front of the blocks' matrices; False: the dense twin.
+        tied: Whether the head shares its weight with the token embedding.
+        ffn: Hidden width of the MLP, as a multiple of `width`.
+        dropout: Probability applied to the embedding and both residual branches.
+    """
+
+    vocabulary: int = 256
+    context: int = 128
+    layers: int = 4
+    width: int = 128
+    spikes: bool = True
+    tied: bool = False
+    ffn: int = 4
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a shape that cannot be built, naming the field."""
+        for field in ("vocabulary", "context", "layers", "width", "ffn"):
+            value = getattr(self, field)
+            if value < 1:
+                raise GramianError(f"{field}: got {value}; accepted: an integer of at least 1")
+        if not 0.0 <= self.dropout < 1.0:
+            raise GramianError(f"dropout: got {self.dropout}; accepted: 0 <= dropout < 1")
+
+
+class LayerState(NamedTuple):
+    """All that a block knows of the past."""
+
+    memory_BD: Tensor
+    """S, float32 or wider."""
+    token_BD: Tensor
+    """The last token as the memory's mixes see it."""
+    mlp_token_BD: Tensor
+    """The last token as the MLP's mix sees it."""
+
+
+State = tuple[LayerState, ...]
+"""One per block: 3·D numbers a block and sequence, however long the sequence was."""
+
+
+class Block(nn.Module):
+    """One block: `x + gate ⊙ memory(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: GooseConfig) -> None:
+        """Build the block's layers; `Goose` initialises the matrices."""
+        super().__init__()
+        width, hidden, spikes = config.width, config.ffn * config.width, config.spikes
+        self.norm_memory = nn.LayerNorm(width)
+        self.mix_key, self.mix_value, self.mix_receptance = Mix(width), Mix(width), Mix(width)
+        self.key = SpikingLinear(width, width, spikes)
+        self.value = SpikingLinear(width, width, spikes)
+        self.receptance = SpikingLinear(width, width, spikes)
+        self.memory = Memory(width, config.context)
+        self.norm_state = nn.LayerNorm(width)
+        self.memory_out = SpikingLinear(width, width, spikes)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.mix_mlp = Mix(width)
+        self.fc = SpikingLinear(width, hidden, spikes)
+        self.gelu = nn.GELU(approximate="tanh")
+        self.mlp_out = SpikingLinear(hidden, width, spikes)
+        self.residual_dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BTD: Tensor, keep_BT: Tensor | None = None, state: LayerState | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Map the residual stream [B, T, D] to the next one.
+
+        Args:
+            x_BTD: the stream.
+            keep_BT: 0 where a document begins, else 1; default: no document begins after the first token.
+            state: after the tokens before these; default: there are none.
+
+        Returns:
+            The next stream [B, T, D], and the state after the last token.
+        """
+        n_BTD = self.norm_memory(x_BTD)
+        before_BTD = _before(n_BTD, keep_BT, None if state is None else state.token_BD)
+        key_BTD = self.key(self.mix_key(n_BTD, before_BTD))
+        value_BTD = self.value(self.mix_value(n_BTD, before_BTD))
+        gate_BTD = self.receptance(self.mix_receptance(n_BTD, before_BTD)).sigmoid()
+        read_BTD, memory_BD = self.memory(
+            wide(key_BTD) * wide(value_BTD), keep_BT, None if state is None else state.memory_BD
+        )
+        out_BTD = gate_BTD * self.memory_out(self.norm_state(read_BTD.to(x_BTD.dtype)))
+        x_BTD = x_BTD + self.residual_dropout(out_BTD)
+
+        m_BTD = self.norm_mlp(x_BTD)
+        mixed_BTD = self.mix_mlp(m_BTD, _before(m_BTD, keep_BT, None if state is None else state.mlp_token_BD))
+        x_BTD = x_BTD + self.residual_dropout(self.mlp_out(self.gelu(self.fc(mixed_BTD))))
+        return x_BTD, LayerState(memory_BD, n_BTD[:, -1], m_BTD[:, -1])
+
+
+class Goose(nn.Module):
+    """Recurrent language model over token ids.
+
+    The same `seed` gives the same weights on every device and in every dtype (values are drawn in float32 on the
+    CPU), and building a model leaves the global random state alone. The dense twin of a seed has the same matrices.
+    """
+
+    def __init__(self, config: GooseConfig | None = None, seed: int = 0) -> None:
+        """Build and initialise the model that `config` (default: `GooseConfig()`) describes."""
+        super().__init__()
+        self.config = config = config or GooseConfig()
+        with torch.random.fork_rng(devices=[]):
+            self.token_embedding = nn.Embedding(config.vocabulary, config.width)
+            self.embedding_dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.final_norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.token_embedding.weight
+        self.checkpoint_blocks = 0
+        """Blocks of a segment whose activations are computed again in the backward; 0: all are kept."""
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter, as a function of `seed` alone.
+
+        Matrices are N(0, 0.02²), each a draw of its own; those that write into the residual stream are scaled by
+        1/sqrt(2 * layers), so that the stream's variance does not grow with depth. Vectors have the values that their
+        modules say.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                writes_residual = name.endswith(("memory_out.linear.weight", "mlp_out.linear.weight"))
+                std = 0.02 / math.sqrt(2 * self.config.layers) if writes_residual else 0.02
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                parameter.copy_(drawn * std)
+        for module in self.modules():
+            if isinstance(module, Mix | Memory | Spike | Amplitude):
+                module.reset()
+            elif isinstance(module, nn.LayerNorm):
+                module.reset_parameters()
+
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Map token ids [B, T] of any length to logits [B, T, V] for the token that follows each position.
+
+        Args:
+            tokens_BT: ids.
+            documents_BT: which document each token belongs to; state and token shift then start anew with every document.
+                Default: a row is one document.
+        """
+        logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
+        return logits_BTV
+
+    def hidden(
+        self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """What the head reads, and the residual stream on the way there.
+
+        Args:
+            tokens_BT: ids.
+            documents_BT: as of `forward`.
+            layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+
+        Returns:
+            The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        """
+        x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
+        keep_BT = None if documents_BT is None else kept(documents_BT)
+        x_BTD, streams = through_blocks(
+            self.blocks,
+            lambda block, x_BTD: block(x_BTD, keep_BT)[0],
+            x_BTD,
+            layers,
+            recomputed(self, self.checkpoint_blocks),
+        )
+        return self.final_norm(x_BTD), streams
+
+    def advance(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Read tokens [B, T] from where a state left off (default: from the beginning), all at once.
+
+        Returns:
+            The final hidden state [B, T, D], and the state after the last token.
+        """
+        x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
+        after = []
+        for layer, block in enumerate(self.blocks):
+            x_BTD, found = block(x_BTD, None, None if state is None else state[layer])
+            after.append(found)
+        return self.final_norm(x_BTD), tuple(after)
+
+    def step(self, token_B: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Read one token [B] of every sequence; logits [B, V] for the next one, and the state after it. Cost: O(parameters)."""
+        hidden_BTD, state = self.advance(token_B.unsqueeze(1), state)
+        return self.head(hidden_BTD[:, 0]), state
+
+    def num_parameters(self) -> int:
+        """Number of scalar parameters; a shared one counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def kept(documents_BT: Tensor) -> Tensor:
+    """[B, T]: 1 where a token belongs to the same document as the one before, 0 where it begins one."""
+    keep_BT = torch.zeros(documents_BT.shape, device=documents_BT.device)
+    keep_BT[:, 1:] = documents_BT[:, 1:] == documents_BT[:, :-1]
+    return keep_BT
+
+
+def _before(x_BTD: Tensor, keep_BT: Tensor | None, first_BD: Tensor | None) -> Tensor:
+    """Every token's predecessor: before the first token `first` (default: 0), and 0 before a document's first."""
+    first_BD = torch.zeros_like(x_BTD[:, 0]) if first_BD is None else first_BD
+    before_BTD = torch.cat([first_BD.unsqueeze(1), x_BTD[:, :-1]], dim=1)
+    return before_BTD if keep_BT is None else before_BTD * keep_BT.unsqueeze(-1).to(before_BTD.dtype)

@@ -1,0 +1,127 @@
+r"""The recurrence S_t = d ⊙ S_{t−1} + u_t, all tokens at once and without a division.
+
+Time is cut into chunks of C tokens. Inside a chunk every token is added with its decay, d^(t−s) u_s for s ≤ t; what a chunk
+inherits from those before it is
+
+    carry_n = d^C ⊙ carry_{n−1} + (last state of chunk n−1 alone),      S_t = (state in the chunk alone) + d^(j+1) ⊙ carry,
+
+the same recurrence over T/C tokens with the decay d^C, solved by recursion. Every factor is a power of d ≤ 1: nothing
+overflows and nothing is divided by what has underflowed, so that decays of exactly 0 and 1 are fine.
+
+Backward: λ_t = g_t + d ⊙ λ_{t+1} is the same recurrence from the other end; ∂L/∂u = λ, ∂L/∂d = Σ_t λ_t ⊙ S_{t−1},
+∂L/∂S_0 = d ⊙ λ_1. Only S is kept for it.
+
+Cost: about 2·B·T·D multiply-adds and 8 reads or writes of B·T·D numbers for C = 16, in C·log_C(T) launches; memory a few
+times B·T·D. Forward and backward alike.
+
+Legend: B sequences, T tokens, D channels, C tokens of a chunk, N chunks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gramian.errors import GramianError
+from gramian.linalg.wide import wide_dtype
+
+CHUNK = 16
+"""Few launches (C per level) against few levels; the traffic hardly depends on it."""
+
+
+def scan(
+    input_BTD: Tensor,
+    decay_D: Tensor,
+    keep_BT: Tensor | None = None,
+    initial_BD: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """All states of S_t = d ⊙ k_t S_{t−1} + u_t, in float32 or wider.
+
+    Args:
+        input_BTD: u.
+        decay_D: d, from 0 to 1, both included.
+        keep_BT: k, 0 where a document begins and the state starts anew, else 1; no gradient. Default: 1 everywhere.
+        initial_BD: S_0; default: 0.
+        chunk: C, at least 2.
+
+    Returns:
+        S [B, T, D]; S[:, -1] is what to go on from.
+    """
+    if chunk < 2:
+        raise GramianError(f"chunk: got {chunk}; accepted: an integer of at least 2")
+    dtype = wide_dtype(input_BTD, decay_D)
+    B, T, D = input_BTD.shape
+    initial_BD = input_BTD.new_zeros(B, D) if initial_BD is None else initial_BD
+    # Without documents one row of ones, which costs nothing and keeps one code path.
+    keep_BT = input_BTD.new_ones(1, T) if keep_BT is None else keep_BT
+    states_BTD: Tensor = _Scan.apply(  # type: ignore[no-untyped-call]
+        input_BTD.to(dtype), decay_D.to(dtype), keep_BT.to(dtype), initial_BD.to(dtype), chunk
+    )
+    return states_BTD
+
+
+def sequential_scan(
+    input_BTD: Tensor, decay_D: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
+) -> Tensor:
+    """The same, one token after the other in plain autograd: what `scan` is checked against. Cost: T launches."""
+    state_BD = torch.zeros_like(input_BTD[:, 0]) if initial_BD is None else initial_BD
+    states = []
+    for t in range(input_BTD.shape[1]):
+        if keep_BT is not None:
+            state_BD = keep_BT[:, t, None] * state_BD
+        state_BD = decay_D * state_BD + input_BTD[:, t]
+        states.append(state_BD)
+    return torch.stack(states, dim=1)
+
+
+class _Scan(torch.autograd.Function):
+    """Keeps the states alone: autograd through the chunks would keep all that is between."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(u_BTD: Tensor, d_D: Tensor, keep_BT: Tensor, initial_BD: Tensor, chunk: int) -> Tensor:
+        return _states(u_BTD, d_D * keep_BT.unsqueeze(-1), initial_BD, chunk)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, d_D, keep_BT, initial_BD, ctx.chunk = inputs
+        ctx.save_for_backward(output, d_D, keep_BT, initial_BD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, Tensor, None]:
+        states_BTD, d_D, keep_BT, initial_BD = ctx.saved_tensors
+        # λ_t decays into λ_{t−1} unless token t begins a document: k moves by one token when time runs backwards.
+        later_BT = F.pad(keep_BT[:, 1:], (0, 1)).flip(1)
+        end_BD = torch.zeros_like(initial_BD)
+        backwards_BTD = _Scan.apply(  # type: ignore[no-untyped-call]
+            gradients[0].flip(1), d_D, later_BT, end_BD, ctx.chunk
+        )
+        adjoint_BTD = backwards_BTD.flip(1)
+        before_BTD = torch.cat([initial_BD.unsqueeze(1), states_BTD[:, :-1]], dim=1)
+        kept_BTD = keep_BT.unsqueeze(-1) * adjoint_BTD
+        return adjoint_BTD, (kept_BTD * before_BTD).sum(dim=(0, 1)), None, d_D * kept_BTD[:, 0], None
+
+
+def _states(u_BTD: Tensor, a_BTD: Tensor, state_BD: Tensor, chunk: int) -> Tensor:
+    """S_t = a_t ⊙ S_{t−1} + u_t; a may have one row for the whole batch."""
+    T = u_BTD.shape[1]
+    if chunk >= T:
+        states = []
+        for u_BD, a_BD in zip(u_BTD.unbind(1), a_BTD.unbind(1), strict=True):
+            state_BD = torch.addcmul(u_BD, a_BD, state_BD)
+            states.append(state_BD)
+        return torch.stack(states, dim=1)
+    missing = -T % chunk
+    u_BND_in_chunk = F.pad(u_BTD, (0, 0, 0, missing)).unflatten(1, (-1, chunk)).unbind(2)
+    a_BND_in_chunk = F.pad(a_BTD, (0, 0, 0, missing)).unflatten(1, (-1, chunk)).unbind(2)
+    alone_BND, power_BND = [u_BND_in_chunk[0]], [a_BND_in_chunk[0]]
+    for u_BND, a_BND in zip(u_BND_in_chunk[1:], a_BND_in_chunk[1:], strict=True):
+        alone_BND.append(torch.addcmul(u_BND, a_BND, alone_BND[-1]))
+        power_BND.append(a_BND * power_BND[-1])
+    ends_BND = _states(alone_BND[-1], power_BND[-1], state_BD, chunk)
+    carry_BND = torch.cat([state_BD.unsqueeze(1), ends_BND[:, :-1]], dim=1)
+    states = [torch.addcmul(s_BND, p_BND, carry_BND) for s_BND, p_BND in zip(alone_BND, power_BND, strict=True)]
+    return torch.stack(states, dim=2).flatten(1, 2)[:, :T]
