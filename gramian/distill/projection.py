@@ -37,7 +37,10 @@ class Projection:
     def buffer(self, tokens: int) -> Tensor:
         """Room for the products of so many tokens, [n, V] with aligned rows."""
         width = -(-self.vocabulary // ALIGNMENT) * ALIGNMENT
-        return self.hidden_ND.new_empty((tokens, width))[:, : self.vocabulary]
+        whole = self.hidden_ND.new_empty((tokens, width))
+        # Not left as found: products in bfloat16 on a CPU read one number beyond an odd row, and take it times 0.
+        whole[:, self.vocabulary :] = 0
+        return whole[:, : self.vocabulary]
 
     def products_(self, tokens: slice, out_nV: Tensor) -> Tensor:
         """h Wᵀ + b of some tokens, written into `out_nV`, of which the first rows are returned."""

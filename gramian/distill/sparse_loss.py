@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gramian.kernels.distill_rows import Objective, Squash, assemble_rows, write_gradient_
-from gramian.kernels.divergence import EMPTY, divergence
+from gramian.kernels.divergence import EMPTY, divergence, log_probabilities
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SparseTeacher:
             objective.direction,
             objective.beta,
         )
-        log_q1_nV = z_nV.log_softmax(1)
+        log_q1_nV = log_probabilities(z_nV)
         hit_nK = ids_nK == targets_n[:, None]
         at_one_n = torch.logaddexp(t_nK.logsumexp(1), self.rest_at_one_N[tokens].to(wide))
         best_nK = (z_nK == z_nV.amax(1, keepdim=True)) & (t_nK == t_nK.amax(1, keepdim=True))
@@ -97,8 +97,8 @@ class SampledTeacher:
         wide = out_Rn.dtype
         ids_nK, weights_nK = self.ids_NK[tokens], self.weights_NK[tokens].to(wide)
         z_nV = squash(products_nV.to(wide))
-        log_q_nV = (z_nV / temperature).log_softmax(1)
-        log_q1_nV = z_nV.log_softmax(1)
+        log_q_nV = log_probabilities(z_nV / temperature)
+        log_q1_nV = log_probabilities(z_nV)
         unknown_n = torch.full_like(log_q_nV[:, 0], torch.nan)
         assemble_rows(
             targets_n, objective, log_q1_nV, temperature, out_Rn,

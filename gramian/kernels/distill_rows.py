@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gramian.kernels._launch import on_device, takes_kernel, wide_dtype
-from gramian.kernels.divergence import DIRECTIONS, divergence
+from gramian.kernels.divergence import DIRECTIONS, divergence, log_probabilities
 
 ROWS = ("terms", "kl", "ce", "agreement", "teacher_entropy", "student_entropy", "gold", "teacher_gold", "slope")
 """terms: 1 for a token that counts, and everything is 0 for the others. kl: the divergence at T, without T². agreement:
@@ -121,7 +121,7 @@ def distill_rows_twin(
     best_N = (z_NC == z_NC.amax(1, keepdim=True)) & (t_NC == t_NC.amax(1, keepdim=True))
     known_N = (targets_N >= 0) & (targets_N < common)
     teacher_gold_N = t_NC.gather(1, targets_N.clamp(0, common - 1)[:, None])[:, 0] - t_NC.logsumexp(1)
-    log_q1_NV = z_NV.log_softmax(1)
+    log_q1_NV = log_probabilities(z_NV)
     out_RN = assemble_rows(
         targets_N, objective, log_q1_NV, temperature, out_RN,
         kl=between.value_N, agreement=best_N.any(1), teacher_entropy=between.teacher_entropy_N,

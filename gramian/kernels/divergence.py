@@ -51,7 +51,7 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
         direction: One of `DIRECTIONS`.
         beta: Between 0 and 1, both excluded; for "jsd".
     """
-    log_q_NK, log_p_NK = a_NK.log_softmax(1), b_NK.log_softmax(1)
+    log_q_NK, log_p_NK = log_probabilities(a_NK), log_probabilities(b_NK)
     q_NK, p_NK = log_q_NK.exp(), log_p_NK.exp()
     s_mean_N, t_mean_N = (q_NK * s_NK).sum(1, keepdim=True), (p_NK * t_NK).sum(1, keepdim=True)
     s_NK, t_NK = s_NK - s_mean_N, t_NK - t_mean_N
@@ -73,6 +73,11 @@ def divergence(a_NK: Tensor, b_NK: Tensor, s_NK: Tensor, t_NK: Tensor, direction
         gradient_NK = (1 - beta) * q_NK * (log_qm_NK - of_q_N[:, None])
         slope_N = (1 - beta) * (q_NK * log_qm_NK * s_NK).sum(1) + beta * (p_NK * log_pm_NK * t_NK).sum(1)
     return Divergence(value_N, gradient_NK, slope_N, -(p_NK * log_p_NK).sum(1), -(q_NK * log_q_NK).sum(1))
+
+
+def log_probabilities(z_NK: Tensor) -> Tensor:
+    """log_softmax; torch's own adds the exponentials one after another, and loses two digits over 100,000 of them."""
+    return z_NK - z_NK.logsumexp(1, keepdim=True)
 
 
 def _excess(p_NK: Tensor, q_NK: Tensor, x_NK: Tensor) -> Tensor:
