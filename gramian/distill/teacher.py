@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from gramian.distill.head import Head
 from gramian.errors import GramianError
+from gramian.parallel.wrap import blocks_of
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 """Fields of Hugging Face configs that multiply or divide logits."""
@@ -63,35 +64,53 @@ def hidden_of(
             f"data.isolate: {type(model).__name__} does not keep documents apart; expected false with this teacher"
         )
     check_layers(model, layers)
-    found = body(input_ids=tokens_BT, use_cache=False, output_hidden_states=bool(layers), return_dict=True)
-    return found.last_hidden_state, {layer: found.hidden_states[layer] for layer in layers}
+    with _streams(blocks_of(body), layers) as streams:
+        found = body(input_ids=tokens_BT, use_cache=False, return_dict=True)
+    return found.last_hidden_state, {layer: streams[layer] for layer in layers}
 
 
 def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
     """Refuse layers that cannot be read.
-
-    Hugging Face models give the output of their last block after the final norm alone, so that block is refused.
 
     Raises:
         GramianError: naming the layer.
     """
     if not layers:
         return
-    if is_native(model):
-        last = count = len(model.blocks)  # type: ignore[arg-type]
-    else:
-        count = int(_text_config(model).num_hidden_layers)
-        last = count - 1
+    last = len(blocks_of(model))
+    if not is_native(model) and last != _text_config(model).num_hidden_layers:
+        raise GramianError(f"layers: the blocks of {type(model).__name__} are not understood; expected no layers")
     for layer in layers:
-        if layer == count > last:
-            raise GramianError(
-                f"layers: {layer} is the last block of {type(model).__name__}, which gives it after the final norm only; "
-                f"expected 0 to {last}"
-            )
         if not 0 <= layer <= last:
             raise GramianError(f"layers: {type(model).__name__} has no layer {layer}; expected 0 to {last}")
     if len(set(layers)) < len(layers):
         raise GramianError(f"layers: {list(layers)} names one twice; expected each once")
+
+
+@contextmanager
+def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """What enters and leaves the blocks while this lasts.
+
+    Not by `output_hidden_states`: that keeps every layer, gives the last one after the final norm, and knows modules by a class
+    that `fully_shard` replaces.
+    """
+    found: dict[int, Tensor] = {}
+
+    def enters(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found[0] = inputs[0] if inputs else named["hidden_states"]
+
+    def leaves(layer: int, output: Any) -> None:
+        found[layer] = output if isinstance(output, Tensor) else output[0]
+
+    hooks = [blocks[0].register_forward_pre_hook(enters, with_kwargs=True)] if 0 in layers else []
+    for layer in layers:
+        if layer:
+            hooks.append(blocks[layer - 1].register_forward_hook(lambda _, __, out, at=layer: leaves(at, out)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_native(model: nn.Module) -> bool:
