@@ -19,6 +19,7 @@ Legend: N tokens, D channels of the student, E channels of the teacher.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def linear_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, s
     Returns:
         A scalar, with the gradient of both.
     """
-    with torch.autocast(x_ND.device.type, enabled=False), exact_float32():
+    with torch.autocast(x_ND.device.type, enabled=False), _precise():
         x, y, _ = _prepared(x_ND, y_NE, counted_N, standardise)
         return _ratio(_square(x, y), _square(x, x), _square(y, y))
 
@@ -60,7 +61,7 @@ def debiased_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *,
     Returns:
         A scalar, with the gradient of both.
     """
-    with torch.autocast(x_ND.device.type, enabled=False), exact_float32():
+    with torch.autocast(x_ND.device.type, enabled=False), _precise():
         x, y, n = _prepared(x_ND, y_NE, counted_N, standardise)
         cka = _ratio(_unbiased(x, y, n), _unbiased(x, x, n), _unbiased(y, y, n))
         return torch.where(n >= 4, cka, 0.0)
@@ -110,6 +111,11 @@ class Projector(nn.Module):
         """[..., D] to [..., E]."""
         projected_NE: Tensor = self.linear(student_ND)
         return projected_NE
+
+
+def _precise() -> AbstractContextManager[None]:
+    """No TF32. A compiled graph has the precision that is set outside: it cannot change it on the way."""
+    return nullcontext() if torch.compiler.is_compiling() else exact_float32()
 
 
 def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -> tuple[Tensor, Tensor, Tensor]:

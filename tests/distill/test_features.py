@@ -165,3 +165,9 @@ def test_tokens_that_do_not_count_are_as_if_they_were_not_there(measure, standar
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert measure(x, y, torch.zeros(60)) == 0
     assert torch.autograd.grad(measure(x.requires_grad_(), y, torch.arange(60) == 1), x)[0].eq(0).all()
+
+
+@pytest.mark.parametrize("measure", [cka_loss, debiased_cka])
+def test_compiles_to_one_graph(measure) -> None:
+    x, y = related()
+    torch.testing.assert_close(torch.compile(measure, fullgraph=True, backend="aot_eager")(x, y), measure(x, y))

@@ -6,7 +6,7 @@ One block, for the residual stream x, with n = norm(x), prev the token before (z
     k = a_k ⊙ W_k spike(m_k)        v, r alike                ternary operands
     S_t = d ⊙ S_{t−1} + k ⊙ v,      d = σ(w)                  memory, one number per channel
     x ← x + σ(r) ⊙ a_o ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
-    x ← x + a_2 ⊙ W_2 spike(f(a_1 ⊙ W_1 spike(m_f)))          m_f: the mix of norm(x), f: GELU
+    x ← x + a_2 ⊙ W_2 spike(relu(a_1 ⊙ W_1 spike(m_f))²)      m_f: the mix of norm(x)
 
 √(1−d²) makes channels of all time constants equally loud. There are no positions: the recurrence knows the order, and no
 sequence is too long. `spikes=False` is the dense twin: the same code and the same initial matrices with spike = identity and
@@ -102,7 +102,6 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(width)
         self.mix_mlp = Mix(width)
         self.fc = SpikingLinear(width, hidden, spikes)
-        self.gelu = nn.GELU(approximate="tanh")
         self.mlp_out = SpikingLinear(hidden, width, spikes)
         self.residual_dropout = nn.Dropout(config.dropout)
 
@@ -132,7 +131,7 @@ class Block(nn.Module):
 
         m_BTD = self.norm_mlp(x_BTD)
         mixed_BTD = self.mix_mlp(m_BTD, _before(m_BTD, keep_BT, None if state is None else state.mlp_token_BD))
-        x_BTD = x_BTD + self.residual_dropout(self.mlp_out(self.gelu(self.fc(mixed_BTD))))
+        x_BTD = x_BTD + self.residual_dropout(self.mlp_out(self.fc(mixed_BTD).relu().square()))
         return x_BTD, LayerState(memory_BD, n_BTD[:, -1], m_BTD[:, -1])
 
 

@@ -18,7 +18,7 @@ class Operations:
     dense: int
     """In matrix products of real numbers."""
     elementwise: int
-    """Multiplications outside matrix products, without what is inside norms, GELU, sigmoid and the spikes' own thresholds."""
+    """Multiplications outside matrix products, without what is inside norms, the sigmoid and the spikes' own thresholds."""
 
     @property
     def ternary_share(self) -> float:
@@ -36,8 +36,8 @@ def layer_operations(config: GooseConfig) -> Operations:
     """Of one block: W_k, W_v, W_r, W_o are D×D, W_1 and W_2 are D×F; a spike stands in front of each."""
     D, F = config.width, config.ffn * config.width
     matrices = 4 * D * D + 2 * D * F
-    # Four mixes, k ⊙ v, d ⊙ S, the readout's loudness, the gate; with spikes the amplitudes of all six outputs.
-    elementwise = 4 * D + 4 * D
+    # Four mixes, k ⊙ v, d ⊙ S, the readout's loudness, the gate, the square; with spikes the amplitudes of all six outputs.
+    elementwise = 4 * D + 4 * D + F
     if not config.spikes:
         return Operations(0, matrices, elementwise)
     return Operations(matrices, 0, elementwise + 5 * D + F)

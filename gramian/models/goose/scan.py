@@ -114,14 +114,14 @@ def _states(u_BTD: Tensor, a_BTD: Tensor, state_BD: Tensor, chunk: int) -> Tenso
             state_BD = torch.addcmul(u_BD, a_BD, state_BD)
             states.append(state_BD)
         return torch.stack(states, dim=1)
-    missing = -T % chunk
-    u_BND_in_chunk = F.pad(u_BTD, (0, 0, 0, missing)).unflatten(1, (-1, chunk)).unbind(2)
-    a_BND_in_chunk = F.pad(a_BTD, (0, 0, 0, missing)).unflatten(1, (-1, chunk)).unbind(2)
-    alone_BND, power_BND = [u_BND_in_chunk[0]], [a_BND_in_chunk[0]]
-    for u_BND, a_BND in zip(u_BND_in_chunk[1:], a_BND_in_chunk[1:], strict=True):
-        alone_BND.append(torch.addcmul(u_BND, a_BND, alone_BND[-1]))
-        power_BND.append(a_BND * power_BND[-1])
-    ends_BND = _states(alone_BND[-1], power_BND[-1], state_BD, chunk)
+    padding = (0, 0, 0, -T % chunk)
+    u_BNCD = F.pad(u_BTD, padding).unflatten(1, (-1, chunk))
+    a_BNCD = F.pad(a_BTD, padding).unflatten(1, (-1, chunk))
+    alone = [u_BNCD[:, :, 0]]
+    for j in range(1, chunk):
+        alone.append(torch.addcmul(u_BNCD[:, :, j], a_BNCD[:, :, j], alone[-1]))
+    power_BNCD = a_BNCD.cumprod(dim=2)
+    ends_BND = _states(alone[-1], power_BNCD[:, :, -1], state_BD, chunk)
     carry_BND = torch.cat([state_BD.unsqueeze(1), ends_BND[:, :-1]], dim=1)
-    states = [torch.addcmul(s_BND, p_BND, carry_BND) for s_BND, p_BND in zip(alone_BND, power_BND, strict=True)]
-    return torch.stack(states, dim=2).flatten(1, 2)[:, :T]
+    states_BNCD = torch.addcmul(torch.stack(alone, dim=2), power_BNCD, carry_BND.unsqueeze(2))
+    return states_BNCD.flatten(1, 2)[:, :T]

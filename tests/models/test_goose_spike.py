@@ -1,0 +1,95 @@
+"""The ternary spike: its values, its gradient, what it may not see."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gramian.models.goose.spike import FLOOR, LLOYD_MAX_AMPLITUDE, LLOYD_MAX_THRESHOLD, Amplitude, Spike
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spike(channels: int = 9) -> Spike:
+    """With a threshold of its own for every channel."""
+    found = Spike(channels).double()
+    with torch.no_grad():
+        found.log_alpha += 0.3 * drawn(channels, seed=7)
+    return found
+
+
+def test_values_are_ternary_and_follow_the_threshold_of_each_token_and_channel() -> None:
+    module, x_BTC = spike(), drawn(4, 6, 9)
+    found = module(x_BTC)
+    for b in range(4):
+        for t in range(6):
+            size = sum(abs(v) for v in x_BTC[b, t].tolist()) / 9
+            for c in range(9):
+                threshold, x = module.log_alpha[c].exp().item() * size, x_BTC[b, t, c].item()
+                assert found[b, t, c] == (1 if x > threshold else -1 if x < -threshold else 0)
+
+
+@pytest.mark.oracle
+def test_the_gradient_is_that_of_the_ramp_with_the_size_held_fixed() -> None:
+    module, x_BTC, weights = spike(), drawn(4, 6, 9).requires_grad_(), drawn(4, 6, 9, seed=1)
+    (module(x_BTC) * weights).sum().backward()
+    x, log_alpha = x_BTC.detach().clone().requires_grad_(), module.log_alpha.detach().clone().requires_grad_()
+    threshold = log_alpha.exp() * x.detach().abs().mean(-1, keepdim=True)
+    expected = torch.autograd.grad(((x / (2 * threshold)).clamp(-1, 1) * weights).sum(), (x, log_alpha))
+    torch.testing.assert_close(x_BTC.grad, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module.log_alpha.grad, expected[1], rtol=1e-12, atol=1e-12)
+    outside = (x.abs() > 2 * threshold).sum()
+    assert 0 < outside < x.numel()
+    assert x_BTC.grad is not None and (x_BTC.grad == 0).sum() == outside
+
+
+def test_the_threshold_learns() -> None:
+    """In the code behind the seed it was called learnable and never got a gradient."""
+    module, x_BTC = spike(), drawn(4, 6, 9)
+    module(x_BTC).square().sum().backward()
+    module(x_BTC).mul(x_BTC).sum().backward()
+    assert module.log_alpha.grad is not None and module.log_alpha.grad.ne(0).all()
+
+
+def test_a_token_sees_neither_other_tokens_nor_batch_mates() -> None:
+    module, x_BTC = spike(), drawn(4, 6, 9)
+    other = x_BTC.clone()
+    other[1:] *= 100
+    other[0, 3:] *= 100
+    assert torch.equal(module(other)[0, :3], module(x_BTC)[0, :3])
+
+
+def test_scale_does_not_matter_above_the_floor_and_zeros_are_silent() -> None:
+    module, x_BTC = spike(), drawn(4, 6, 9)
+    assert torch.equal(module(x_BTC), module(50 * x_BTC))
+    zeros = torch.zeros(2, 3, 9, dtype=torch.float64, requires_grad=True)
+    found = module(zeros)
+    assert found.eq(0).all()
+    found.sum().backward()
+    assert zeros.grad is not None and zeros.grad.abs().max() <= 1 / (2 * FLOOR)
+
+
+def test_a_normal_variable_is_approximated_as_well_as_three_levels_can() -> None:
+    x = drawn(2000, 64)
+    s = Spike(64).double()(x)
+    a = Amplitude(1).double()(s)
+    assert (x - a).square().mean().item() == pytest.approx(0.1902, abs=0.004)  # the optimum of Max (1960)
+    assert s.abs().mean().item() == pytest.approx(0.5405, abs=0.005)
+    for threshold, amplitude in [(0.8, 1.0), (1.25, 1.0), (1.0, 0.85), (1.0, 1.15)]:
+        worse = LLOYD_MAX_AMPLITUDE * amplitude * x.sign() * (x.abs() > LLOYD_MAX_THRESHOLD * threshold)
+        assert (x - worse).square().mean() > (x - a).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_keeps_its_dtype_and_decides_in_float32(dtype: torch.dtype) -> None:
+    module, x = Spike(64).to(dtype), drawn(3, 5, 64).to(dtype).requires_grad_()
+    found = module(x)
+    assert found.dtype == dtype and set(found.unique().tolist()) == {-1.0, 0.0, 1.0}
+    wide = Spike(64)
+    with torch.no_grad():
+        wide.log_alpha.copy_(module.log_alpha)
+    assert torch.equal(found.float(), wide(x.float()))
+    found.sum().backward()
+    assert x.grad is not None and x.grad.dtype == dtype
+    assert module.log_alpha.grad is not None and module.log_alpha.grad.dtype == dtype
