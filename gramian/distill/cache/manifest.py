@@ -137,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
     """A checksummed JSON file, whole or as it was before."""
-    write_whole(path, (json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n").encode())
+    write_whole(path, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
