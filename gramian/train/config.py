@@ -19,8 +19,10 @@ import msgspec
 
 from gramian.errors import GramianError
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+MOST = 2**31 - 1
+"""A larger number is a slip of the finger, and no index of torch holds it."""
+Natural = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
@@ -46,16 +48,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Model:
-    """The reference GPT, or a Hugging Face causal language model from a folder."""
+    """The reference GPT, Goose, or a Hugging Face causal language model from a folder."""
 
-    kind: Literal["gpt", "huggingface"] = "gpt"
+    kind: Literal["gpt", "goose", "huggingface"] = "gpt"
     path: str | None = None
     """Of a Hugging Face model folder."""
     fresh: bool = False
     """Take the folder's config alone and draw new weights."""
-    layers: Count = 4
-    width: Count = 128
+    layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 4
+    width: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 128
     heads: Count = 4
+    """Of the GPT."""
+    spikes: bool = True
+    """Of Goose; False: its dense twin."""
     tied: bool = False
     dropout: Share = 0.0
 
@@ -77,15 +82,17 @@ class Data:
     """Of the embedded corpus."""
     length: Count = 128
     """Tokens of a window that are predicted."""
+    stride: Natural = 0
+    """Tokens from the beginning of a training window to that of the next; 0: data.length, so that none is predicted twice."""
     pack: bool = True
     """Documents end to end, cut into windows; False: a window holds one document, or a part of one, padded."""
     isolate: bool = False
-    """Packed documents do not see each other (reference GPT)."""
+    """Packed documents do not see each other (GPT and Goose)."""
     batch: Count = 16
     """Windows of an optimizer step, over all processes."""
     micro_batch: Natural = 0
     """Most windows of one backward on a process; 0: as many as there are."""
-    workers: Natural = 4
+    workers: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 4
     prefetch: Count = 2
 
 
@@ -186,6 +193,10 @@ class Eval:
     every: Count | Literal["auto"] = 300
     """Steps; "auto" keeps it under 5 % of the time."""
     windows: Count = 64
+    dead: Share = 0.05
+    """Goose: a larger share of channels that never fire is told."""
+    saturated: Share = 0.1
+    """Goose: of channels that always do."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,65 @@ class Privacy:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """Distillation: whose signal, how it is read, and the loss."""
+
+    path: str = ""
+    """Folder of a run of gramian, or of a Hugging Face causal language model."""
+    source: Literal["live", "hidden", "topk", "sampled"] = "live"
+    """The model beside the student, or a cache that `gramian cache` has written."""
+    cache: str = ""
+    """Folder of the cache; "": beside the run, with "-teacher" behind its name."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Of hidden states in a cache; "auto": that of the teacher's weights."""
+    k: Count = 64
+    """Largest logits of a token that a "topk" cache keeps."""
+    knots: Annotated[int, msgspec.Meta(ge=2)] = 6
+    """Of its tail curve."""
+    samples: Count = 16
+    """Draws for a token of a "sampled" cache."""
+    strategy: Literal["auto", "whole", "fsdp2"] = "auto"
+    """A live teacher on every process, or sharded over them; "auto": as the planner finds."""
+    compile: bool = False
+    kd_weight: NotNegative = 1.0
+    ce_weight: NotNegative = 0.5
+    direction: Literal["forward", "reverse", "jsd"] = "forward"
+    beta: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Of "jsd": 0 is forward, 1 is reverse."""
+    temperature: Positive = 2.0
+    """At the first step."""
+    temperature_kind: Literal["fixed", "schedule", "learnable", "adversarial"] = "fixed"
+    temperature_end: Positive = 1.0
+    """Of a schedule, at the last step."""
+    temperature_low: Positive = 1.0
+    temperature_high: Positive = 5.0
+    """Bounds of one that is learned."""
+    temperature_rate: Positive = 0.1
+    """Learning rate of one that is learned: plain gradient steps, no decay, no clipping."""
+    temperature_free: Share = 0.2
+    """Share of the steps before an adversary begins."""
+    features: Literal["none", "cka", "increments", "hidden"] = "none"
+    """A loss on layers beside that on logits."""
+    feature_pairs: tuple[tuple[Natural, Natural], ...] = ()
+    """Layers of student and teacher: 0 is the embedding, l is after block l."""
+    feature_weight: NotNegative = 0.01
+    feature_from: Natural = 0
+    """First step with it."""
+    feature_tolerance: Positive = 0.1
+    """It ends if the validation perplexity rises by more than that share of what it was before."""
+    correlation: Annotated[float, msgspec.Meta(ge=-1, le=1)] = 0.9
+    """Of the targets' log-probabilities with the teacher's: an evaluation below it is told."""
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """Where T may go."""
+        if self.temperature_kind in ("learnable", "adversarial"):
+            return self.temperature_low, self.temperature_high
+        ends = (self.temperature, self.temperature_end if self.temperature_kind == "schedule" else self.temperature)
+        return min(ends), max(ends)
+
+
+@dataclass(frozen=True)
 class Doctor:
     """The checks before a run."""
 
@@ -246,6 +316,7 @@ class Config:
     doctor: Doctor = dataclasses.field(default_factory=Doctor)
     kfac: Kfac | None = None
     privacy: Privacy | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         """Refuse what single fields cannot know.
@@ -255,23 +326,29 @@ class Config:
         """
         for section, told in dataclasses.asdict(self).items():
             for key, value in (told or {}).items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise GramianError(f"{section}.{key}: expected a finite number, got {value}")
+                _refuse_odd(f"{section}.{key}", value)
+        if not self.run.folder:
+            raise GramianError("run.folder: is empty; expected a folder")
         model, data, schedule, privacy = self.model, self.data, self.schedule, self.privacy
         if self.precision.kind == "fp8":
             raise GramianError("precision.kind: fp8 is not available; expected auto, bf16, fp16, fp32 or fp64")
-        if model.width % model.heads:
+        if model.kind == "gpt" and model.width % model.heads:
             raise GramianError(f"model.width: expected a multiple of model.heads ({model.heads}), got {model.width}")
         if model.kind == "huggingface" and model.path is None:
             raise GramianError("model.path: expected the folder of a Hugging Face model")
-        if model.kind == "gpt" and model.path is not None:
+        if model.kind != "huggingface" and model.path is not None:
             raise GramianError('model.path: is for model.kind = "huggingface"; expected none')
         if data.source == "embedded" and (data.files or data.validation_files):
             raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
         if data.source != "embedded" and not data.files:
             raise GramianError(f'data.files: expected at least one for data.source = "{data.source}"')
-        if data.isolate and (not data.pack or model.kind != "gpt"):
-            raise GramianError('data.isolate: expected data.pack = true and model.kind = "gpt"')
+        if data.isolate and (not data.pack or model.kind == "huggingface"):
+            raise GramianError('data.isolate: expected data.pack = true and model.kind = "gpt" or "goose"')
+        if data.stride and (data.stride > data.length or not data.pack or data.isolate):
+            raise GramianError(
+                f"data.stride: expected at most data.length ({data.length}), with data.pack and without data.isolate, "
+                f"got {data.stride}"
+            )
         if schedule.warmup >= self.run.steps:
             raise GramianError(
                 f"schedule.warmup: expected less than run.steps ({self.run.steps}), got {schedule.warmup}"
@@ -287,13 +364,39 @@ class Config:
                 raise GramianError(
                     "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"
                 )
+        if self.teacher is not None:
+            self._check_teacher(self.teacher)
+
+    def _check_teacher(self, teacher: Teacher) -> None:
+        for section in ("kfac", "privacy"):
+            if getattr(self, section) is not None:
+                raise GramianError(
+                    f"teacher: its loss goes past the layers that [{section}] looks at; expected only one of both sections"
+                )
+        if teacher.source == "live" and not teacher.path:
+            raise GramianError(
+                'teacher.path: expected the folder of a model, or teacher.source = "hidden", "topk" or "sampled"'
+            )
+        if not teacher.kd_weight + teacher.ce_weight:
+            raise GramianError("teacher.kd_weight: is 0, and teacher.ce_weight too; expected one above 0")
+        if (teacher.features == "none") != (not teacher.feature_pairs):
+            raise GramianError(
+                "teacher.feature_pairs: expected pairs of layers with teacher.features, and none without, "
+                f"got {len(teacher.feature_pairs)}"
+            )
+        if teacher.source == "sampled" and (teacher.temperature_kind != "fixed" or teacher.direction != "forward"):
+            raise GramianError(
+                'teacher.source: samples hold at one temperature; expected teacher.temperature_kind = "fixed" and '
+                'teacher.direction = "forward"'
+            )
 
     @property
     def hash(self) -> str:
         """Hex digest of everything that decides the numbers of a run."""
         told = dataclasses.asdict(self)
         for section, key in RUN_ONLY:
-            del told[section][key]
+            if told[section] is not None:
+                del told[section][key]
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def toml(self) -> str:
@@ -319,6 +422,11 @@ RUN_ONLY = (
     ("data", "prefetch"),
     ("doctor", "overfit_steps"),
     ("doctor", "overfit_windows"),
+    ("teacher", "cache"),
+    ("teacher", "strategy"),
+    ("teacher", "correlation"),
+    ("eval", "dead"),
+    ("eval", "saturated"),
 )
 """Keys that cannot change a run's numbers. Those of [checkpoint] can: they say where a rollback goes."""
 
@@ -334,10 +442,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         GramianError: one line that names the file or the key and what would be accepted.
     """
     try:
-        told: dict[str, Any] = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise GramianError(f"{path}: cannot be read ({problem.strerror}); expected a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        text = Path(path).read_bytes()
+    except (OSError, ValueError) as problem:  # ValueError: of a name that holds a zero byte
+        raise GramianError(
+            f"{path}: cannot be read ({getattr(problem, 'strerror', problem)}); expected a TOML file"
+        ) from None
+    try:
+        told: dict[str, Any] = tomllib.loads(text.decode("utf-8-sig"))  # editors of some systems write a mark first
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise GramianError(f"{path}: is no TOML ({problem}); expected sections such as [run]") from None
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -359,8 +471,6 @@ def parse_config(told: Mapping[str, Any]) -> Config:
     """
     sections = {field.name: field for field in dataclasses.fields(Config)}
     for section, table in told.items():
-        if section == "teacher":
-            raise GramianError("teacher: distillation is not available yet; expected a config without [teacher]")
         if section not in sections:
             raise GramianError(f"{section}: is no section{_nearest(section, sections)}")
         if not isinstance(table, Mapping):
@@ -379,15 +489,33 @@ def parse_config(told: Mapping[str, Any]) -> Config:
 SECTIONS: dict[str, type] = {
     "run": Run, "model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "precision": Precision,
     "compile": Compile, "parallel": Parallel, "checkpoint": Checkpoint, "guard": Guard, "eval": Eval, "doctor": Doctor,
-    "kfac": Kfac, "privacy": Privacy,
+    "kfac": Kfac, "privacy": Privacy, "teacher": Teacher,
 }  # fmt: skip
 
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        told = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    return told["value"] if len(told) == 1 else text
+
+
+def _refuse_odd(place: str, value: Any) -> None:
+    """Refuse numbers that are none, and text that no file can be named or written with."""
+    for single in value if isinstance(value, tuple) else (value,):
+        if isinstance(single, float) and not math.isfinite(single):
+            raise GramianError(f"{place}: expected a finite number, got {value}")
+        if isinstance(single, str) and ("\0" in single or not single.isascii() and not _encodable(single)):
+            raise GramianError(f"{place}: expected text in UTF-8 without zero bytes, got {single!r}")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: bytes of the command line that are no UTF-8
+        return False
+    return True
 
 
 def _nearest(name: str, known: Sequence[str] | Mapping[str, Any], prefix: str = "") -> str:

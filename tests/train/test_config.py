@@ -60,8 +60,17 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ('data.files=["a"]', "data.files: are not read"),
         ("schedule.warmup=1000", "schedule.warmup: expected less than run.steps"),
         ("schedule.floor=1", "schedule.floor: expected at most optimizer.lr"),
+        ("optimizer.betas=[nan,0.9]", "expected float >= 0.0"),
+        (f"data.batch={10**30}", "data.batch: expected int"),
+        ("model.layers=2000000000", "model.layers: expected int <= 10000"),
+        ("run.folder=", "run.folder: is empty"),
+        ('run.folder="a\\u0000b"', "run.folder: expected text in UTF-8 without zero bytes"),
+        ("run.folder=a\udcff", "run.folder: expected text in UTF-8"),
+        ("run.steps=" + "[" * 3000, "run.steps: expected int"),
+        ("run.steps=3\nfoo=1", "run.steps: expected int"),
         ("privacy.delta=1e-5", "privacy.noise_multiplier: expected either"),
-        ("teacher.path=x", "teacher: distillation is not available yet"),
+        ("teacher.k=3", "teacher.path: expected the folder of a model"),
+        ("teacher.pth=x", "teacher.pth: is no key; did you mean teacher.path"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(tmp_path: Path, override: str, message: str) -> None:
@@ -73,8 +82,15 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path: Path, override: str, m
 def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="cannot be read"):
         load_config(tmp_path / "none.toml")
-    with pytest.raises(GramianError, match="is no TOML"):
-        load_config(written(tmp_path, "run = ["))
+    with pytest.raises(GramianError, match="cannot be read"):
+        load_config("a\0b.toml")
+    for text in ("run = [", "[run]\nsteps = " + "[" * 3000):
+        with pytest.raises(GramianError, match="is no TOML"):
+            load_config(written(tmp_path, text))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, "\ufeff[run]\nsteps = 77\n")).run.steps == 77
 
 
 def test_curvature_of_private_data_needs_a_public_source() -> None:
@@ -85,9 +101,13 @@ def test_curvature_of_private_data_needs_a_public_source() -> None:
 
 def test_the_hash_follows_what_decides_the_numbers_and_nothing_else() -> None:
     base = parse_config({})
+    taught = parse_config({"teacher": {"path": "x"}})
+    assert taught.hash != base.hash
     for section, key in RUN_ONLY:
-        value = getattr(getattr(base, section), key)
-        other = {str: "elsewhere", int: 3, bool: True}[type(value)]
-        assert parse_config({section: {key: other}}).hash == base.hash
+        value = getattr(getattr(taught, section), key)
+        other = {str: "whole" if key == "strategy" else "elsewhere", int: 3, bool: True, float: 0.5}[type(value)]
+        told = {"teacher": {"path": "x"}}
+        told.setdefault(section, {})[key] = other
+        assert parse_config(told).hash == taught.hash
     assert parse_config({"run": {"seed": 5}}).hash != base.hash
     assert parse_config({"optimizer": {"lr": 5e-4}}).hash != base.hash

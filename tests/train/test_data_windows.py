@@ -186,3 +186,19 @@ def test_items_are_tensors_and_end_where_the_windows_do() -> None:
 def test_options_that_cannot_be_are_refused_by_name(told: dict[str, int], field: str) -> None:
     with pytest.raises(GramianError, match=f"^{field}: expected"):
         Windows(stream_of([[1, 2]]), **told)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 9, 10, 11, 40, 41, 47])
+@pytest.mark.parametrize("stride", [1, 3, 4, 8])
+def test_windows_with_a_stride_begin_every_so_many_tokens_and_reach_the_end(tokens: int, stride: int) -> None:
+    stream = Stream([np.arange(tokens)], np.array([0, tokens]), vocabulary=tokens, end=0)
+    windows = Windows(stream, 8, stride=stride)
+    rows = windows.stack(np.arange(len(windows)))
+    begins = rows["tokens"][:, 0].tolist()
+    assert begins == list(range(0, len(windows) * stride, stride))
+    assert set(rows["targets"].flatten().tolist()) - {-100} == set(range(1, tokens))
+    assert (rows["targets"] != -100).sum(1).tolist() == windows.counts.tolist()
+    # All but the last are full, and one more would add nothing.
+    assert windows.counts[:-1].tolist() == [8] * (len(windows) - 1)
+    assert begins[-1] + 8 >= tokens - 1
+    assert (windows.digest == Windows(stream, 8).digest) == (stride == 8)

@@ -14,7 +14,7 @@ def load_windows(data: Data) -> tuple[Windows, Windows]:
     """
     documents = read_documents(data, load_tokenizer(data.tokenizer))
     training, validation = (
-        Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
-        for stream in (documents.train, documents.validation)
+        Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)
+        for stream, stride in ((documents.train, data.stride), (documents.validation, 0))
     )
     return training, validation

@@ -25,10 +25,11 @@ NOT_COUNTED = -100
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `length` predicted tokens; no token is predicted twice.
+    """Windows of `length` predicted tokens; no token is predicted twice, unless `stride` asks for it.
 
     Packed, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, whatever documents they are of.
     Not packed, each document is cut that way by itself. What is missing in a last window is padded: input `end`, target -100.
+    With a stride S, window i begins at token iS instead.
 
     Isolated, an item also has "documents": which document of the window an input is of, from 0, padding being one more; the
     target of a document's last input, which is of the next document, is -100. Windows without a counted target are left out.
@@ -38,25 +39,33 @@ class Windows(Dataset[dict[str, Tensor]]):
         length: T.
         pack: documents end to end.
         isolate: packed documents do not see each other.
+        stride: tokens from the beginning of a window to that of the next, at most `length`; 0: `length`.
     """
 
-    def __init__(self, stream: Stream, length: int, *, pack: bool = True, isolate: bool = False) -> None:
+    def __init__(
+        self, stream: Stream, length: int, *, pack: bool = True, isolate: bool = False, stride: int = 0
+    ) -> None:
         if length < 1:
             raise GramianError(f"data.length: expected at least 1, got {length}")
         if isolate and not pack:
             raise GramianError("data.isolate: expected data.pack = true")
+        if not 0 <= stride <= length or (stride and (isolate or not pack)):
+            raise GramianError(f"data.stride: expected at most {length}, packed and not isolated, got {stride}")
         self.stream = stream
         self.length = length
         self.pack = pack
         self.isolate = isolate
+        self.stride = stride or length
         # A piece is cut by itself: the whole stream, or a document.
         self._pieces: Int64s = stream.edges[[0, -1]] if pack else stream.edges
         predicted = np.maximum(np.diff(self._pieces) - 1, 0)
         # Piece p gives the windows _firsts[p] … _firsts[p + 1] - 1.
-        self._firsts: Int64s = np.concatenate([[0], np.cumsum(-(-predicted // length))]).astype(np.int64)
+        after_first = -(-np.maximum(predicted - length, 0) // self.stride)
+        windows = np.where(predicted > 0, after_first + 1, 0)
+        self._firsts: Int64s = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
         counts: Int64s = np.full(self._firsts[-1], length, dtype=np.int64)
         cut = predicted > 0
-        counts[self._firsts[1:][cut] - 1] -= -predicted[cut] % length
+        counts[self._firsts[1:][cut] - 1] = predicted[cut] - after_first[cut] * self.stride
         # Which windows are left, where some are not.
         self._kept: Int64s | None = None
         if isolate and len(counts):
@@ -85,7 +94,8 @@ class Windows(Dataset[dict[str, Tensor]]):
     def digest(self) -> str:
         """Hex hash of the tokenizer, the tokens, their documents and the way they are cut; a pass over the stream."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{self.stream.tokenizer}/{self.length}/{self.pack}/{self.isolate}/{len(self.stream)}\0".encode())
+        cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}"
+        digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
         for tokens in self.stream.chunks():
             digest.update(tokens.astype("<u4").tobytes())
         digest.update(self.stream.edges.astype("<i8").tobytes())
@@ -102,7 +112,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         T, stream = self.length, self.stream
         window = index if self._kept is None else self._kept[index]
         piece = np.searchsorted(self._firsts, window, side="right") - 1
-        begin = self._pieces[piece] + (window - self._firsts[piece]) * T
+        begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
         stop = np.minimum(begin + T + 1, self._pieces[piece + 1])
         tokens_BS: Int64s = np.full((len(index), T + 1), stream.end, dtype=np.int64)
         for row, (first, last) in enumerate(zip(begin.tolist(), stop.tolist(), strict=True)):
