@@ -70,7 +70,7 @@ def cut(rows: dict[str, Tensor], pieces: int) -> StepBatch:
     parts = {name: values.chunk(pieces) for name, values in rows.items()}
     micro = [{name: values[number] for name, values in parts.items()} for number in range(pieces)]
     tokens = int((rows["targets"] != IGNORED).sum())
-    return StepBatch(0, micro, tokens, torch.arange(len(rows["tokens"])).numpy())
+    return StepBatch(0, micro, tokens)
 
 
 def _gradient(stepper: Stepper, batch: StepBatch) -> dict[str, Tensor]:

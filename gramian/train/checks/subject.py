@@ -88,4 +88,4 @@ def without_dropout(model: nn.Module) -> None:
 
 def rows_of(batch: StepBatch) -> dict[str, torch.Tensor]:
     """All micro-batches as one, [R, T] under each name."""
-    return {name: torch.cat([micro[name] for micro in batch.micro]) for name in batch.micro[0]}
+    return {name: torch.cat([micro[name] for micro in batch.micro]) for name in batch.micro[0] if name != "windows"}

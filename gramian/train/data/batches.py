@@ -28,7 +28,7 @@ from gramian.train.data.order import windows_at
 from gramian.train.data.windows import NOT_COUNTED, Windows
 
 Int64s = npt.NDArray[np.int64]
-_Rows = tuple[int, int, Int64s, dict[str, Tensor]]
+_Rows = tuple[int, int, dict[str, Tensor]]
 
 
 class DataWorkerDied(GramianError):
@@ -41,15 +41,14 @@ class StepBatch:
 
     Attributes:
         position: the data position.
-        micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`; as many on every rank.
+        micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`, and int64 [rows] under "windows":
+            which window each row is. As many on every rank.
         tokens: counted targets of the whole batch, over all ranks.
-        windows: int64 [R], the windows of this rank, in the order of the rows.
     """
 
     position: int
     micro: list[dict[str, Tensor]]
     tokens: int
-    windows: Int64s
 
 
 class Batches:
@@ -173,12 +172,12 @@ class Batches:
                 raise GramianError("from_position: was called again, or close was; expected its newest iterator")
             self._refuse_dead()
             try:
-                position, tokens, windows, rows_RT = next(rows)
+                position, tokens, rows_R = next(rows)
             except (RuntimeError, OSError, EOFError) as problem:
                 raise self._explained(problem) from None
             if self._device is not None:
-                rows_RT = {name: values.to(self._device, non_blocking=True) for name, values in rows_RT.items()}
-            yield StepBatch(position, self._steps.cut(rows_RT), tokens, windows)
+                rows_R = {name: values.to(self._device, non_blocking=True) for name, values in rows_R.items()}
+            yield StepBatch(position, self._steps.cut(rows_R), tokens)
 
     def _refuse_dead(self) -> None:
         for process in self._processes:
@@ -201,7 +200,7 @@ class Batches:
 
 
 class _Steps(Dataset[_Rows]):
-    """By data position: the position, its counted targets over all ranks, this rank's windows and their rows."""
+    """By data position: the position, its counted targets over all ranks, this rank's rows."""
 
     def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
         self._windows = windows
@@ -216,15 +215,16 @@ class _Steps(Dataset[_Rows]):
         batch = windows_at(position, len(self._windows), self._batch, self._seed)
         mine = batch[self._begin : self._stop]
         missing = len(mine) <= (self._count - 1) * self._micro_batch
-        rows_RT = self._windows.stack(np.append(mine, batch[:1]) if missing else mine)
+        windows = np.append(mine, batch[:1]) if missing else mine
+        rows_R = self._windows.stack(windows) | {"windows": torch.from_numpy(windows)}
         if missing:
-            rows_RT["targets"][-1] = NOT_COUNTED
-        return position, int(self._windows.counts[batch].sum()), mine, rows_RT
+            rows_R["targets"][-1] = NOT_COUNTED
+        return position, int(self._windows.counts[batch].sum()), rows_R
 
-    def cut(self, rows_RT: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    def cut(self, rows_R: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """The rows as micro-batches."""
         return [
-            {name: values[at * self._micro_batch : (at + 1) * self._micro_batch] for name, values in rows_RT.items()}
+            {name: values[at * self._micro_batch : (at + 1) * self._micro_batch] for name, values in rows_R.items()}
             for at in range(self._count)
         ]
 
