@@ -442,13 +442,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         GramianError: one line that names the file or the key and what would be accepted.
     """
     try:
-        text = Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except (OSError, ValueError) as problem:  # ValueError: of a name that holds a zero byte
         raise GramianError(
             f"{path}: cannot be read ({getattr(problem, 'strerror', problem)}); expected a TOML file"
         ) from None
     try:
-        told: dict[str, Any] = tomllib.loads(text.decode("utf-8-sig"))  # editors of some systems write a mark first
+        told: dict[str, Any] = tomllib.loads(content.decode("utf-8-sig"))  # editors of some systems write a mark first
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise GramianError(f"{path}: is no TOML ({problem}); expected sections such as [run]") from None
     for override in overrides:

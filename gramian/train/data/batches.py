@@ -42,7 +42,7 @@ class StepBatch:
     Attributes:
         position: the data position.
         micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`, and int64 [rows] under "windows":
-            which window each row is. As many on every rank.
+            which window each row is, on the host. As many on every rank.
         tokens: counted targets of the whole batch, over all ranks.
     """
 
@@ -176,7 +176,10 @@ class Batches:
             except (RuntimeError, OSError, EOFError) as problem:
                 raise self._explained(problem) from None
             if self._device is not None:
-                rows_R = {name: values.to(self._device, non_blocking=True) for name, values in rows_R.items()}
+                rows_R = {
+                    name: values if name == "windows" else values.to(self._device, non_blocking=True)
+                    for name, values in rows_R.items()
+                }
             yield StepBatch(position, self._steps.cut(rows_R), tokens)
 
     def _refuse_dead(self) -> None:
