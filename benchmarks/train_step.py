@@ -27,9 +27,10 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks._timing import ratio, take_turns, write
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
-from gramian.train.build import build, build_model
+from gramian.train.build import build
 from gramian.train.config import Config, parse_config
 from gramian.train.data import Batches, load_windows
+from gramian.train.models import build_model
 from gramian.train.optimizers import build_optimizer
 from gramian.train.precision import numbers_for
 from gramian.train.run_folder import RunFolder

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +11,15 @@ from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.curvature.precondition import KL_CLIP
+from gramian.distill.teaching import Teaching
 from gramian.errors import GramianError
-from gramian.models.gpt import GPT, GPTConfig
+from gramian.models.goose import Goose
+from gramian.models.gpt import GPT
 from gramian.parallel.world import World
 from gramian.parallel.wrap import spread
 from gramian.train.config import Config
 from gramian.train.data import Batches, StepBatch, Windows, load_windows
+from gramian.train.models import build_model, recompute
 from gramian.train.objective import Objective
 from gramian.train.optimizers import build_optimizer
 from gramian.train.precision import Numbers, numbers_for, set_globals
@@ -38,6 +40,7 @@ class Parts:
     model: nn.Module
     module: nn.Module
     """Model and loss, spread over processes."""
+    teaching: Teaching | None
     optimizer: Optimizer
     stepper: Stepper | PrivateStepper
     batches: Batches | None
@@ -78,10 +81,11 @@ def build(config: Config, world: World) -> Parts:
     model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
     recompute(model, config.parallel.checkpoint_blocks)
     if config.compile.mode != "off":
-        model.compile(mode=None if config.compile.mode == "default" else config.compile.mode)
-    module = spread(Objective(model), world, world.kind)
+        compile_model(model, config.compile.mode, hidden=config.teacher is not None)
+    objective, teaching = build_objective(config, world, numbers, training, model)
+    module = spread(objective, world, world.kind)
     optimizer = build_optimizer(module, config.optimizer, world.device)
-    stepper = build_stepper(config, world, numbers, training, module, optimizer)
+    stepper = build_stepper(config, world, numbers, training, module, optimizer, teaching)
     data, batches = config.data, None
     if isinstance(stepper, Stepper):
         batches = Batches(
@@ -95,11 +99,42 @@ def build(config: Config, world: World) -> Parts:
             prefetch=data.prefetch,
             device=world.device,
         )
-    return Parts(config, world, numbers, training, validation, model, module, optimizer, stepper, batches)
+    return Parts(config, world, numbers, training, validation, model, module, teaching, optimizer, stepper, batches)
+
+
+def build_objective(
+    config: Config, world: World, numbers: Numbers, training: Windows, model: nn.Module
+) -> tuple[nn.Module, Teaching | None]:
+    """Model and loss, and the teacher where there is one."""
+    if config.teacher is None:
+        return Objective(model), None
+    from gramian.train import teach
+
+    teaching = teach.build_teaching(config, world, numbers, training)
+    return teach.build_objective(config, model, teaching.source), teaching
+
+
+def compile_model(model: nn.Module, mode: str, hidden: bool) -> None:
+    """Compile a model's call, or that of its body, which a student's loss reads without the head."""
+    how: Any = None if mode == "default" else mode
+    if not hidden:
+        model.compile(mode=how)
+    elif isinstance(model, GPT | Goose):
+        model.hidden = torch.compile(model.hidden, mode=how)  # type: ignore[method-assign]
+    else:
+        from gramian.distill.teacher import body_of
+
+        body_of(model).compile(mode=how)
 
 
 def build_stepper(
-    config: Config, world: World, numbers: Numbers, training: Windows, module: nn.Module, optimizer: Optimizer
+    config: Config,
+    world: World,
+    numbers: Numbers,
+    training: Windows,
+    module: nn.Module,
+    optimizer: Optimizer,
+    teaching: Teaching | None = None,
 ) -> Stepper | PrivateStepper:
     """How a step is taken: plainly, along natural gradients, or privately."""
     kfac = None
@@ -114,7 +149,14 @@ def build_stepper(
     if config.kfac is not None and kfac is not None:
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
     return Stepper(
-        module, optimizer, numbers, world, max_norm=config.optimizer.max_norm, seed=config.run.seed, kfac=kfac
+        module,
+        optimizer,
+        numbers,
+        world,
+        max_norm=config.optimizer.max_norm,
+        seed=config.run.seed,
+        kfac=kfac,
+        teaching=teaching,
     )
 
 
@@ -133,78 +175,3 @@ def build_kfac(config: Config) -> KFACNaturalGradient:
         seed=config.run.seed,
         **told,
     )
-
-
-def build_model(config: Config, vocabulary: int) -> nn.Module:
-    """The model, with fresh or loaded weights.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
-    options, data = config.model, config.data
-    if options.kind == "gpt":
-        shape = GPTConfig(
-            vocabulary=vocabulary,
-            context=data.length,
-            layers=options.layers,
-            width=options.width,
-            heads=options.heads,
-            tied=options.tied,
-            dropout=options.dropout,
-        )
-        return GPT(shape, seed=config.run.seed)
-    return load_huggingface(str(options.path), options.fresh, vocabulary, data.length, config.run.seed)
-
-
-def load_huggingface(path: str, fresh: bool, vocabulary: int, length: int, seed: int) -> nn.Module:
-    """A causal language model from a folder: safetensors alone, nothing from a hub.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise GramianError("model.kind: huggingface needs transformers; expected gramian[hf] installed") from None
-    if not (Path(path) / "config.json").is_file():
-        raise GramianError(f"model.path: {path} has no config.json; expected the folder of a Hugging Face model")
-    try:
-        shape = AutoConfig.from_pretrained(path, local_files_only=True)
-        if fresh:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                    shape, attn_implementation="sdpa"
-                )
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, local_files_only=True, use_safetensors=True, attn_implementation="sdpa", dtype=torch.float32
-            )
-    except (OSError, ValueError) as problem:
-        raise GramianError(f"model.path: {path} cannot be loaded ({' '.join(str(problem).split())[:200]})") from None
-    if shape.vocab_size < vocabulary:
-        raise GramianError(
-            f"model.path: its vocabulary of {shape.vocab_size} is smaller than the tokenizer's {vocabulary}; "
-            "expected a tokenizer that belongs to the model"
-        )
-    limit = getattr(shape, "max_position_embeddings", None) or getattr(shape, "n_positions", None)
-    if limit is not None and length > limit:
-        raise GramianError(f"data.length: expected at most the model's context of {limit}, got {length}")
-    found: nn.Module = model
-    return found.train()
-
-
-def recompute(model: nn.Module, blocks: int) -> None:
-    """Recompute activations in segments of so many blocks.
-
-    Raises:
-        GramianError: if the model knows only one segment size.
-    """
-    if isinstance(model, GPT):
-        model.checkpoint_blocks = blocks
-    elif blocks == 1:
-        model.gradient_checkpointing_enable(  # type: ignore[operator]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-    elif blocks:
-        raise GramianError(f"parallel.checkpoint_blocks: expected 0 or 1 for a Hugging Face model, got {blocks}")

@@ -15,7 +15,6 @@ from torch import nn
 
 from gramian.errors import GramianError
 from gramian.parallel.world import World
-from gramian.train.build import build_model
 from gramian.train.checks import sections
 from gramian.train.checks.causality import causality
 from gramian.train.checks.check import Check
@@ -30,6 +29,7 @@ from gramian.train.checks.resources import duration, memory
 from gramian.train.checks.subject import Subject, rows_of
 from gramian.train.config import Config
 from gramian.train.data.files import find_files
+from gramian.train.models import build_model
 from gramian.train.precision import numbers_for, set_globals
 from gramian.train.schedule import learning_rate
 

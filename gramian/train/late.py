@@ -1,7 +1,8 @@
 """Numbers of a step, read when they are there: the host never waits for the device in the middle of training."""
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,12 +34,19 @@ class Outcome:
     grad_norm: float
     tokens: int
     flagged: bool
+    extra: dict[str, float] = field(default_factory=dict)
+    """What else was told, by name."""
 
 
 class Late:
-    """Values on their way to the host, in order."""
+    """Values on their way to the host, in order.
 
-    def __init__(self) -> None:
+    Args:
+        names: of the values behind the first four.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
         self._waiting: deque[tuple[Attempt, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, attempt: Attempt, values: Tensor) -> None:
@@ -59,8 +67,9 @@ class Late:
             attempt, host, event = self._waiting.popleft()
             if event is not None:
                 event.synchronize()
-            nats, flags, tokens, norm = host.tolist()
-            found.append(Outcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0))
+            nats, flags, tokens, norm, *rest = host.tolist()
+            extra = dict(zip(self._names, rest, strict=True))
+            found.append(Outcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0, extra))
         return found
 
     def clear(self) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gramian.distill.teaching import told
 from gramian.errors import GramianError
 from gramian.models.gpt import GPT
 from gramian.train.late import Outcome
@@ -129,6 +130,8 @@ class RunLog:
             "scale": attempt.scale,
             "tokens": run.tokens,
         }
+        if run.parts.teaching is not None:
+            line |= told(outcome.extra, outcome.tokens)
         if run.config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": self._time()})

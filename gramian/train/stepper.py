@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient
+from gramian.distill.teaching import Teaching
 from gramian.parallel.world import World
 from gramian.parallel.wrap import reducing
 from gramian.train.data import StepBatch
@@ -29,7 +30,8 @@ class Taken:
     """What a step did, on the device: nothing waits for it."""
 
     values: Tensor
-    """[Σ −log p over all processes, flags raised, tokens behind the loss, gradient norm], float64."""
+    """[Σ −log p over all processes, flags raised, tokens behind the loss, gradient norm], float64; then, of a student,
+    `gramian.distill.teaching.EXTRA`."""
     stepped: bool
     """False if the loss scaler skipped the step."""
 
@@ -47,6 +49,7 @@ class Stepper:
         max_norm: float,
         seed: int,
         kfac: KFACNaturalGradient | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         """Hold them.
 
@@ -58,9 +61,10 @@ class Stepper:
             max_norm: longer gradients are scaled down to it; 0: none are.
             seed: of dropout.
             kfac: sees the backward of every step, where the optimizer is preconditioned by it.
+            teaching: the teacher, where the objective is a student's; whoever takes steps tells it which.
         """
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
-        self.max_norm, self.kfac = max_norm, kfac
+        self.max_norm, self.kfac, self.teaching = max_norm, kfac, teaching
         self.scaler = numbers.scaler()
         self._seed = seed
 
@@ -76,13 +80,17 @@ class Stepper:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         coefficient = 1.0 / max(1, batch.tokens)
-        total = self._backward(batch, coefficient)
+        sums = self._backward(batch, coefficient)
+        learned = sums.new_empty(0)
+        if self.teaching is not None:
+            learned = self.teaching.finish(1.0 if self.scaler is None else self.scaler.get_scale())
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norm = self._clip()
         stepped = self._step()
-        told = self.world.sum_(torch.stack([total, torch.full_like(total, flag)]))
-        return Taken(torch.cat([told, torch.stack([torch.full_like(norm, batch.tokens), norm])]), stepped)
+        sums = self.world.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
+        own = torch.stack([torch.full_like(norm, batch.tokens), norm])
+        return Taken(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
 
     def watch(self, batch: StepBatch) -> None:
         """Forward and backward of a batch alone: `p.grad` is the step's gradient, times the loss scale, not clipped."""
@@ -90,19 +98,27 @@ class Stepper:
         self._backward(batch, 1.0 / max(1, batch.tokens))
 
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        """What the objective tells, summed over micro-batches."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
         with self._observed(batch, coefficient) as capture:
             for i, micro in enumerate(batch.micro):
                 seed_all(self._seed, batch.position, i, self.world.rank)
                 if capture is not None and i:
                     capture.next(num_terms=_counted(micro))
+                more = {} if self.teaching is None else self.teaching.arguments(micro)
                 with reducing(self.module, last=i == len(batch.micro) - 1):
                     with self.numbers.autocast():
-                        loss, nats = self.module(
-                            micro["tokens"], micro["targets"], coefficient * self.world.size, micro.get("documents")
+                        loss, told = self.module(
+                            micro["tokens"],
+                            micro["targets"],
+                            coefficient * self.world.size,
+                            micro.get("documents"),
+                            **more,
                         )
+                    if self.teaching is not None and i + 1 < len(batch.micro):
+                        self.teaching.source.upcoming(batch.micro[i + 1])
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total += nats
+                total = total + told.reshape(-1)
         return total
 
     def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:

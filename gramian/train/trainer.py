@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gramian.distill.teaching import EXTRA
 from gramian.errors import GramianError
 from gramian.train.build import Parts
 from gramian.train.checkpoint import CheckpointStore
@@ -73,7 +74,8 @@ class Trainer:
         self.skipped: set[int] = set()
         self.trail: list[tuple[int, int]] = []
         self.best: dict[str, Any] | None = None
-        self.guard, self.snapshots, self.late = Guard(self.config.guard), Snapshots(SNAPSHOTS), Late()
+        self.guard, self.snapshots = Guard(self.config.guard), Snapshots(SNAPSHOTS)
+        self.late = Late(EXTRA if parts.teaching is not None else ())
         self.meter = StarvationMeter()
         self.log: RunLog = RunLog(self)
         self.store = CheckpointStore(
@@ -135,6 +137,9 @@ class Trainer:
             verdict = self.guard.observe(self._observation(outcome))
             self.log.outcome(outcome)
             self._on_outcome(outcome, self)
+            if self.parts.teaching is not None:
+                for event in self.parts.teaching.heard(outcome.extra):
+                    self.log.event(event)
             self._flagged = self._flagged or outcome.flagged
             if isinstance(verdict, Advice):
                 self.log.event({"event": "advice", "text": verdict.text})
@@ -150,6 +155,8 @@ class Trainer:
         with self.meter.wait():
             batch = self._next_batch()
         rate = self._rate()
+        if self.parts.teaching is not None:
+            self.parts.teaching.begin(self.step)
         taken = self.parts.stepper.take(batch, rate, flag)
         scaler = self.parts.stepper.scaler
         scale = None if scaler is None else scaler.get_scale()
@@ -252,6 +259,8 @@ class Trainer:
             facts["privacy"] = split("privacy", parts.stepper.engine.state_dict(), tensors)
         if parts.stepper.kfac is not None:
             facts["kfac"] = split("kfac", parts.stepper.kfac.state_dict(), tensors)
+        if parts.teaching is not None:
+            facts["teaching"] = split("teaching", parts.teaching.state_dict(), tensors)
         return tensors, facts
 
     def _snapshot(self) -> Snapshot:
@@ -267,6 +276,9 @@ class Trainer:
         if parts.stepper.kfac is not None:
             held = {name: part.local for name, part in saved.items() if name.startswith("kfac")}
             parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held))
+        if parts.teaching is not None:
+            held = {name: part.local for name, part in saved.items() if name.startswith("teaching")}
+            parts.teaching.load_state_dict(merge(facts["teaching"], held))
         self.step, self.tokens = facts["step"], facts["tokens"]
         self.trail = [(step, position) for step, position in facts["trail"]]
         if not isinstance(parts.stepper, PrivateStepper):
@@ -358,6 +370,8 @@ class Trainer:
         self._restore(snapshot.parts, snapshot.facts)
         batches: Iterator[Any] = self.parts.batches_from(self.position, self.skipped)
         for batch in batches:
+            if self.parts.teaching is not None:
+                self.parts.teaching.begin(self.step)
             if batch.position == outcome.attempt.position:
                 found = first_nonfinite(self.parts.module, partial(stepper.watch, batch))
                 return "not seen again in a replay" if found is None else f"first not finite: {found}"
@@ -374,6 +388,9 @@ class Trainer:
         started = time.perf_counter()
         measured = evaluate(self.parts, self.config.eval.windows)
         self.log.evaluation(measured, time.perf_counter() - started)
+        if self.parts.teaching is not None:
+            for event in self.parts.teaching.validated(self.step, measured.loss):
+                self.log.event(event)
         if not self.guard.calm or (self.best is not None and measured.loss >= self.best["loss"]):
             return False
         self.best = {"loss": measured.loss, "step": self.step}

@@ -15,7 +15,6 @@ from gramian.errors import GramianError
 from gramian.models.gpt import GPT, Block, GPTConfig
 from gramian.parallel.world import World
 from gramian.train import doctor
-from gramian.train.build import build_model
 from gramian.train.checks import reach, resources, sections
 from gramian.train.checks.causality import causality
 from gramian.train.checks.check import Check
@@ -27,6 +26,7 @@ from gramian.train.checks.overfit import overfit
 from gramian.train.checks.subject import Subject, rows_of, without_dropout
 from gramian.train.config import Config, parse_config
 from gramian.train.data import StepBatch, Windows, load_windows
+from gramian.train.models import build_model
 from gramian.train.objective import IGNORED, Objective, logits_of
 from gramian.train.precision import Numbers, numbers_for
 from gramian.train.stepper import Stepper, seed_all

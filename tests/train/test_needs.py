@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.plan.memory import Needs
-from gramian.train.build import build_model
 from gramian.train.config import parse_config
+from gramian.train.models import build_model
 from gramian.train.needs import huggingface_shape, needs_of, vocabulary_of
 from gramian.train.objective import Objective
 

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gramian.parallel.world import World
-from gramian.train.build import build_stepper, recompute
+from gramian.train.build import build_stepper
 from gramian.train.config import Config
 from gramian.train.data import Batches, StepBatch, Windows
+from gramian.train.models import recompute
 from gramian.train.objective import Objective
 from gramian.train.optimizers import build_optimizer
 from gramian.train.precision import Numbers

@@ -34,9 +34,10 @@ from gramian.errors import GramianError
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
 from gramian.privacy.timing import Stopwatch
-from gramian.train.build import Parts, build, recompute
+from gramian.train.build import Parts, build
 from gramian.train.config import Config, parse_config
 from gramian.train.data import StepBatch
+from gramian.train.models import recompute
 from gramian.train.optimizers import build_optimizer
 from gramian.train.stepper import Stepper
 from gramian.verify.runs.clipping_profile import Memory, Spread, highest_on_cpu

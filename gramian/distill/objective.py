@@ -1,0 +1,128 @@
+"""Student and distillation loss as one module: what DDP wraps, so that nothing of the loss slips past its reducer.
+
+Legend: B windows, T tokens, N = B·T, D width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gramian.distill.feature_loss import FeatureLoss
+from gramian.distill.head import Head
+from gramian.distill.loss import distill_loss
+from gramian.distill.metrics import SUMS
+from gramian.distill.signal import Dense, Sampled, Signal, Sparse, Tail
+from gramian.distill.teacher import head_of, hidden_of, linear_of
+from gramian.train.objective import IGNORED
+
+TOLD = ("nats", *SUMS, "feature_loss")
+"""What `DistillObjective` tells beside its loss: sums over tokens; the last over micro-batches, weighted by their tokens."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Of `distill_loss`."""
+
+    kd_weight: float = 1.0
+    ce_weight: float = 0.5
+    direction: str = "forward"
+    beta: float = 0.5
+
+
+class DistillObjective(nn.Module):
+    """kd_weight · T² · D(teacher, student) + ce_weight · CE, and a loss on features where one is asked for."""
+
+    def __init__(self, model: nn.Module, options: LossOptions, features: FeatureLoss | None = None) -> None:
+        """Hold the student; its head is looked at once.
+
+        Args:
+            model: of a family that `teacher.py` understands, on its device.
+            options: the weights.
+            features: which layers are held to the teacher's, with projectors to be trained.
+
+        Raises:
+            GramianError: if the student's head is not understood.
+        """
+        super().__init__()
+        self.model, self.features, self._options = model, features, options
+        found = head_of(model)
+        self._scale, self._softcap = found.scale, found.softcap
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        coefficient: float,
+        documents_BT: Tensor | None = None,
+        signal: Signal | None = None,
+        temperature: Tensor | float = 1.0,
+        feature_weight: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss to go back from, and what it tells.
+
+        Args:
+            tokens_BT: ids.
+            targets_BT: the token after each, or −100.
+            coefficient: of one token's loss in the first result, above 0.
+            documents_BT: for models that keep documents apart.
+            signal: the teacher's; None: the cross-entropy alone, as for evaluation.
+            temperature: T.
+            feature_weight: of the loss on features; 0: it is not computed.
+
+        Returns:
+            The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone.
+        """
+        layers = self.features.student_layers if self.features is not None and feature_weight else ()
+        hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
+        linear = linear_of(self.model)
+        head = Head(linear.weight, linear.bias, self._scale, self._softcap)
+        if signal is None:
+            return _cross_entropy(head, hidden_BTD, targets_BT, coefficient)
+        out = distill_loss(
+            hidden_BTD.flatten(0, 1),
+            head,
+            targets_BT.flatten(),
+            **_teacher_of(signal),
+            temperature=temperature,
+            kd_weight=self._options.kd_weight,
+            ce_weight=self._options.ce_weight,
+            direction=self._options.direction,
+            beta=self._options.beta,
+            ignore_index=IGNORED,
+            num_terms=1.0 / coefficient,  # type: ignore[arg-type]
+        )
+        loss, extra = out.loss, torch.zeros((), dtype=torch.float64, device=out.sums.device)
+        if self.features is not None and not feature_weight:  # DDP waits for every parameter
+            loss = loss + sum((0.0 * p.sum() for p in self.features.parameters()), start=loss.new_zeros(()))
+        elif self.features is not None:
+            counted_BT = targets_BT != IGNORED
+            distance = self.features(streams, signal.layers, counted_BT) * counted_BT.sum()
+            loss = loss + (feature_weight * coefficient) * distance
+            extra = distance.detach().to(torch.float64)
+        nats = out.sums[SUMS.index("ce")]
+        return loss, torch.cat([nats[None], out.sums, extra[None]])
+
+
+def _cross_entropy(head: Head, hidden_BTD: Tensor, targets_BT: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
+    logits_NV = head.logits(hidden_BTD.flatten(0, 1))
+    if logits_NV.dtype in (torch.float16, torch.bfloat16):
+        logits_NV = logits_NV.float()
+    total = F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total * coefficient, total.detach()
+
+
+def _teacher_of(signal: Signal) -> dict[str, Any]:
+    """The signal as arguments of `distill_loss`, tokens in one row."""
+    match signal:
+        case Dense():
+            return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}
+        case Sparse():
+            tail = signal.tail
+            if tail is not None:
+                tail = Tail(tail.values_BTQ.flatten(0, 1), tail.slopes_BTQ.flatten(0, 1), tail.knots_Q)
+            return {"teacher_topk": (signal.ids_BTK.flatten(0, 1), signal.logits_BTK.flatten(0, 1), tail)}
+        case Sampled():
+            return {"teacher_sampled": (signal.ids_BTK.flatten(0, 1), signal.weights_BTK.flatten(0, 1))}

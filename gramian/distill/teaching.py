@@ -1,0 +1,126 @@
+"""What distillation adds to a step: the teacher's signal, a temperature, the weight of features, and what they tell."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.distill.cache.reader import Cache
+from gramian.distill.live import LiveTeacher
+from gramian.distill.metrics import metrics_of
+from gramian.distill.objective import TOLD
+from gramian.distill.signal import Signal
+from gramian.distill.switch import FeatureSwitch
+from gramian.distill.temperature import STUCK_STEPS, Temperature
+from gramian.parallel.world import World
+
+EXTRA = (*TOLD[1:], *Temperature.FIELDS)
+"""Beside a step's own values, in this order."""
+
+
+class Teaching:
+    """A teacher and the state of being taught; one step after another."""
+
+    def __init__(
+        self,
+        source: LiveTeacher | Cache,
+        temperature: Temperature,
+        switch: FeatureSwitch,
+        world: World,
+        *,
+        correlation: float = 0.9,
+    ) -> None:
+        """Hold them.
+
+        Args:
+            source: gives the signal of a micro-batch.
+            temperature: T.
+            switch: of the loss on features.
+            world: this process among the others.
+            correlation: of gold log-probabilities with the teacher's, below which an event is told at the end of an evaluation.
+        """
+        self.source, self.temperature, self.switch, self.world = source, temperature, switch, world
+        self._least = correlation
+        self._correlation: float | None = None
+        self._far = False
+        self._step, self._now = 0, torch.ones(())
+
+    def begin(self, step: int) -> None:
+        """A step of this number is about to be taken."""
+        self._step, self._now = step, self.temperature.begin(step)
+
+    def arguments(self, micro: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What the objective is called with for a micro-batch, beside tokens and targets."""
+        signal: Signal = self.source(micro)
+        return {"signal": signal, "temperature": self._now, "feature_weight": self.switch.weight(self._step)}
+
+    def finish(self, scale: float) -> Tensor:
+        """After the backwards: T moves.
+
+        Args:
+            scale: that the loss was multiplied by, beside the number of processes.
+
+        Returns:
+            `Temperature.FIELDS`, of the T that the step used.
+        """
+        told = self.temperature.values(self._step)
+        gradient = self.temperature.gradient()
+        if gradient is not None:
+            gradient = self.world.sum_(gradient.to(torch.float64)) / (scale * self.world.size)
+        self.temperature.finish(self._step, gradient)
+        return told
+
+    def heard(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:
+        """The extra values of a step have arrived: events that they give rise to."""
+        correlation = told(extra, 1)["correlation"]
+        self._correlation = correlation if math.isfinite(correlation) else None
+        if extra["temperature_stuck"] != STUCK_STEPS:
+            return []
+        low, high = self.temperature.options.low, self.temperature.options.high
+        text = (
+            f"temperature {extra['temperature']:.3f} has been at a bound ({low:g} to {high:g}) for {STUCK_STEPS} steps: "
+            "what it learned is to run away; expected an adversary, a fixed temperature, or a smaller rate"
+        )
+        return [{"event": "temperature_stuck", "temperature": extra["temperature"], "text": text}]
+
+    def validated(self, done: int, loss: float) -> list[dict[str, Any]]:
+        """A validation loss after so many steps: events that it, and how far the student is from its teacher, give rise to."""
+        found: list[dict[str, Any]] = []
+        if (text := self.switch.validated(done, loss)) is not None:
+            found.append({"event": "features_off", "text": text})
+        correlation = self._correlation
+        if correlation is not None and correlation < self._least and not self._far:
+            self._far = True
+            text = (
+                f"correlation of the targets' log-probabilities with the teacher's is {correlation:.3f}, below "
+                f"{self._least:g}; expected it to rise: by a longer run, a larger student, or a smaller temperature"
+            )
+            found.append({"event": "teacher_far", "correlation": correlation, "text": text})
+        elif correlation is not None and correlation >= self._least:
+            self._far = False  # told again if it falls again
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from."""
+        return {
+            "temperature": self.temperature.state_dict(),
+            "switch": self.switch.state_dict(),
+            "correlation": self._correlation,
+            "far": self._far,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it over."""
+        self.temperature.load_state_dict(state["temperature"])
+        self.switch.load_state_dict(state["switch"])
+        self._correlation, self._far = state["correlation"], state["far"]
+
+
+def told(extra: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Metrics of a step from its extra values."""
+    sums = torch.tensor([extra[name] for name in TOLD[1:-1]], dtype=torch.float64)
+    found = {name: float(value) for name, value in metrics_of(sums).items()}
+    found["feature_loss"] = extra["feature_loss"] / max(1, tokens)
+    return {**found, **{name: extra[name] for name in Temperature.FIELDS[:3]}}

@@ -1,0 +1,186 @@
+"""From [teacher] to what teaches: the teacher's model or its cache, the objective, the temperature."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from gramian.distill.cache.builder import CacheOptions
+from gramian.distill.cache.hidden import Hidden
+from gramian.distill.cache.reader import Cache, open_cache
+from gramian.distill.cache.sampled import Samples
+from gramian.distill.cache.topk import TopK
+from gramian.distill.feature_loss import FeatureLoss
+from gramian.distill.live import LiveTeacher, shard_teacher
+from gramian.distill.objective import DistillObjective, LossOptions
+from gramian.distill.switch import FeatureSwitch
+from gramian.distill.teacher import check_layers, linear_of
+from gramian.distill.teaching import Teaching
+from gramian.distill.temperature import Temperature, TemperatureOptions
+from gramian.errors import GramianError
+from gramian.models.gpt import GPT
+from gramian.parallel.world import World
+from gramian.train.config import Config, Teacher
+from gramian.train.data import Windows, load_tokenizer
+from gramian.train.models import load_huggingface
+from gramian.train.precision import Numbers
+from gramian.train.saved import is_run, load_run
+
+
+def build_teaching(config: Config, world: World, numbers: Numbers, training: Windows) -> Teaching:
+    """The teacher of a run and the state of being taught, fresh.
+
+    Raises:
+        GramianError: naming the field that does not fit.
+    """
+    assert config.teacher is not None
+    told = config.teacher
+    source = build_source(config, world, numbers, training)
+    options = TemperatureOptions(
+        told.temperature_kind,
+        told.temperature,
+        told.temperature_end,
+        told.temperature_low,
+        told.temperature_high,
+        told.temperature_rate,
+        told.temperature_free,
+    )
+    weight = told.feature_weight if told.features != "none" else 0.0
+    return Teaching(
+        source,
+        Temperature(options, config.run.steps, world.device),
+        FeatureSwitch(weight, told.feature_from, told.feature_tolerance),
+        world,
+        correlation=told.correlation,
+    )
+
+
+def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cache) -> DistillObjective:
+    """The student and its loss.
+
+    Args:
+        config: of the run.
+        model: the student, on its device, not spread yet.
+        source: its teacher.
+    """
+    told = config.teacher
+    assert told is not None
+    options = LossOptions(told.kd_weight, told.ce_weight, told.direction, told.beta)
+    features = None
+    if told.features != "none":
+        weight = linear_of(model).weight
+        check_layers(model, [pair[0] for pair in told.feature_pairs])
+        features = FeatureLoss(told.features, told.feature_pairs, weight.shape[1], width_of(source), config.run.seed)
+        features.to(device=weight.device, dtype=weight.dtype)
+    return DistillObjective(model, options, features)
+
+
+def build_source(config: Config, world: World, numbers: Numbers, training: Windows) -> LiveTeacher | Cache:
+    """The live teacher, or its cache, which must be of this data.
+
+    Raises:
+        GramianError: naming the field that does not fit.
+    """
+    told = config.teacher
+    assert told is not None
+    if told.source == "live":
+        return live_teacher(config, world, numbers, training)
+    cache = open_cache(
+        cache_folder(config),
+        tokenizer_hash=training.stream.tokenizer,
+        windows_digest=training.digest,
+        vocabulary=training.vocabulary,
+        kind=told.source,
+        layers=teacher_layers(told),
+    )
+    cache.require_temperatures(*told.temperatures)
+    return cache
+
+
+def live_teacher(config: Config, world: World, numbers: Numbers, training: Windows) -> LiveTeacher:
+    """The teacher's model, frozen, whole or sharded.
+
+    Raises:
+        GramianError: naming the field that does not fit.
+    """
+    told = config.teacher
+    assert told is not None
+    if not told.path:
+        raise GramianError("teacher.path: expected the folder of the teacher's model")
+    model = load_teacher(told.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
+    if world.size > 1 and told.strategy == "fsdp2":
+        model = shard_teacher(model)
+    half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
+    return LiveTeacher(model, teacher_layers(told), device=world.device, autocast=half, compile=told.compile)
+
+
+def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
+    """A model that reads this data: of a run's best checkpoint, or of a Hugging Face folder.
+
+    Raises:
+        GramianError: if it has another tokenizer, a smaller vocabulary or a shorter context.
+    """
+    vocabulary = training.vocabulary
+    if not is_run(path):
+        model = load_huggingface(path, False, vocabulary, length, 0, field="teacher.path")
+        if (Path(path) / "tokenizer.json").is_file():
+            _check_tokenizer(path, path, training)
+        return model
+    saved = load_run(path, "teacher.path")
+    _check_tokenizer(saved.config.data.tokenizer, path, training)
+    rows = linear_of(saved.model).weight.shape[0]
+    if rows < vocabulary:
+        raise GramianError(
+            f"teacher.path: its vocabulary of {rows} is smaller than the tokenizer's {vocabulary}; expected the same tokenizer"
+        )
+    if isinstance(saved.model, GPT) and saved.model.config.context < length:
+        context = saved.model.config.context
+        raise GramianError(f"data.length: expected at most the teacher's context of {context}, got {length}")
+    return saved.model
+
+
+def _check_tokenizer(name: str, path: str, training: Windows) -> None:
+    if load_tokenizer(name).digest != training.stream.tokenizer:
+        raise GramianError(f"data.tokenizer: is not that of {path}; expected the teacher's")
+
+
+def teacher_layers(told: Teacher) -> tuple[int, ...]:
+    """Layers of the teacher that features are held to."""
+    return tuple(pair[1] for pair in told.feature_pairs)
+
+
+def cache_folder(config: Config) -> Path:
+    """Where the cache of a config is."""
+    assert config.teacher is not None
+    return Path(config.teacher.cache or f"{config.run.folder.rstrip('/')}-teacher")
+
+
+def cache_options(config: Config, vocabulary: int) -> CacheOptions:
+    """What `gramian cache` writes.
+
+    Args:
+        config: of the run.
+        vocabulary: of the data; ids that it does not have are left out.
+
+    Raises:
+        GramianError: if the config's teacher is live.
+    """
+    told = config.teacher
+    assert told is not None
+    rows = config.data.micro_batch or 8
+    if told.source == "hidden":
+        return CacheOptions(Hidden(told.dtype), batch=rows)
+    if told.source == "topk":
+        low, high = told.temperatures
+        kind = TopK(min(told.k, vocabulary), told.knots, (min(1.0, low), max(5.0, high)), vocabulary)
+        return CacheOptions(kind, batch=rows)
+    if told.source == "sampled":
+        return CacheOptions(Samples(told.samples, told.temperature, config.run.seed, vocabulary), batch=rows)
+    raise GramianError('teacher.source: "live" needs no cache; expected "hidden", "topk" or "sampled"')
+
+
+def width_of(source: LiveTeacher | Cache) -> int:
+    """Of a teacher's residual stream."""
+    if isinstance(source, LiveTeacher):
+        return source.head.weight_VD.shape[1]
+    return source.manifest.identity.layer_width
