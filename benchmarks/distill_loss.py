@@ -76,6 +76,32 @@ def ours(x: Inputs, learnable: bool = True, **options: Any) -> Callable[[], Tens
     return step
 
 
+def cross_entropy_alone(x: Inputs) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        loss = distill_loss(x.student_hidden, x.student_weight, x.targets, kd_weight=0.0, ce_weight=1.0).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def sparse(x: Inputs, kept: int = 64) -> Callable[[], Tensor]:
+    """From the largest logits, without a tail."""
+    with torch.no_grad():
+        rows = [(hidden @ x.teacher_weight.T).topk(kept) for hidden in x.teacher_hidden.split(1024)]
+    ids, values = torch.cat([row.indices for row in rows]), torch.cat([row.values for row in rows])
+
+    def step() -> Tensor:
+        loss = distill_loss(
+            x.student_hidden, x.student_weight, x.targets, teacher_topk=(ids, values, None),
+            temperature=TEMPERATURE, kd_weight=KD, ce_weight=CE,
+        ).loss  # fmt: skip
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def eager(x: Inputs) -> Callable[[], Tensor]:
     def step() -> Tensor:
         student = (x.student_hidden @ x.student_weight.T).float()
@@ -144,6 +170,8 @@ def measure(shape: Shape) -> dict[str, Any]:
         "ours, fixed temperature": ours(x, learnable=False),
         "ours, reverse": ours(x, direction="reverse"),
         "ours, jsd": ours(x, direction="jsd"),
+        "ours, top 64": sparse(x),
+        "ours, cross entropy alone": cross_entropy_alone(x),
         "eager": eager(x),
         "products alone": products(x),
     }

@@ -81,16 +81,15 @@ def run(job: Job, hidden: bool, weight: bool, bias: bool) -> tuple[Tensor, Tenso
     gradients = Gradients(student, job.wide, hidden, weight, bias)
     rows_RN = torch.zeros((len(ROWS), tokens), dtype=job.wide, device=job.targets_N.device)
     buffer_nV = student.buffer(min(job.chunk, tokens))
-    # The products below choose their dtypes themselves.
-    with torch.autocast(student.hidden_ND.device.type, enabled=False):
-        for start in range(0, tokens, job.chunk):
-            span = slice(start, min(start + job.chunk, tokens))
-            products_nV = student.products_(span, buffer_nV)
-            job.teacher.rows_(
-                span, products_nV, job.targets_N[span], job.temperature, job.objective, student.squash,
-                hidden or weight or bias, rows_RN[:, span],
-            )  # fmt: skip
-            gradients.add_(span, products_nV)
+    # Autocast leaves these products alone: it knows none that write into a given tensor.
+    for start in range(0, tokens, job.chunk):
+        span = slice(start, min(start + job.chunk, tokens))
+        products_nV = student.products_(span, buffer_nV)
+        job.teacher.rows_(
+            span, products_nV, job.targets_N[span], job.temperature, job.objective, student.squash,
+            hidden or weight or bias, rows_RN[:, span],
+        )  # fmt: skip
+        gradients.add_(span, products_nV)
     if job.num_terms is None:
         terms = rows_RN[0].sum().clamp(min=1)
     else:
@@ -117,7 +116,10 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """The loss and the sums."""
         rows_RN, terms, gradients = run(job, *ctx.needs_input_grad[:3])
-        slope = job.objective.kd_weight * rows_RN[-1].sum() if ctx.needs_input_grad[3] else None
+        slope = None
+        if ctx.needs_input_grad[3]:  # where the weight is 0 the divergence may be unknown
+            kd_weight = job.objective.kd_weight
+            slope = kd_weight * rows_RN[-1].sum() if kd_weight else torch.zeros_like(job.temperature)
         ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD, gradients.bias_V, slope, terms)
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden_ND, weight_VD, bias_V, temperature)]
         sums = sums_of(rows_RN)

@@ -12,7 +12,7 @@ from gramian.distill.head import Head
 from gramian.distill.metrics import DistillOutput, sums_of
 from gramian.distill.projection import check_sides, projection_of
 from gramian.distill.signal import Tail
-from gramian.distill.sparse_loss import SampledTeacher, SparseTeacher
+from gramian.distill.sparse_loss import NoTeacher, SampledTeacher, SparseTeacher
 from gramian.distill.tail import tail_at
 from gramian.errors import GramianError
 from gramian.kernels._launch import takes_kernel, wide_dtype
@@ -63,7 +63,7 @@ def distill_loss(
         student_hidden: [N, Ds].
         student_weight: [V, Ds], or a head with bias, scale or softcap. May be the embedding: its gradient adds up.
         targets: [N], integers; `ignore_index` does not count.
-        teacher_hidden: [N, Dt].
+        teacher_hidden: [N, Dt]. With kd_weight = 0 a teacher may be left out: cross entropy alone.
         teacher_weight: [V, Dt], or a head.
         temperature: A number above 0, or a 0-dim tensor on the device of the student, whose value is not looked at.
         kd_weight: Of the divergence.
@@ -92,7 +92,7 @@ def distill_loss(
         direction = DIRECTIONS[int(beta)]
     _check_ids(targets, len(head.weight_VD), "targets", ignore_index)
     learns = isinstance(temperature, Tensor) and temperature.requires_grad and torch.is_grad_enabled()
-    _check_teacher(teacher_hidden, teacher_weight, teacher_topk, teacher_sampled, learns)
+    _check_teacher(teacher_hidden, teacher_weight, teacher_topk, teacher_sampled, learns, needed=kd_weight != 0)
 
     student = projection_of(student_hidden, head)
     wide = wide_dtype(student.hidden_ND)
@@ -108,12 +108,15 @@ def distill_loss(
         chunk = max(1, min(chunk_tokens(logits), len(targets)))
         teacher = DenseTeacher(side, side.buffer(chunk))
     else:
-        chunk = chunk_tokens((student.hidden_ND.element_size() + TORCH_ROWS * 4) * student.vocabulary)
+        rows = student.hidden_ND.element_size() + (0 if takes_kernel(student.hidden_ND) else TORCH_ROWS * 4)
+        chunk = chunk_tokens(rows * student.vocabulary)
         if teacher_topk is not None:
             u = 1 / at if isinstance(temperature, Tensor) else 1 / temperature
             teacher = _sparse_teacher(teacher_topk, u, len(targets), student.vocabulary, direction)
         elif teacher_sampled is not None:
             teacher = _sampled_teacher(teacher_sampled, len(targets), student.vocabulary, direction, learns)
+        else:
+            teacher = NoTeacher()
     objective = Objective(direction, float(beta), float(kd_weight), float(ce_weight), ignore_index)
     job = Job(student, teacher, targets.to(torch.int64), at.to(wide), objective, num_terms, chunk, wide)
     if torch.is_grad_enabled():
@@ -161,11 +164,13 @@ def _check_teacher(
     topk: tuple[Tensor, Tensor, Tail | None] | None,
     sampled: tuple[Tensor, Tensor] | None,
     learns: bool,
+    needed: bool,
 ) -> None:
     dense = hidden is not None and weight is not None
-    if [dense, topk is not None, sampled is not None].count(True) != 1 or (hidden is None) != (weight is None):
+    given = [dense, topk is not None, sampled is not None].count(True)
+    if given > 1 or given < needed or (hidden is None) != (weight is None):
         raise GramianError(
-            "teacher: expected teacher_hidden with teacher_weight, or teacher_topk, or teacher_sampled, and only one of them"
+            "teacher: expected teacher_hidden with teacher_weight, or teacher_topk, or teacher_sampled, or kd_weight=0 and none"
         )
     parts = [hidden, *(topk or ())[:2], *(sampled or ())]
     if learns and any(isinstance(part, Tensor) and part.is_inference() for part in parts):

@@ -1,4 +1,4 @@
-"""Teachers that give a few ids per token: the largest logits with a curve for the rest, or a sample.
+"""Teachers that name a few ids of every token: the largest logits with a curve for the rest, a sample, or none at all.
 
 Legend: N tokens (n of a chunk), V vocabulary, K ids of a token, R what is known of a token. u = 1/T.
 """
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gramian.kernels.distill_rows import Objective, Squash, assemble_rows, write_gradient_
-from gramian.kernels.divergence import EMPTY, divergence, log_probabilities
+from gramian.kernels.distill_rows import Objective, Squash, assemble_rows
+from gramian.kernels.divergence import EMPTY, divergence
+from gramian.kernels.rest_rows import rest_gradient_, rest_rows
 
 
 @dataclass(frozen=True)
 class SparseTeacher:
     """k ids and one outcome more that stands for all others; the divergence is over these k + 1.
 
-    Student: log Σ exp(u z) over the ids that were not kept, taken directly, not as 1 − Σ q. Teacher: l(u) of its curve.
+    Student: log Σ exp(u z) over the ids that were not kept, taken directly, not as 1 − Σ q. Teacher: l(u) of its curve. The
+    gradient of the last outcome is shared among its ids in proportion to exp(u z).
     """
 
     ids_NK: Tensor
@@ -40,36 +42,45 @@ class SparseTeacher:
         out_Rn: Tensor,
     ) -> None:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
-        wide = out_Rn.dtype
+        wide, vocabulary = out_Rn.dtype, products_nV.shape[1]
         ids_nK, t_nK = self.ids_NK[tokens], self.logits_NK[tokens].to(wide)
-        z_nV = squash(products_nV.to(wide))
-        z_nK = z_nV.gather(1, ids_nK)
-        # Every id was kept: nothing is left to share the mass of.
-        exhausted = z_nV.shape[1] == ids_nK.shape[1]
-        rest_nV = (z_nV / temperature).scatter_(1, ids_nK, EMPTY)
-        rest_n1 = z_nK.new_full((len(z_nK), 1), EMPTY) if exhausted else rest_nV.logsumexp(1, keepdim=True)
-        share_nV = (rest_nV - rest_n1).exp_() if not exhausted else rest_nV.zero_()
+        gold_n = _gold(products_nV, targets_n, squash, wide)
+        z_nK = squash(products_nV.gather(1, ids_nK).to(wide))
+        products_nV.scatter_(1, ids_nK, -torch.inf)
+        if ids_nK.shape[1] < vocabulary:
+            largest_n, rest_n, rest_mean_n, rest_at_one_n = rest_rows(products_nV, temperature, squash)
+        else:  # every id was kept: nobody is left to share
+            largest_n = rest_n = rest_at_one_n = torch.full_like(gold_n, EMPTY)
+            rest_mean_n = torch.zeros_like(gold_n)
         between = divergence(
-            torch.cat([z_nK / temperature, rest_n1], 1),
+            torch.cat([z_nK / temperature, rest_n[:, None]], 1),
             torch.cat([t_nK / temperature, self.rest_N[tokens, None].to(wide)], 1),
-            torch.cat([z_nK, (share_nV * z_nV).sum(1, keepdim=True)], 1),
+            torch.cat([z_nK, rest_mean_n[:, None]], 1),
             torch.cat([t_nK, self.rest_slope_N[tokens, None].to(wide)], 1),
             objective.direction,
             objective.beta,
         )
-        log_q1_nV = log_probabilities(z_nV)
+        at_one_n = torch.logaddexp(z_nK.logsumexp(1), rest_at_one_n)
         hit_nK = ids_nK == targets_n[:, None]
-        at_one_n = torch.logaddexp(t_nK.logsumexp(1), self.rest_at_one_N[tokens].to(wide))
-        best_nK = (z_nK == z_nV.amax(1, keepdim=True)) & (t_nK == t_nK.amax(1, keepdim=True))
+        teacher_at_one_n = torch.logaddexp(t_nK.logsumexp(1), self.rest_at_one_N[tokens].to(wide))
+        largest_n = torch.maximum(largest_n, z_nK.amax(1))
+        best_nK = (z_nK == largest_n[:, None]) & (t_nK == t_nK.amax(1, keepdim=True))
         assemble_rows(
-            targets_n, objective, log_q1_nV, temperature, out_Rn,
-            kl=between.value_N, agreement=best_nK.any(1), teacher_entropy=between.teacher_entropy_N,
-            student_entropy=between.student_entropy_N, known=hit_nK.any(1),
-            teacher_gold=torch.where(hit_nK, t_nK, 0.0).sum(1) - at_one_n, slope=between.slope_N,
+            targets_n, objective, vocabulary, temperature, out_Rn,
+            ce=at_one_n - gold_n, kl=between.value_N, agreement=best_nK.any(1),
+            teacher_entropy=between.teacher_entropy_N, student_entropy=between.student_entropy_N, known=hit_nK.any(1),
+            teacher_gold=torch.where(hit_nK, t_nK, 0.0).sum(1) - teacher_at_one_n, slope=between.slope_N,
         )  # fmt: skip
         if gradient:
-            kd_nV = (between.gradient_NK[:, -1:] * share_nV).scatter_(1, ids_nK, between.gradient_NK[:, :-1])
-            write_gradient_(products_nV, kd_nV, targets_n, objective, log_q1_nV, temperature, squash.derivative(z_nV))
+            kd_nK = objective.kd_weight * temperature * between.gradient_NK
+            rest_gradient_(
+                products_nV, targets_n, temperature, kd_nK[:, -1], rest_n, at_one_n,
+                objective.ce_weight, objective.ignore_index, squash,
+            )  # fmt: skip
+            dz_nK = kd_nK[:, :-1] + objective.ce_weight * ((z_nK - at_one_n[:, None]).exp() - hit_nK.to(wide))
+            counts_n1 = (targets_n != objective.ignore_index)[:, None]
+            dx_nK = torch.where(counts_n1, dz_nK * squash.derivative(z_nK), 0.0)
+            products_nV.scatter_(1, ids_nK, dx_nK.to(products_nV.dtype))
 
 
 @dataclass(frozen=True)
@@ -96,16 +107,60 @@ class SampledTeacher:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
         wide = out_Rn.dtype
         ids_nK, weights_nK = self.ids_NK[tokens], self.weights_NK[tokens].to(wide)
-        z_nV = squash(products_nV.to(wide))
-        log_q_nV = log_probabilities(z_nV / temperature)
-        log_q1_nV = log_probabilities(z_nV)
-        unknown_n = torch.full_like(log_q_nV[:, 0], torch.nan)
+        gold_n = _gold(products_nV, targets_n, squash, wide)
+        z_nK = squash(products_nV.gather(1, ids_nK).to(wide))
+        _, lse_n, mean_n, at_one_n = rest_rows(products_nV, temperature, squash)
+        unknown_n = torch.full_like(gold_n, torch.nan)
         assemble_rows(
-            targets_n, objective, log_q1_nV, temperature, out_Rn,
-            kl=-(weights_nK * log_q_nV.gather(1, ids_nK)).sum(1), agreement=unknown_n, teacher_entropy=unknown_n,
-            student_entropy=-(log_q_nV.exp() * log_q_nV).sum(1), known=torch.zeros_like(targets_n, dtype=torch.bool),
+            targets_n, objective, products_nV.shape[1], temperature, out_Rn,
+            ce=at_one_n - gold_n, kl=(weights_nK * (lse_n[:, None] - z_nK / temperature)).sum(1), agreement=unknown_n,
+            teacher_entropy=unknown_n, student_entropy=lse_n - mean_n / temperature,
+            known=torch.zeros_like(targets_n, dtype=torch.bool), teacher_gold=unknown_n, slope=unknown_n,
+        )  # fmt: skip
+        if gradient:
+            drawn_nK = objective.kd_weight * temperature * weights_nK
+            rest_gradient_(
+                products_nV, targets_n, temperature, drawn_nK.sum(1), lse_n, at_one_n,
+                objective.ce_weight, objective.ignore_index, squash,
+            )  # fmt: skip
+            counts_n1 = (targets_n != objective.ignore_index)[:, None]
+            dx_nK = torch.where(counts_n1, drawn_nK * squash.derivative(z_nK), 0.0)
+            products_nV.scatter_add_(1, ids_nK, -dx_nK.to(products_nV.dtype))
+
+
+@dataclass(frozen=True)
+class NoTeacher:
+    """Cross entropy alone. Whatever concerns a teacher is not a number."""
+
+    def rows_(
+        self,
+        tokens: slice,
+        products_nV: Tensor,
+        targets_n: Tensor,
+        temperature: Tensor,
+        objective: Objective,
+        squash: Squash,
+        gradient: bool,
+        out_Rn: Tensor,
+    ) -> None:
+        """The rows of a chunk; with `gradient` the student's products become their gradient."""
+        gold_n = _gold(products_nV, targets_n, squash, out_Rn.dtype)
+        _, lse_n, mean_n, at_one_n = rest_rows(products_nV, temperature, squash)
+        unknown_n = torch.full_like(gold_n, torch.nan)
+        assemble_rows(
+            targets_n, objective, products_nV.shape[1], temperature, out_Rn,
+            ce=at_one_n - gold_n, kl=unknown_n, agreement=unknown_n, teacher_entropy=unknown_n,
+            student_entropy=lse_n - mean_n / temperature, known=torch.zeros_like(targets_n, dtype=torch.bool),
             teacher_gold=unknown_n, slope=unknown_n,
         )  # fmt: skip
         if gradient:
-            kd_nV = (log_q_nV.exp() * weights_nK.sum(1, keepdim=True)).scatter_add_(1, ids_nK, -weights_nK)
-            write_gradient_(products_nV, kd_nV, targets_n, objective, log_q1_nV, temperature, squash.derivative(z_nV))
+            rest_gradient_(
+                products_nV, targets_n, temperature, torch.zeros_like(lse_n), lse_n, at_one_n,
+                objective.ce_weight, objective.ignore_index, squash,
+            )  # fmt: skip
+
+
+def _gold(products_nV: Tensor, targets_n: Tensor, squash: Squash, wide: torch.dtype) -> Tensor:
+    """The logit of the target; of some id where there is none."""
+    places_n1 = targets_n.clamp(0, products_nV.shape[1] - 1)[:, None]
+    return squash(products_nV.gather(1, places_n1).to(wide))[:, 0]

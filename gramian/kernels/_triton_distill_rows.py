@@ -39,9 +39,9 @@ def _to_mixture(x, beta):
 
 
 @triton.jit
-def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
-    """Products to logits, 0 where there is none: cap · tanh(scale · x / cap), or scale · x."""
-    z = tl.load(pointer, mask=inside, other=0.0).to(tl.float32) * scale
+def squash(x, scale, cap, CAP: tl.constexpr):
+    """Products to logits: cap · tanh(scale · x / cap), or scale · x."""
+    z = x * scale
     if CAP:
         # tanh y = 1 − 2 / (exp(2y) + 1), which has the right limits at both ends.
         z = cap * (1 - 2 / (tl.exp(2 * (z / cap)) + 1))
@@ -49,11 +49,24 @@ def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
-    """The gradient of the products, from that of the logits."""
+def squash_derivative(dz, z, scale, cap, CAP: tl.constexpr):
+    """The gradient of products from that of logits."""
     if CAP:
         dz *= 1 - (z / cap) * (z / cap)
-    tl.store(pointer, (dz * scale).to(pointer.dtype.element_ty), mask=inside)
+    return dz * scale
+
+
+@triton.jit
+def _logits(pointer, inside, scale, cap, CAP: tl.constexpr):
+    """Logits from products, of 0 where there is none."""
+    return squash(tl.load(pointer, mask=inside, other=0.0).to(tl.float32), scale, cap, CAP)
+
+
+@triton.jit
+def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
+    """The gradient in place of the products."""
+    dx = squash_derivative(dz, z, scale, cap, CAP)
+    tl.store(pointer, dx.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit

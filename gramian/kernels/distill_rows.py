@@ -122,13 +122,14 @@ def distill_rows_twin(
     known_N = (targets_N >= 0) & (targets_N < common)
     teacher_gold_N = t_NC.gather(1, targets_N.clamp(0, common - 1)[:, None])[:, 0] - t_NC.logsumexp(1)
     log_q1_NV = log_probabilities(z_NV)
+    ce_N = -log_q1_NV.gather(1, targets_N.clamp(0, z_NV.shape[1] - 1)[:, None])[:, 0]
     out_RN = assemble_rows(
-        targets_N, objective, log_q1_NV, temperature, out_RN,
-        kl=between.value_N, agreement=best_N.any(1), teacher_entropy=between.teacher_entropy_N,
+        targets_N, objective, z_NV.shape[1], temperature, out_RN,
+        ce=ce_N, kl=between.value_N, agreement=best_N.any(1), teacher_entropy=between.teacher_entropy_N,
         student_entropy=between.student_entropy_N, known=known_N, teacher_gold=teacher_gold_N, slope=between.slope_N,
     )  # fmt: skip
     if gradient:
-        write_gradient_(
+        _write_gradient_(
             student_NV, between.gradient_NK, targets_N, objective, log_q1_NV, temperature, student.derivative(z_NV)
         )
     return out_RN
@@ -137,10 +138,11 @@ def distill_rows_twin(
 def assemble_rows(
     targets_N: Tensor,
     objective: Objective,
-    log_q1_NV: Tensor,
+    vocabulary: int,
     temperature: Tensor,
     out_RN: Tensor | None,
     *,
+    ce: Tensor,
     kl: Tensor,
     agreement: Tensor,
     teacher_entropy: Tensor,
@@ -151,10 +153,8 @@ def assemble_rows(
 ) -> Tensor:
     """The rows in their order, zero where a token does not count; `slope` is dD/du."""
     counts_N = targets_N != objective.ignore_index
-    vocabulary = log_q1_NV.shape[1]
     inside_N = (targets_N >= 0) & (targets_N < vocabulary)
-    ce_N = -log_q1_NV.gather(1, targets_N.clamp(0, vocabulary - 1)[:, None])[:, 0]
-    ce_N = torch.where(inside_N, ce_N, torch.nan)
+    ce_N = torch.where(inside_N, ce, torch.nan)
     rows = (
         torch.ones_like(ce_N), kl, ce_N, agreement, teacher_entropy, student_entropy, known,
         torch.where(known, teacher_gold, 0.0), 2 * temperature * kl - slope,
@@ -166,7 +166,7 @@ def assemble_rows(
     return out_RN
 
 
-def write_gradient_(
+def _write_gradient_(
     student_NV: Tensor,
     kd_NC: Tensor,
     targets_N: Tensor,

@@ -99,7 +99,8 @@ def teacher_logits(case, bias=None, squash=(1.0, None)):
 
 def relative(got, want):
     """|got − want| / |want|, and of zero nothing but zero is close."""
-    error, size = float((got.detach().double().cpu() - want).norm()), float(want.detach().norm())
+    want = want.detach()
+    error, size = float((got.detach().double().cpu() - want).norm()), float(want.norm())
     return error / size if size else (0.0 if error == 0 else torch.inf)
 
 

@@ -263,15 +263,16 @@ def test_hidden_states_of_a_narrower_dtype_than_their_head():
     assert ours(case, 2.0)[0].loss == ours(other, 2.0)[0].loss
 
 
-def test_the_weights_gradient_is_added_up_in_float32():
-    """4,096 equal tokens of 2⁻⁸ each and one of 1: in bfloat16 the sum would stop growing."""
-    tokens = 4096
+def test_the_weights_gradient_is_added_up_in_float32(monkeypatch):
+    """600 chunks that add 2/3 each: in bfloat16 the sum would stop growing at 256."""
+    monkeypatch.setattr(loss, "chunk_tokens", lambda _: 1)
+    tokens = 600
     hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
     teacher = torch.zeros(3, 1, dtype=torch.bfloat16)
-    whole = distill_loss(hidden, weight, torch.zeros(tokens, dtype=torch.int64), hidden, teacher, ce_weight=1.0)
-    assert whole.loss.dtype == torch.float32
-    whole.loss.backward()
+    out = distill_loss(hidden, weight, torch.zeros(tokens, dtype=torch.int64), hidden, teacher, ce_weight=1.0)
+    assert out.loss.dtype == torch.float32 and out.sums.dtype == torch.float64
+    out.loss.backward()
     torch.testing.assert_close(weight.grad[:, 0].float(), torch.tensor([-2 / 3, 1 / 3, 1 / 3]), rtol=2**-8, atol=0)
 
 

@@ -152,6 +152,26 @@ def test_samples_are_unbiased():
     torch.testing.assert_close(got["weight"], want["weight"])
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_without_a_teacher_it_is_the_cross_entropy(dtype):
+    case = Case(dtype=dtype, bias=True, scale=0.8, softcap=3.0)
+    leaves = [tensor.clone().requires_grad_() for tensor in (*list(case.tensors.values())[:2], case.student_bias)]
+    head = Head(leaves[1], leaves[2], 0.8, 3.0)
+    out = distill_loss(leaves[0], head, case.targets, kd_weight=0.0, ce_weight=1.0)
+    loss, metrics, want = oracle(case, 2.0, kd_weight=0.0, ce_weight=1.0)
+    bar = 1e-10 if dtype == torch.float64 else 1e-5
+    assert relative(out.loss, loss) < bar and relative(out.ce, metrics["ce"]) < bar
+    assert relative(out.student_entropy, metrics["student_entropy"]) < bar and out.kl.isnan()
+    for gradient, name in zip(torch.autograd.grad(out.loss, leaves), ("hidden", "weight", "bias"), strict=True):
+        assert relative(gradient, want[name]) < bar
+    heat = torch.tensor(2.0, dtype=dtype, requires_grad=True)
+    distill_loss(leaves[0], head, case.targets, kd_weight=0.0, temperature=heat).loss.backward()
+    assert heat.grad == 0
+    with pytest.raises(GramianError, match="teacher: expected teacher_hidden"):
+        distill_loss(leaves[0], head, case.targets)
+
+
 REFUSED = {
     "temperature: 0; expected a number above 0": {"temperature": 0},
     "temperature: -1.0; expected": {"temperature": -1.0},
@@ -168,8 +188,8 @@ REFUSED = {
     "teacher_weight: width 5; expected 8": {"teacher_weight": torch.ones(37, 5)},
     r"teacher_weight: bias \[3\]; expected \[37\]": {"teacher_weight": Head(torch.ones(37, 8), torch.ones(3))},
     "student_weight: no rows": {"student_weight": torch.ones(0, 6), "targets": torch.full((9,), -100)},
-    "teacher: expected teacher_hidden with teacher_weight, or": {"teacher_weight": None},
-    "teacher: expected .* only one of them": {"teacher_sampled": (torch.zeros(9, 1).long(), torch.ones(9, 1))},
+    "teacher: expected teacher_hidden with teacher_weight": {"teacher_weight": None},
+    "teacher: expected .* or kd_weight=0 and none": {"teacher_sampled": (torch.zeros(9, 1).long(), torch.ones(9, 1))},
 }
 
 

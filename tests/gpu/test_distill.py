@@ -8,6 +8,7 @@ import torch
 from gramian.distill import Head, distill_loss
 from gramian.distill.signal import Tail
 from gramian.kernels.distill_rows import ROWS, Objective, Squash, distill_rows, distill_rows_kernel, distill_rows_twin
+from gramian.kernels.rest_rows import rest_gradient_kernel_, rest_gradient_twin_, rest_rows_kernel, rest_rows_twin
 from tests.distill.loss_cases import Case, check, oracle, ours, relative, topk_of
 
 pytestmark = [
@@ -146,6 +147,43 @@ def test_a_sparse_teacher(dtype, direction):
         check(case, T, teacher_topk=(ids, values, tail), oracle_options={"ids": ids.cpu()}, **direction)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("squash", [Squash(), Squash(0.5, 10.0)])
+@pytest.mark.parametrize("vocabulary", [1, 5003, 128256])
+def test_the_kernels_of_the_rest_are_the_twins_in_float64(vocabulary, squash, dtype):
+    x, _, targets = logits(33, vocabulary, 1, dtype)
+    x[:, 1::3] = -torch.inf
+    for T in (1.0, 2.0, 10.0):
+        temperature = torch.tensor(T, device="cuda")
+        want = rest_rows_twin(x.double(), temperature, squash)
+        torch.testing.assert_close(rest_rows_kernel(x, temperature, squash).double(), want, rtol=1e-5, atol=1e-5)
+        coefficients = (random(33), want[1].float(), want[3].float() + 0.3)
+        wide, products = x.double(), x.clone()
+        exact = [one.double() for one in coefficients]
+        rest_gradient_twin_(wide, targets, temperature, *exact, 0.4, -100, squash)
+        rest_gradient_kernel_(products, targets, temperature, *coefficients, 0.4, -100, squash)
+        rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 0.0
+        torch.testing.assert_close(
+            products.double(), wide, rtol=1e-4 + rounding, atol=2e-6 * float(wide.abs().max()) + 6e-8
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sparse_teacher_in_half_precision_beside_float32(dtype):
+    case = Case(dtype=dtype, device="cuda", tokens=300, vocabulary=5003, widths=(64, 64))
+    wide = Case(dtype=dtype, device="cuda", tokens=300, vocabulary=5003, widths=(64, 64))
+    wide.tensors = {name: tensor.float() for name, tensor in case.tensors.items()}
+    ids, values, tail = topk_of(case, 16, torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64))
+    topk = (ids, values, Tail(tail.values_BTQ.cuda(), tail.slopes_BTQ.cuda(), tail.knots_Q))
+    eps = torch.finfo(dtype).eps
+    for direction in DIRECTIONS:
+        want, want_gradients = ours(wide, 2.0, teacher_topk=topk, **direction)
+        out, gradients = ours(case, 2.0, teacher_topk=topk, **direction)
+        assert relative(out.loss, want.loss.double().cpu()) < eps
+        for name in ("hidden", "weight"):
+            assert relative(gradients[name], want_gradients[name].double().cpu()) < 2 * eps, name
+
+
 def test_many_chunks_are_one(monkeypatch):
     case = Case(dtype=torch.float32, device="cuda", tokens=1000, vocabulary=1003, widths=(64, 64))
     T = torch.tensor(2.0, device="cuda")
@@ -171,6 +209,7 @@ def test_nothing_waits_for_the_device():
         {"teacher_topk": (ids, values, tail)},
         {"teacher_topk": (ids, values, None)},
         {"teacher_sampled": (ids, values.softmax(1))},
+        {"kd_weight": 0.0},
     )
     runs = list(itertools.product(teachers, (2.0, heat), (None, 250, terms), (weight, Head(weight, bias, 0.9, 8.0))))
 
@@ -183,7 +222,7 @@ def test_nothing_waits_for_the_device():
             distill_loss(student, head, half.targets, **teacher, temperature=temperature, num_terms=num_terms)
         return [out.kl, out.ce, out.agreement, out.teacher_entropy, out.student_entropy, out.correlation]
 
-    for run in runs[:2]:
+    for run in runs:
         step(*run)  # kernels are loaded and libraries start
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
