@@ -309,26 +309,29 @@ class CheckpointStore:
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def newest(self, config_hash: str | None = None) -> Loaded | None:
+    def newest(self, config_hash: str | None = None, upto: int | None = None) -> Loaded | None:
         """The newest checkpoint that verifies; an event says which were passed over, and why.
 
         Args:
             config_hash: that it must have; None: any.
+            upto: later steps are not looked at; None: all are.
 
         Returns:
             Its facts, and how to read its tensors; None if there is none. The same one on all processes, which share the
             reading that verification takes.
         """
-        return self._first("step", config_hash)
+        return self._first("step", config_hash, upto)
 
     def best(self, config_hash: str | None = None) -> Loaded | None:
         """The newest checkpoint that was written as the best and verifies; as `newest`."""
         return self._first("best", config_hash)
 
-    def _first(self, wanted: str, config_hash: str | None) -> Loaded | None:
+    def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> Loaded | None:
         self._finish_save()
         for name in reversed(self._share(self._names())[0]):
             if wanted == "step" and not name.startswith("step"):
+                continue
+            if upto is not None and _parsed(name)[1] > upto:
                 continue
             path = self.folder / name
             body, problem = _read_manifest(path)

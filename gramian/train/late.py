@@ -22,6 +22,8 @@ class Attempt:
     stepped: bool
     scale: float | None
     """Of the loss, after the step."""
+    repeated: bool = False
+    """Computed again on the way from a restored state to where a fault began; judged and told the first time."""
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,8 @@ class Trainer:
         self._batches: Iterator[Any] = iter(())
         self._snapshot_due = self._flagged = False
         self._evaluated = self._written = self._deaths = 0
+        self._repeats_until = 0
+        """Steps before it were made and told before a rollback, and are computed again."""
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -110,6 +112,8 @@ class Trainer:
                     return Ended(
                         self.step, "stopped", f"the key was not saved: {lost[0] if lost else 'on another process'}"
                     )
+        elif self._eval_due():  # a run that was asked to leave did so before it
+            self._keep_up()
         while self.step < self.config.run.steps and not self._budget_spent():
             self._attempt(interrupts.requested is not None)
             due = self._due()
@@ -134,6 +138,10 @@ class Trainer:
     def _look(self, wait: bool) -> tuple[bool, Ended | None]:
         """Judge the steps whose numbers have arrived. False if one of them was taken back; and how the run ended, if it did."""
         for outcome in self.late.read(wait):
+            self.tokens += outcome.tokens
+            if outcome.attempt.repeated:
+                self._flagged = self._flagged or outcome.flagged
+                continue
             verdict = self.guard.observe(self._observation(outcome))
             self.log.outcome(outcome)
             self._on_outcome(outcome, self)
@@ -160,9 +168,11 @@ class Trainer:
         taken = self.parts.stepper.take(batch, rate, flag)
         scaler = self.parts.stepper.scaler
         scale = None if scaler is None else scaler.get_scale()
-        self.late.add(Attempt(self.attempt, self.step, batch.position, rate, taken.stepped, scale), taken.values)
+        repeated = self.step < self._repeats_until
+        attempt = Attempt(self.attempt, self.step, batch.position, rate, taken.stepped, scale, repeated)
+        self.late.add(attempt, taken.values)
         self.trail = [*self.trail, (self.step, batch.position)][-TRAIL:]
-        self.attempt += 1
+        self.attempt += not repeated
         self.position = batch.position + 1
         self.step += taken.stepped
 
@@ -185,7 +195,6 @@ class Trainer:
 
     def _observation(self, outcome: Outcome) -> Observation:
         attempt, limit = outcome.attempt, self.config.optimizer.max_norm
-        self.tokens += outcome.tokens
         return Observation(
             attempt.step,
             outcome.loss,
@@ -220,7 +229,7 @@ class Trainer:
 
     def _eval_due(self) -> bool:
         every = self.config.eval.every
-        if self._evaluated == self.step or self.step == 0:
+        if self._evaluated == self.step or self.step == 0 or self.step < self._repeats_until:
             return False
         if every == "auto":
             return self._auto_due()
@@ -250,6 +259,7 @@ class Trainer:
             "trail": [list(entry) for entry in self.trail],
             "best": self.best,
             "evaluated": self._evaluated,
+            "repeats_until": self._repeats_until,
             "clipped": list(self.log.clipped),
             "guard": self.guard.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -301,7 +311,7 @@ class Trainer:
         self._restore(saved, facts)
         self.position, self.attempt = facts["position"], facts["attempt"]
         self.skipped, self.best, self._evaluated = set(facts["skipped"]), facts["best"], facts["evaluated"]
-        self._written = self.step
+        self._written, self._repeats_until = self.step, facts["repeats_until"]
         self.guard.load_state_dict(facts["guard"])
         self.log.clipped.extend(facts["clipped"])
         if isinstance(stepper, PrivateStepper):
@@ -325,7 +335,9 @@ class Trainer:
         self.snapshots.drop_after(self.step)
         self.store.drop_after(self.step)
         self._snapshot_due, self._written = False, min(self._written, self.step)
-        self._evaluated = min(self._evaluated, self.step)
+        if not isinstance(self.parts.stepper, PrivateStepper):  # whose steps come again with other draws
+            self._repeats_until = verdict.to_before
+        self._evaluated = min(self._evaluated, max(self.step, self._repeats_until))
         self.log.event(
             {
                 "event": "rollback",
@@ -343,8 +355,7 @@ class Trainer:
         """The newest state of a step or an earlier one: in memory, on disk, or else the oldest there is."""
         snapshot = self.snapshots.before(step)
         if snapshot is None:
-            self.store.drop_after(step)
-            found = self.store.newest(self.config.hash)
+            found = self.store.newest(self.config.hash, upto=step)
             if found is not None:
                 return found.parts(extents(self.parts.module, found.shapes)), found.facts
             snapshot = self.snapshots.before(self.snapshots.steps[0])

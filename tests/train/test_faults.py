@@ -368,6 +368,83 @@ def test_a_rollback_after_a_resume_goes_where_it_goes_without_one(first: int, tm
     assert rollback["to"] <= first - 1
 
 
+def ask_to_leave(position: int) -> Callable[[Parts], None]:
+    """SIGTERM while the batch of a position is computed; the step after it is the last."""
+
+    def fault(parts: Parts) -> None:
+        plain = parts.stepper.take
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            if batch.position == position:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(batch, rate, flag)
+
+        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+
+    return fault
+
+
+@pytest.mark.parametrize("asked", [29, 30, 31, 32])
+def test_a_rollback_is_the_same_wherever_the_copy_it_goes_to_was_taken(asked: int, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
+    fault = eightfold({34, 35})
+    run(small(tmp_path / "whole", **told), fault)
+    config = small(tmp_path / "asked", **told)
+
+    def both(parts: Parts) -> None:
+        fault(parts)
+        ask_to_leave(asked)(parts)
+
+    _, ended = run(config, both)
+    assert (ended.reason, ended.step) == ("interrupted", asked + 2)
+    _, ended = run(config, fault)
+    assert ended.reason == "done"
+    assert len(events(config, "rollback")) == 1
+    assert differences(tmp_path / "whole", tmp_path / "asked") == []
+
+
+def test_steps_that_a_rollback_repeats_are_told_once(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": STEPS}, eval={"every": 16})
+    trainer, _ = run(config, at_positions({33}, nan_gradient, times=9))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == [*range(1, 35), *range(34, STEPS + 1)]
+    assert trainer.attempt == STEPS + 1
+    evaluated = [line["step"] for line in lines if "validation_loss" in line]
+    assert evaluated == [16, 32, 48, STEPS]
+
+
+def test_a_rollback_keeps_a_checkpoint_to_resume_from(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 50}, checkpoint={"keep": 1}, eval={"every": 50})
+    seen: list[CheckpointStore] = []
+
+    def fault(parts: Parts) -> None:
+        eightfold({40, 41})(parts)
+        plain = parts.stepper.take
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            if batch.position == 43:
+                seen.append(CheckpointStore(tmp_path / "run" / "checkpoints", 1))
+                assert seen[0].newest() is not None
+            return plain(batch, rate, flag)
+
+        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+
+    run(config, fault)
+    assert seen
+    assert len(events(config, "rollback")) == 1
+
+
+def test_a_run_that_leaves_where_it_would_have_evaluated_does_so_when_it_is_resumed(tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": {"steps": 30}, "eval": {"every": 12}}
+    run(small(tmp_path / "whole", **told))
+    config = small(tmp_path / "asked", **told)
+    _, ended = run(config, ask_to_leave(10))
+    assert (ended.reason, ended.step) == ("interrupted", 12)
+    run(config)
+    assert differences(tmp_path / "whole", tmp_path / "asked") == []
+
+
 def test_a_last_save_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(tmp_path / "run", run={"steps": 12}, eval={"every": 100})
     plain = checkpoint.write_tensors
