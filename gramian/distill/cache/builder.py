@@ -42,7 +42,10 @@ class WindowRows(Protocol):
     """What a builder asks of training windows; `gramian.train.data.Windows` is such."""
 
     length: int
-    stream: _Stream
+
+    @property
+    def stream(self) -> _Stream:
+        """Of tokens."""
 
     def __len__(self) -> int: ...
 
