@@ -3,10 +3,12 @@ r"""Goose: a recurrent language model whose matrix products see ternary spikes, 
 One block, for the residual stream x, with n = norm(x), prev the token before (zero at the beginning) and σ the sigmoid:
 
     m_j = n_t + μ_j ⊙ (n_prev − n_t)                          j = k, v, r: a mix of this token and the one before
-    k = a_k ⊙ W_k spike(m_k)        v, r alike                ternary operands
+    k = W_k spike(m_k)              v, r alike                ternary operands
     S_t = d ⊙ S_{t−1} + k ⊙ v,      d = σ(w)                  memory, one number per channel
-    x ← x + σ(r) ⊙ a_o ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
-    x ← x + a_2 ⊙ W_2 spike(relu(a_1 ⊙ W_1 spike(m_f))²)      m_f: the mix of norm(x)
+    x ← x + σ(r) ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
+    x ← x + W_2 spike(relu(W_1 spike(m_f))²)                  m_f: the mix of norm(x)
+
+Every W spike(x) is mean |x| · a ⊙ (W s) with s in {−1, 0, 1} (`gramian.models.goose.spike`).
 
 √(1−d²) makes channels of all time constants equally loud. There are no positions: the recurrence knows the order, and no
 sequence is too long. `spikes=False` is the dense twin: the same code and the same initial matrices with spike = identity and

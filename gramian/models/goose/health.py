@@ -9,7 +9,7 @@ Legend: N tokens, C channels of a site.
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -136,6 +136,11 @@ class SpikeRecorder:
         spikes_NC = spikes.detach().flatten(0, -2)
         positive_C, negative_C = (spikes_NC > 0).sum(dim=0), (spikes_NC < 0).sum(dim=0)
         self._counts[place] += torch.stack([positive_C, negative_C, torch.full_like(positive_C, len(spikes_NC))])
+
+    def each(self, change: Callable[[Tensor], Any]) -> None:
+        """Let something act on the counts in place, such as a sum over processes."""
+        for counts_3C in self._counts.values():
+            change(counts_3C)
 
     def health(self) -> SpikeHealth:
         """What was seen so far.

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from gramian.linalg.wide import wide
 from gramian.models.goose.scan import scan
-from gramian.models.goose.spike import Amplitude, Spike
+from gramian.models.goose.spike import Amplitude, Spike, size_of
 
 MOST_OF_BEFORE = 0.75
 """Initial share of the token before, in the channel where it is largest; 0 where it is smallest. The same in every layer:
@@ -77,16 +77,20 @@ class Memory(nn.Module):
 
 
 class SpikingLinear(nn.Module):
-    """a ⊙ (W spike(x)); without spikes W x, the same W."""
+    """m · a ⊙ (W spike(x)) with m = mean |x|; without spikes W x, the same W."""
 
     def __init__(self, inputs: int, outputs: int, spikes: bool) -> None:
         """Build it; the model draws W."""
         super().__init__()
-        self.spike: nn.Module = Spike(inputs) if spikes else nn.Identity()
+        self.spike = Spike(inputs) if spikes else None
         self.linear = nn.Linear(inputs, outputs, bias=False)
-        self.amplitude: nn.Module = Amplitude(outputs) if spikes else nn.Identity()
+        self.amplitude = Amplitude(outputs) if spikes else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, inputs] to [B, T, outputs]."""
-        y_BTD: Tensor = self.amplitude(self.linear(self.spike(x_BTD)))
-        return y_BTD
+        if self.spike is None or self.amplitude is None:
+            y_BTD: Tensor = self.linear(x_BTD)
+            return y_BTD
+        size_BT1 = size_of(x_BTD)
+        y_BTD = self.amplitude(self.linear(self.spike(x_BTD, size_BT1)))
+        return y_BTD * size_BT1.to(y_BTD.dtype)

@@ -36,11 +36,12 @@ def layer_operations(config: GooseConfig) -> Operations:
     """Of one block: W_k, W_v, W_r, W_o are D×D, W_1 and W_2 are D×F; a spike stands in front of each."""
     D, F = config.width, config.ffn * config.width
     matrices = 4 * D * D + 2 * D * F
-    # Four mixes, k ⊙ v, d ⊙ S, the readout's loudness, the gate, the square; with spikes the amplitudes of all six outputs.
+    # Four mixes, k ⊙ v, d ⊙ S, the readout's loudness, the gate, the square; with spikes
+    # amplitude and size of all six outputs.
     elementwise = 4 * D + 4 * D + F
     if not config.spikes:
         return Operations(0, matrices, elementwise)
-    return Operations(matrices, 0, elementwise + 5 * D + F)
+    return Operations(matrices, 0, elementwise + 2 * (5 * D + F))
 
 
 def operations(config: GooseConfig) -> Operations:

@@ -1,21 +1,20 @@
 r"""Ternary spikes: what enters a matrix product is −1, 0 or 1.
 
-For a token x with C channels, from nothing but that token,
+For a token x with C channels and the size m = mean_c |x_c|, from nothing but that token,
 
-    θ_c = max(α_c · mean_c |x_c|, 1e-3),        s_c = 1[x_c > θ_c] − 1[x_c < −θ_c].
+    θ_c = max(α_c · m, 1e-3),        s_c = 1[x_c > θ_c] − 1[x_c < −θ_c].
 
-A mean over time or over the batch would let a token see its future and its batch-mates. Above the floor, s does not change
-when x is scaled.
-
-The gradient is that of the ramp through both steps of s, s̃_c = clamp(x_c / 2θ_c, −1, 1), with mean |x| held fixed:
+A mean over time or over the batch would let a token see its future and its batch-mates. The gradient of s is that of the ramp
+through both its steps, s̃_c = clamp(x_c / 2θ_c, −1, 1), with m held fixed:
 
     ∂s_c/∂x_c = 1[|x_c| < 2θ_c] / 2θ_c,        ∂s_c/∂ log α_c = −1[|x_c| < 2θ_c] x_c / 2θ_c.
 
-The matrix product that follows is multiplied by a learnt amplitude, one per output: y = a ⊙ (W s). So W meets exact −1, 0 and
-1, and the gradient at x is scaled by a on its way.
+The matrix product that follows is multiplied by the size, one number per token, and by a learnt amplitude, one per output:
+y = m · a ⊙ (W s). So W meets exact −1, 0 and 1, y is as large as the x it stands for, and the gradient at x is scaled by m and
+a on its way. The gradient of m is the ordinary one.
 
-α and a start at the best ternary approximation a·s of a normal variable (Lloyd–Max): θ = 0.6120 standard deviations,
-a = 1.2240; 54 % of channels fire then, and 19 % of the variance is lost.
+α and a start at the best ternary approximation m·a·s of a normal variable (Lloyd–Max): 0.6120 and 1.2240 standard deviations;
+54 % of channels fire then, and 19 % of the variance is lost.
 
 Legend: B sequences, T tokens, C channels.
 """
@@ -28,10 +27,9 @@ from torch import Tensor, nn
 
 from gramian.linalg.wide import wide
 
-LLOYD_MAX_THRESHOLD = 0.6120
-LLOYD_MAX_AMPLITUDE = 1.2240
-START_ALPHA = LLOYD_MAX_THRESHOLD * math.sqrt(math.pi / 2)
-"""In units of mean |x|, which is √(2/π) standard deviations."""
+START_ALPHA = 0.6120 * math.sqrt(math.pi / 2)
+START_AMPLITUDE = 1.2240 * math.sqrt(math.pi / 2)
+"""Both in units of mean |x|, which is √(2/π) standard deviations of a normal variable."""
 FLOOR = 1e-3
 """Of θ: a token of zeros is silent, and its gradient is bounded."""
 
@@ -50,9 +48,9 @@ class Spike(nn.Module):
         """The best threshold of a normal variable."""
         self.log_alpha.fill_(math.log(START_ALPHA))
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """The spikes of x; thresholds are float32 or wider."""
-        spikes_BTC: Tensor = _Ternary.apply(x_BTC, self.log_alpha)  # type: ignore[no-untyped-call]
+    def forward(self, x_BTC: Tensor, size_BT1: Tensor) -> Tensor:
+        """The spikes of x, whose size is given."""
+        spikes_BTC: Tensor = _Ternary.apply(x_BTC, size_BT1, self.log_alpha)  # type: ignore[no-untyped-call]
         return spikes_BTC
 
 
@@ -68,7 +66,7 @@ class Amplitude(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """The best amplitude of a normal variable."""
-        self.amplitude.fill_(LLOYD_MAX_AMPLITUDE)
+        self.amplitude.fill_(START_AMPLITUDE)
 
     def forward(self, z_BTC: Tensor) -> Tensor:
         """The product, in the dtype of z."""
@@ -76,13 +74,13 @@ class Amplitude(nn.Module):
 
 
 class _Ternary(torch.autograd.Function):
-    """Keeps x alone; autograd through the ramp would keep it four times over."""
+    """Keeps x and its size; autograd through the ramp would keep four tensors like x."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x_BTC: Tensor, log_alpha_C: Tensor) -> Tensor:
-        x, threshold = wide(x_BTC), _threshold(x_BTC, log_alpha_C)[0]
+    def forward(x_BTC: Tensor, size_BT1: Tensor, log_alpha_C: Tensor) -> Tensor:
+        x, threshold = wide(x_BTC), _threshold(size_BT1, log_alpha_C)[0]
         return (x > threshold).to(x_BTC.dtype) - (x < -threshold).to(x_BTC.dtype)
 
     @staticmethod
@@ -90,16 +88,21 @@ class _Ternary(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x_BTC, log_alpha_C = ctx.saved_tensors
-        threshold, above_floor = _threshold(x_BTC, log_alpha_C)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor]:
+        x_BTC, size_BT1, log_alpha_C = ctx.saved_tensors
+        threshold, above_floor = _threshold(size_BT1, log_alpha_C)
         ramp = wide(x_BTC) / (2.0 * threshold)
         slope = wide(gradients[0]) * (ramp.abs() < 1.0)
         of_alpha = (-slope * ramp * above_floor).flatten(0, -2).sum(dim=0)
-        return (slope / (2.0 * threshold)).to(x_BTC.dtype), of_alpha.to(log_alpha_C.dtype)
+        return (slope / (2.0 * threshold)).to(x_BTC.dtype), None, of_alpha.to(log_alpha_C.dtype)
 
 
-def _threshold(x_BTC: Tensor, log_alpha_C: Tensor) -> tuple[Tensor, Tensor]:
+def size_of(x_BTC: Tensor) -> Tensor:
+    """mean |x| of every token, [B, T, 1], in float32 or wider."""
+    return wide(x_BTC).abs().mean(dim=-1, keepdim=True)
+
+
+def _threshold(size_BT1: Tensor, log_alpha_C: Tensor) -> tuple[Tensor, Tensor]:
     """θ [B, T, C], and where it is above its floor."""
-    threshold_BTC = wide(log_alpha_C).exp() * wide(x_BTC).abs().mean(dim=-1, keepdim=True)
+    threshold_BTC = wide(log_alpha_C).exp() * size_BT1
     return threshold_BTC.clamp(min=FLOOR), threshold_BTC > FLOOR
