@@ -61,8 +61,9 @@ class Parts:
 
     def close(self) -> None:
         """End the data workers."""
-        if self.batches is not None:
-            self.batches.close()
+        for workers in (self.batches, self.stepper):
+            if isinstance(workers, Batches | PrivateStepper):
+                workers.close()
 
 
 def build(config: Config, world: World) -> Parts:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.train.config import Config
-from gramian.train.data.batches import leave_group
+from gramian.train.data.batches import DataWorkerDied, keep_deaths_for_the_next_batch, leave_group
 from gramian.train.data.windows import Windows
 from gramian.train.objective import IGNORED
 from gramian.train.precision import Numbers
@@ -109,10 +109,42 @@ class PrivateStepper:
         return self.engine.get_epsilon(self._delta, self.engine.released)
 
     def batches(self) -> Iterator[Draw]:
-        """Draws without end; which ones, the secret key and the release counter decide."""
+        """Draws without end; which ones, the secret key and the release counter decide.
+
+        Raises:
+            DataWorkerDied: the next call goes on with new workers, and the same draw.
+        """
         while True:
-            for pieces in self._loader.draws():
-                yield Draw(self.engine.released, pieces)
+            for pieces in self._alive(self._loader.draws()):
+                keep_deaths_for_the_next_batch()
+                yield Draw(self.engine.released, self._alive(pieces))
+
+    def close(self) -> None:
+        """End the data workers; `batches` starts new ones."""
+        workers, self._loader._iterator = self._loader._iterator, None
+        end = getattr(workers, "_shutdown_workers", None)
+        if end is not None:
+            end()
+
+    def _alive(self, items: Iterator[Any]) -> Iterator[Any]:
+        """The same items; a dead worker in one line."""
+        while True:
+            try:
+                dead = [w.pid for w in getattr(self._loader._iterator, "_workers", ()) if not w.is_alive()]
+                if dead:  # told at once, where the loader would wait for its batch for seconds
+                    raise RuntimeError(f"DataLoader worker (pid(s) {dead[0]}) exited unexpectedly")
+                item = next(items)
+            except StopIteration:
+                return
+            except RuntimeError as problem:
+                if "DataLoader worker" not in str(problem):
+                    raise
+                self.close()
+                raise DataWorkerDied(
+                    f"data.workers: {str(problem).splitlines()[0]}; expected enough memory for all, or fewer workers; "
+                    "0 reads in the training process"
+                ) from None
+            yield item
 
     def take(self, batch: Draw, rate: float, flag: bool = False) -> Taken:
         """One private step; see `Stepper.take`."""

@@ -161,7 +161,7 @@ class Batches:
             self._rows = iter(self._loader)
             if self.workers:
                 self._processes = [child for child in multiprocessing.active_children() if child not in before]
-                _keep_deaths_for_the_next_batch()
+                keep_deaths_for_the_next_batch()
         else:
             self._rows = iter(self._loader)
         return self._rows
@@ -270,7 +270,7 @@ class _QuietAboutWorkers:
                 raise
 
 
-def _keep_deaths_for_the_next_batch() -> None:
+def keep_deaths_for_the_next_batch() -> None:
     """Wrap torch's SIGCHLD handler; a loader that waits for a batch notices a dead worker within seconds without it."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
         handler = signal.getsignal(signal.SIGCHLD)
