@@ -5,7 +5,9 @@ others have neither. Memory is the peak above what is allocated once inputs, wei
 Liger is not a dependency: `pip install --no-deps liger-kernel==0.8.5`.
 """
 
+import itertools
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks._timing import ratio, take_turns, write
+from benchmarks._timing import ratio, seconds, take_turns, write
 from gramian.distill import distill_loss
+from gramian.kernels.distill_rows import Objective, distill_rows_kernel
 
 ON_GPU = torch.cuda.is_available()
 
@@ -194,8 +197,36 @@ def measure(shape: Shape) -> dict[str, Any]:
     return result
 
 
+def tune(shape: Shape) -> None:
+    """The pass over the logits alone, on one chunk, with other blocks; milliseconds for all tokens."""
+    tokens, device = min(1024, shape.tokens), "cuda"
+    width = -(-shape.vocabulary // 64) * 64
+    student = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)[:, : shape.vocabulary]
+    teacher = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)[:, : shape.vocabulary]
+    targets = torch.randint(shape.vocabulary, (tokens,), device=device)
+    heat = torch.tensor(TEMPERATURE, device=device)
+    for direction in ("forward", "jsd"):
+        for block, warps, stages in itertools.product((512, 1024, 2048, 4096), (4, 8, 16), (2, 3, 4)):
+            if not 2 <= block // (32 * warps) <= 8:
+                continue
+
+            def step(direction: str = direction, block: int = block, warps: int = warps, stages: int = stages) -> None:
+                distill_rows_kernel(
+                    student, teacher, targets, heat, Objective(direction),
+                    gradient=True, block=block, warps=warps, stages=stages,
+                )  # fmt: skip
+
+            seconds(step, 2)
+            took = 1e3 * statistics.median(seconds(step, 5) for _ in range(5)) * shape.tokens / tokens
+            print(f"{shape} {direction} block {block} warps {warps} stages {stages}: {took:.2f} ms", flush=True)
+
+
 def main() -> None:
-    """Measure and write the JSON."""
+    """Measure and write the JSON; with --tune, try blocks of the kernel instead."""
+    if "--tune" in sys.argv[1:]:
+        for shape in SHAPES:
+            tune(shape)
+        return
     results = {str(shape): measure(shape) for shape in SHAPES}
     print(write("distill_loss" if ON_GPU else "distill_loss_cpu", results))
 

@@ -70,6 +70,81 @@ def _store(pointer, inside, dz, z, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _add_to_sum(total, z, inside, factor, old, new):
+    """Σ exp(factor · (z − largest)) goes on, from one largest to the next."""
+    return total * tl.exp(factor * (old - new)) + tl.where(inside, tl.exp(factor * (z - new)), 0.0)
+
+
+@triton.jit
+def _normalise(s, t, inside, u, s_max, t_max, q_sum, q1_sum, p_sum, p1_sum):
+    """One block of the first pass: the largest logits, and the sums of exponentials at T and at 1."""
+    s_new = tl.maximum(s_max, tl.max(tl.where(inside, s, -float("inf")), 0))
+    t_new = tl.maximum(t_max, tl.max(tl.where(inside, t, -float("inf")), 0))
+    q_sum = _add_to_sum(q_sum, s, inside, u, s_max, s_new)
+    q1_sum = _add_to_sum(q1_sum, s, inside, 1.0, s_max, s_new)
+    p_sum = _add_to_sum(p_sum, t, inside, u, t_max, t_new)
+    p1_sum = _add_to_sum(p1_sum, t, inside, 1.0, t_max, t_new)
+    return s_new, t_new, q_sum, q1_sum, p_sum, p1_sum
+
+
+@triton.jit
+def _compare(
+    s, t, inside, u, q_log, p_log, beta, qs, pt, value, other, left, left_mean, right, right_mean, agree,
+    DIRECTION: tl.constexpr,
+):  # fmt: skip
+    """One block of the second pass, s and t measured from their largest.
+
+    Σ q s, Σ p t, the divergence, and what its derivative to u needs: left adds up what s is multiplied by, right what t is.
+    """
+    log_q = u * s - q_log
+    log_p = u * t - p_log
+    x = log_p - log_q
+    q = tl.where(inside, tl.exp(log_q), 0.0)
+    p = tl.where(inside, tl.exp(log_p), 0.0)
+    if DIRECTION == 0:
+        value += _excess(p, q, x)
+        of_s = q - p
+        of_t = p * x
+    elif DIRECTION == 1:
+        value += _excess(q, p, -x)
+        of_s = -q * x
+        of_t = p - q
+    else:
+        log_pm, log_qm = _to_mixture(x, beta)
+        m = beta * p + (1 - beta) * q
+        value += _excess(p, m, log_pm)
+        other += _excess(q, m, log_qm)
+        of_s = (1 - beta) * q * log_qm
+        of_t = beta * p * log_pm
+    agree = tl.where(inside & (s == 0.0) & (t == 0.0), 1, agree)
+    qs += q * s
+    pt += p * t
+    left += of_s * s
+    left_mean += of_s
+    right += of_t * t
+    right_mean += of_t
+    return qs, pt, value, other, left, left_mean, right, right_mean, agree, of_s
+
+
+@triton.jit
+def _kd_gradient(s, t, u, q_log, p_log, beta, kl, of_q, DIRECTION: tl.constexpr):
+    """∂D/∂(u s) of the directions that need the divergence first."""
+    log_q = u * s - q_log
+    x = u * t - p_log - log_q
+    if DIRECTION == 1:
+        inner = -x - kl
+    else:
+        _, log_qm = _to_mixture(x, beta)
+        inner = (1 - beta) * (log_qm - of_q)
+    return tl.exp(log_q) * inner
+
+
+@triton.jit
+def _ce_gradient(z, ids, target, ce_weight, q1_lse):
+    return ce_weight * tl.exp(z - q1_lse) - tl.where(ids == target, ce_weight, 0.0)
+
+
+@triton.jit
 def distill_rows(
     rows,
     student,
@@ -85,6 +160,7 @@ def distill_rows(
     teacher_cap,
     vocabulary,
     common,
+    aligned,
     ignore_index,
     row_stride,
     student_stride,
@@ -95,10 +171,13 @@ def distill_rows(
     STUDENT_CAP: tl.constexpr,
     TEACHER_CAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One token: normalisers in a first pass over the ids, the divergence in a second, the gradient there or in a third.
 
     DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself.
+    `aligned` is a multiple of 16, the ids beyond it and below `common` are a block of their own: under a mask that may
+    end anywhere every element would be read by itself.
     """
     token = tl.program_id(0).to(tl.int64)
     student += token * student_stride
@@ -110,10 +189,11 @@ def distill_rows(
         for row in tl.static_range(9):
             tl.store(rows + row * row_stride, 0.0)
         if GRADIENT:
-            zeros = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, vocabulary, BLOCK):
-                ids = start + lanes
-                tl.store(student + ids, zeros.to(student.dtype.element_ty), mask=ids < vocabulary)
+            zeros = tl.zeros((BLOCK,), tl.float32).to(student.dtype.element_ty)
+            for start in range(0, aligned, BLOCK):
+                tl.store(student + start + lanes, zeros, mask=start + lanes < aligned)
+            for start in range(aligned, vocabulary, BLOCK):
+                tl.store(student + start + lanes, zeros, mask=start + lanes < vocabulary)
     else:
         # Read before anything is written: the second pass puts gradients in the student's place.
         has_target = (target >= 0) & (target < vocabulary)
@@ -122,43 +202,43 @@ def distill_rows(
         teacher_gold = _logits(teacher + target, known, teacher_scale, teacher_cap, TEACHER_CAP)
         T = tl.load(temperature)
         u = 1 / T
+        left_over = aligned + lanes
+        is_left_over = left_over < common
+
         s_max = -float("inf")
         t_max = -float("inf")
         q_sum = tl.zeros((BLOCK,), tl.float32)
         q1_sum = tl.zeros((BLOCK,), tl.float32)
         p_sum = tl.zeros((BLOCK,), tl.float32)
         p1_sum = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, common, BLOCK):
+        for start in tl.range(0, aligned, BLOCK, num_stages=STAGES):
             ids = start + lanes
-            inside = ids < common
+            inside = ids < aligned
             s = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
             t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP)
-            s = tl.where(inside, s, -float("inf"))
-            t = tl.where(inside, t, -float("inf"))
-            s_new = tl.maximum(s_max, tl.max(s, 0))
-            t_new = tl.maximum(t_max, tl.max(t, 0))
-            q_sum = q_sum * tl.exp(u * (s_max - s_new)) + tl.exp(u * (s - s_new))
-            q1_sum = q1_sum * tl.exp(s_max - s_new) + tl.exp(s - s_new)
-            p_sum = p_sum * tl.exp(u * (t_max - t_new)) + tl.exp(u * (t - t_new))
-            p1_sum = p1_sum * tl.exp(t_max - t_new) + tl.exp(t - t_new)
-            s_max = s_new
-            t_max = t_new
+            s_max, t_max, q_sum, q1_sum, p_sum, p1_sum = _normalise(
+                s, t, inside, u, s_max, t_max, q_sum, q1_sum, p_sum, p1_sum
+            )
+        if aligned < common:
+            s = _logits(student + left_over, is_left_over, student_scale, student_cap, STUDENT_CAP)
+            t = _logits(teacher + left_over, is_left_over, teacher_scale, teacher_cap, TEACHER_CAP)
+            s_max, t_max, q_sum, q1_sum, p_sum, p1_sum = _normalise(
+                s, t, is_left_over, u, s_max, t_max, q_sum, q1_sum, p_sum, p1_sum
+            )
         # The student's own ids beyond those of the teacher count in the cross entropy alone.
         all_max = s_max
         for start in range(common, vocabulary, BLOCK):
             ids = start + lanes
             inside = ids < vocabulary
             s = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
-            s = tl.where(inside, s, -float("inf"))
-            all_new = tl.maximum(all_max, tl.max(s, 0))
-            q1_sum = q1_sum * tl.exp(all_max - all_new) + tl.exp(s - all_new)
+            all_new = tl.maximum(all_max, tl.max(tl.where(inside, s, -float("inf")), 0))
+            q1_sum = _add_to_sum(q1_sum, s, inside, 1.0, all_max, all_new)
             all_max = all_new
         q_log = tl.log(tl.sum(q_sum, 0))
         p_log = tl.log(tl.sum(p_sum, 0))
-        q1_log = tl.log(tl.sum(q1_sum, 0))
-        p1_log = tl.log(tl.sum(p1_sum, 0))
+        q1_lse = all_max + tl.log(tl.sum(q1_sum, 0))
+        p1_lse = t_max + tl.log(tl.sum(p1_sum, 0))
 
-        # With s and t measured from their largest: Σ q s, Σ p t, the divergence, and what its derivative to u needs.
         qs = tl.zeros((BLOCK,), tl.float32)
         pt = tl.zeros((BLOCK,), tl.float32)
         value = tl.zeros((BLOCK,), tl.float32)
@@ -168,44 +248,28 @@ def distill_rows(
         right = tl.zeros((BLOCK,), tl.float32)
         right_mean = tl.zeros((BLOCK,), tl.float32)
         agree = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, common, BLOCK):
+        for start in tl.range(0, aligned, BLOCK, num_stages=STAGES):
             ids = start + lanes
-            inside = ids < common
+            inside = ids < aligned
             z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
-            s = z - s_max
             t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP) - t_max
-            agree = tl.where(inside & (s == 0.0) & (t == 0.0), 1, agree)
-            log_q = u * s - q_log
-            log_p = u * t - p_log
-            x = log_p - log_q
-            q = tl.where(inside, tl.exp(log_q), 0.0)
-            p = tl.where(inside, tl.exp(log_p), 0.0)
-            qs += q * s
-            pt += p * t
-            # left is what s is multiplied by in dD/du, right what t is.
-            if DIRECTION == 0:
-                value += _excess(p, q, x)
-                of_s = q - p
-                of_t = p * x
-                if GRADIENT:
-                    dz = kd_weight * T * of_s + ce_weight * tl.exp(z - all_max - q1_log)
-                    dz -= tl.where(ids == target, ce_weight, 0.0)
-                    _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
-            elif DIRECTION == 1:
-                value += _excess(q, p, -x)
-                of_s = -q * x
-                of_t = p - q
-            else:
-                log_pm, log_qm = _to_mixture(x, beta)
-                m = beta * p + (1 - beta) * q
-                value += _excess(p, m, log_pm)
-                other += _excess(q, m, log_qm)
-                of_s = (1 - beta) * q * log_qm
-                of_t = beta * p * log_pm
-            left += of_s * s
-            left_mean += of_s
-            right += of_t * t
-            right_mean += of_t
+            qs, pt, value, other, left, left_mean, right, right_mean, agree, of_s = _compare(
+                z - s_max, t, inside, u, q_log, p_log, beta,
+                qs, pt, value, other, left, left_mean, right, right_mean, agree, DIRECTION,
+            )  # fmt: skip
+            if GRADIENT and DIRECTION == 0:
+                dz = kd_weight * T * of_s + _ce_gradient(z, ids, target, ce_weight, q1_lse)
+                _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
+        if aligned < common:
+            z = _logits(student + left_over, is_left_over, student_scale, student_cap, STUDENT_CAP)
+            t = _logits(teacher + left_over, is_left_over, teacher_scale, teacher_cap, TEACHER_CAP) - t_max
+            qs, pt, value, other, left, left_mean, right, right_mean, agree, of_s = _compare(
+                z - s_max, t, is_left_over, u, q_log, p_log, beta,
+                qs, pt, value, other, left, left_mean, right, right_mean, agree, DIRECTION,
+            )  # fmt: skip
+            if GRADIENT and DIRECTION == 0:
+                dz = kd_weight * T * of_s + _ce_gradient(z, left_over, target, ce_weight, q1_lse)
+                _store(student + left_over, is_left_over, dz, z, student_scale, student_cap, STUDENT_CAP)
         s_mean = tl.sum(qs, 0)
         t_mean = tl.sum(pt, 0)
         slope = tl.sum(left, 0) - s_mean * tl.sum(left_mean, 0) + tl.sum(right, 0) - t_mean * tl.sum(right_mean, 0)
@@ -213,37 +277,35 @@ def distill_rows(
         of_q = tl.sum(other, 0)
         if DIRECTION == 2:
             kl = beta * kl + (1 - beta) * of_q
-
         tl.store(rows + 0 * row_stride, 1.0)
         tl.store(rows + 1 * row_stride, kl)
-        tl.store(rows + 2 * row_stride, tl.where(has_target, q1_log - (gold - all_max), float("nan")))
+        tl.store(rows + 2 * row_stride, tl.where(has_target, q1_lse - gold, float("nan")))
         tl.store(rows + 3 * row_stride, tl.max(agree, 0).to(tl.float32))
         tl.store(rows + 4 * row_stride, p_log - u * t_mean)
         tl.store(rows + 5 * row_stride, q_log - u * s_mean)
         tl.store(rows + 6 * row_stride, known.to(tl.float32))
-        tl.store(rows + 7 * row_stride, tl.where(known, teacher_gold - t_max - p1_log, 0.0))
+        tl.store(rows + 7 * row_stride, tl.where(known, teacher_gold - p1_lse, 0.0))
         tl.store(rows + 8 * row_stride, 2 * T * kl - slope)
 
+        if GRADIENT and DIRECTION != 0:
+            for start in tl.range(0, aligned, BLOCK, num_stages=STAGES):
+                ids = start + lanes
+                inside = ids < aligned
+                z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
+                t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP)
+                dz = kd_weight * T * _kd_gradient(z - s_max, t - t_max, u, q_log, p_log, beta, kl, of_q, DIRECTION)
+                dz += _ce_gradient(z, ids, target, ce_weight, q1_lse)
+                _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
+            if aligned < common:
+                z = _logits(student + left_over, is_left_over, student_scale, student_cap, STUDENT_CAP)
+                t = _logits(teacher + left_over, is_left_over, teacher_scale, teacher_cap, TEACHER_CAP)
+                dz = kd_weight * T * _kd_gradient(z - s_max, t - t_max, u, q_log, p_log, beta, kl, of_q, DIRECTION)
+                dz += _ce_gradient(z, left_over, target, ce_weight, q1_lse)
+                _store(student + left_over, is_left_over, dz, z, student_scale, student_cap, STUDENT_CAP)
         if GRADIENT:
-            if DIRECTION != 0:
-                for start in range(0, common, BLOCK):
-                    ids = start + lanes
-                    inside = ids < common
-                    z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
-                    t = _logits(teacher + ids, inside, teacher_scale, teacher_cap, TEACHER_CAP)
-                    log_q = u * (z - s_max) - q_log
-                    x = u * (t - t_max) - p_log - log_q
-                    if DIRECTION == 1:
-                        dz = -tl.exp(log_q) * (x + kl)
-                    else:
-                        log_pm, log_qm = _to_mixture(x, beta)
-                        dz = (1 - beta) * tl.exp(log_q) * (log_qm - of_q)
-                    dz = kd_weight * T * dz + ce_weight * tl.exp(z - all_max - q1_log)
-                    dz -= tl.where(ids == target, ce_weight, 0.0)
-                    _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)
             for start in range(common, vocabulary, BLOCK):
                 ids = start + lanes
                 inside = ids < vocabulary
                 z = _logits(student + ids, inside, student_scale, student_cap, STUDENT_CAP)
-                dz = ce_weight * tl.exp(z - all_max - q1_log) - tl.where(ids == target, ce_weight, 0.0)
+                dz = _ce_gradient(z, ids, target, ce_weight, q1_lse)
                 _store(student + ids, inside, dz, z, student_scale, student_cap, STUDENT_CAP)

@@ -196,10 +196,14 @@ def distill_rows_kernel(
     *,
     gradient: bool,
     out_RN: Tensor | None = None,
-    block: int = 4096,
+    block: int = 1024,
     warps: int = 8,
+    stages: int = 4,
 ) -> Tensor:
     """`distill_rows` in Triton: one program per token.
+
+    Sums are kept lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
+    multiprocessor; eight take 179.
 
     Args:
         student_NV: As in `distill_rows`.
@@ -211,8 +215,9 @@ def distill_rows_kernel(
         teacher: As in `distill_rows`.
         gradient: As in `distill_rows`.
         out_RN: As in `distill_rows`.
-        block: Ids read at once, a power of two.
+        block: Ids read at once, a power of two, at least 16.
         warps: Of a program.
+        stages: Blocks on their way at once.
     """
     from gramian.kernels import _triton_distill_rows as triton_kernels
 
@@ -238,6 +243,7 @@ def distill_rows_kernel(
             teacher.softcap or 1.0,
             vocabulary,
             common,
+            common // 16 * 16,
             objective.ignore_index,
             out_RN.stride(0),
             student_NV.stride(0),
@@ -248,6 +254,7 @@ def distill_rows_kernel(
             STUDENT_CAP=student.softcap is not None,
             TEACHER_CAP=teacher.softcap is not None,
             BLOCK=block,
+            STAGES=stages,
             num_warps=warps,
         )
     return out_RN

@@ -103,7 +103,13 @@ def rest_gradient_twin_(
 
 @torch.no_grad()
 def rest_rows_kernel(
-    products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN, *, block: int = 4096, warps: int = 8
+    products_NV: Tensor,
+    temperature: Tensor,
+    squash: Squash = PLAIN,
+    *,
+    block: int = 2048,
+    warps: int = 8,
+    stages: int = 3,
 ) -> Tensor:
     """`rest_rows` in Triton: one program per row.
 
@@ -111,8 +117,9 @@ def rest_rows_kernel(
         products_NV: As in `rest_rows`.
         temperature: As in `rest_rows`.
         squash: As in `rest_rows`.
-        block: Ids read at once, a power of two.
+        block: Ids read at once, a power of two, at least 16.
         warps: Of a program.
+        stages: Blocks on their way at once.
     """
     from gramian.kernels import _triton_rest_rows as triton_kernels
 
@@ -127,10 +134,12 @@ def rest_rows_kernel(
                 squash.scale,
                 squash.softcap or 1.0,
                 vocabulary,
+                vocabulary // 16 * 16,
                 out_SN.stride(0),
                 products_NV.stride(0),
                 CAP=squash.softcap is not None,
                 BLOCK=block,
+                STAGES=stages,
                 num_warps=warps,
             )
     return out_SN
@@ -163,7 +172,7 @@ def rest_gradient_kernel_(
         ce_weight: As in `rest_gradient_`.
         ignore_index: As in `rest_gradient_`.
         squash: As in `rest_gradient_`.
-        block: Ids of a program, a power of two.
+        block: Ids of a program, a power of two, at least 16.
         warps: Of a program.
     """
     from gramian.kernels import _triton_rest_rows as triton_kernels
@@ -172,8 +181,9 @@ def rest_gradient_kernel_(
     if not tokens:
         return
     rows_3N = torch.stack([factor_N, lse_N, lse_at_one_N]).to(torch.float32)
+    aligned = vocabulary // 16 * 16
     with on_device(products_NV):
-        triton_kernels.rest_gradient[(-(-vocabulary // block), tokens)](
+        triton_kernels.rest_gradient[(max(1, -(-aligned // block)), tokens)](
             products_NV,
             targets_N,
             temperature.to(torch.float32),
@@ -182,6 +192,7 @@ def rest_gradient_kernel_(
             squash.scale,
             squash.softcap or 1.0,
             vocabulary,
+            aligned,
             ignore_index,
             rows_3N.stride(0),
             products_NV.stride(0),

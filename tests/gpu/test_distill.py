@@ -102,6 +102,16 @@ def test_the_kernel_is_what_ran_and_gives_the_same_bits_every_time(monkeypatch):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_sides_have_no_divergence_and_no_gradient(dtype, direction):
+    student, _, targets = logits(64, 50257, 1, dtype)
+    objective = Objective(**direction, ce_weight=0.0)
+    products = student.clone()
+    rows = distill_rows_kernel(products, student, targets, torch.tensor(3.0, device="cuda"), objective, gradient=True)
+    assert rows[1].abs().max() < 1e-12 and products.abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("T", [1.0, 1.5, 2.0, 5.0, 10.0])
 @pytest.mark.parametrize(
     "shape",
