@@ -118,6 +118,7 @@ class PrivateStepper:
             for pieces in self._alive(self._loader.draws()):
                 keep_deaths_for_the_next_batch()
                 yield Draw(self.engine.released, self._alive(pieces))
+                self._refuse_dead()
 
     def close(self) -> None:
         """End the data workers; `batches` starts new ones."""
@@ -130,21 +131,26 @@ class PrivateStepper:
         """The same items; a dead worker in one line."""
         while True:
             try:
-                dead = [w.pid for w in getattr(self._loader._iterator, "_workers", ()) if not w.is_alive()]
-                if dead:  # told at once, where the loader would wait for its batch for seconds
-                    raise RuntimeError(f"DataLoader worker (pid(s) {dead[0]}) exited unexpectedly")
                 item = next(items)
             except StopIteration:
                 return
             except RuntimeError as problem:
                 if "DataLoader worker" not in str(problem):
                     raise
-                self.close()
-                raise DataWorkerDied(
-                    f"data.workers: {str(problem).splitlines()[0]}; expected enough memory for all, or fewer workers; "
-                    "0 reads in the training process"
-                ) from None
+                raise self._died(str(problem).splitlines()[0]) from None
             yield item
+
+    def _refuse_dead(self) -> None:
+        """Between two draws: told at once, where the loader would wait for a batch for seconds."""
+        for worker in getattr(self._loader._iterator, "_workers", ()):
+            if not worker.is_alive():
+                raise self._died(f"worker {worker.pid} died")
+
+    def _died(self, how: str) -> DataWorkerDied:
+        self.close()
+        return DataWorkerDied(
+            f"data.workers: {how}; expected enough memory for all, or fewer workers; 0 reads in the training process"
+        )
 
     def take(self, batch: Draw, rate: float, flag: bool = False) -> Taken:
         """One private step; see `Stepper.take`."""
