@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.distill.feature_loss import FeatureLoss
+from gramian.distill.features import debiased_cka
 from gramian.distill.head import Head
 from gramian.distill.loss import distill_loss
 from gramian.distill.metrics import SUMS
@@ -60,6 +61,7 @@ class DistillObjective(nn.Module):
         signal: Signal | None = None,
         temperature: Tensor | float = 1.0,
         feature_weight: float = 0.0,
+        compare: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The loss to go back from, and what it tells.
 
@@ -71,12 +73,19 @@ class DistillObjective(nn.Module):
             signal: the teacher's; None: the cross-entropy alone, as for evaluation.
             temperature: T.
             feature_weight: of the loss on features; 0: it is not computed.
+            compare: look at the final hidden states alone.
 
         Returns:
-            The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone.
+            The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone. To `compare`, the
+            debiased CKA of the student's final hidden states with the teacher's, twice.
         """
         layers = self.features.student_layers if self.features is not None and feature_weight else ()
         hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
+        if compare:
+            assert isinstance(signal, Dense)
+            counted_N = (targets_BT != IGNORED).flatten()
+            similar = debiased_cka(hidden_BTD.flatten(0, 1), signal.hidden_BTD.flatten(0, 1), counted_N)
+            return similar, similar
         linear = linear_of(self.model)
         head = Head(linear.weight, linear.bias, self._scale, self._softcap)
         if signal is None:

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramian.distill.cache.reader import Cache
 from gramian.distill.live import LiveTeacher
 from gramian.distill.metrics import metrics_of
 from gramian.distill.objective import TOLD
-from gramian.distill.signal import Signal
+from gramian.distill.signal import Dense, Signal
 from gramian.distill.switch import FeatureSwitch
 from gramian.distill.temperature import STUCK_STEPS, Temperature
 from gramian.parallel.world import World
@@ -101,6 +101,22 @@ class Teaching:
         elif correlation is not None and correlation >= self._least:
             self._far = False  # told again if it falls again
         return found
+
+    def similarity(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float | None:
+        """Debiased CKA of final hidden states with the teacher's; None where the teacher has none to show.
+
+        Args:
+            module: the student's objective, in evaluation mode.
+            batch: a few windows; all processes ask for the same.
+        """
+        signal = self.source(batch)
+        if not isinstance(signal, Dense):
+            return None
+        with torch.no_grad():
+            found, _ = module(
+                batch["tokens"], batch["targets"], 1.0, batch.get("documents"), signal=signal, compare=True
+            )
+        return float(found)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""

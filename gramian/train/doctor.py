@@ -15,7 +15,7 @@ from torch import nn
 
 from gramian.errors import GramianError
 from gramian.parallel.world import World
-from gramian.train.checks import sections
+from gramian.train.checks import distill, sections
 from gramian.train.checks.causality import causality
 from gramian.train.checks.check import Check
 from gramian.train.checks.compiled import compiled
@@ -122,9 +122,13 @@ def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Call
     yield "graph breaks", partial(compiled, config.compile, model, _few(rows), numbers)
     yield "gradients", partial(gradients, stepper, batches, rate)
     yield "causality", partial(causality, model, numbers, rows, vocabulary)
+    if config.model.kind == "goose":
+        yield "scan", partial(distill.scan, subject, model)
     yield "micro-batches", partial(invariance, stepper, rows, subject.room)
     yield "time", partial(duration, subject, stepper)
     del model, stepper
+    if config.teacher is not None:
+        yield "teacher", partial(distill.teacher, subject)
     if config.kfac is not None:
         yield "curvature", partial(sections.kfac, subject)
     if config.privacy is not None:

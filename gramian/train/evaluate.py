@@ -1,11 +1,13 @@
 """Validation loss: the same windows every time, each process a part of them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gramian.models.goose import Goose, record_spikes
 from gramian.parallel.world import World
 from gramian.train.build import Parts
 from gramian.train.data import Windows
@@ -29,6 +31,35 @@ def evaluate(parts: Parts, windows: int) -> Measured:
             total[1] += (targets_BT != IGNORED).sum()
     nats, tokens = parts.world.sum_(total).tolist()
     return Measured(nats, int(tokens))
+
+
+def health_of(parts: Parts) -> tuple[dict[str, Any], list[str]]:
+    """How a student is, beside its loss: its spikes, and how like the teacher's its hidden states are.
+
+    Returns:
+        Numbers for the log, and what is wrong with them.
+    """
+    numbers: dict[str, Any] = {}
+    wrong: list[str] = []
+    windows, world, options = parts.validation, parts.world, parts.config.eval
+    with evaluating(parts.module), parts.numbers.autocast():
+        if isinstance(parts.model, Goose) and parts.model.config.spikes and parts.config.compile.mode == "off":
+            with record_spikes(parts.model) as recorder:
+                for tokens_BT, targets_BT, documents_BT in _pieces(windows, np.arange(min(8, len(windows))), 8, world):
+                    parts.module(tokens_BT, targets_BT, 1.0, documents_BT)
+            recorder.each(world.sum_)
+            health = recorder.health()
+            names = ("firing", "dead", "saturated", "entropy")
+            numbers["spikes"] = {name: getattr(health, name) for name in names}
+            wrong += health.events(options.dead, options.saturated)
+        if parts.teaching is not None:
+            rows = parts.training.stack(np.arange(min(4, len(parts.training))))
+            batch = {name: values.to(world.device) for name, values in rows.items()}
+            batch["windows"] = torch.arange(len(batch["tokens"]))
+            similarity = parts.teaching.similarity(parts.module, batch)
+            if similarity is not None:
+                numbers["teacher_cka"] = similarity
+    return numbers, wrong
 
 
 def _pieces(

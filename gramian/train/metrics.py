@@ -34,9 +34,9 @@ PEAK_TERAFLOPS = {
     "V100": 125.0,
 }
 """Dense half-precision tensor-core peaks that vendors state."""
-LOOKED = ("advice", "rollback", "stopped")
+LOOKED = ("advice", "rollback", "stopped", "unhealthy")
 """Events that follow from a look at the data."""
-NOT_COVERED = ("loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "events")
+NOT_COVERED = ("loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "spikes", "events")
 
 
 class RunLog:
@@ -136,8 +136,8 @@ class RunLog:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": self._time()})
 
-    def evaluation(self, measured: Measured, seconds: float) -> None:
-        """A validation loss."""
+    def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
+        """A validation loss, and what else was measured with it."""
         run, first = self._run, self._last_eval is None
         attempts = run.attempt - self._attempts_before
         step_seconds = (time.perf_counter() - self._started - seconds) / attempts if attempts > 0 else None
@@ -151,6 +151,7 @@ class RunLog:
             "validation_loss": measured.loss,
             "validation_perplexity": perplexity(measured.loss),
             "validation_tokens": measured.tokens,
+            **more,
         }
         if isinstance(run.parts.stepper, PrivateStepper):
             line["epsilon"] = run.parts.stepper.epsilon()

@@ -27,15 +27,24 @@ from gramian.train.precision import Numbers
 from gramian.train.saved import is_run, load_run
 
 
-def build_teaching(config: Config, world: World, numbers: Numbers, training: Windows) -> Teaching:
+def build_teaching(
+    config: Config, world: World, numbers: Numbers, training: Windows, source: LiveTeacher | Cache | None = None
+) -> Teaching:
     """The teacher of a run and the state of being taught, fresh.
+
+    Args:
+        config: of the run.
+        world: this process among the others.
+        numbers: the precision.
+        training: the data.
+        source: where it is there already.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
     assert config.teacher is not None
     told = config.teacher
-    source = build_source(config, world, numbers, training)
+    source = source or build_source(config, world, numbers, training)
     options = TemperatureOptions(
         told.temperature_kind,
         told.temperature,

@@ -19,7 +19,7 @@ from gramian.errors import GramianError
 from gramian.train.build import Parts
 from gramian.train.checkpoint import CheckpointStore
 from gramian.train.data import DataWorkerDied, StarvationMeter
-from gramian.train.evaluate import evaluate
+from gramian.train.evaluate import evaluate, health_of
 from gramian.train.guard import Advice, Guard, Observation, Rollback, Stop
 from gramian.train.interrupts import Interrupts
 from gramian.train.late import Attempt, Late, Outcome
@@ -398,7 +398,10 @@ class Trainer:
         self._evaluated = self.step
         started = time.perf_counter()
         measured = evaluate(self.parts, self.config.eval.windows)
-        self.log.evaluation(measured, time.perf_counter() - started)
+        numbers, wrong = health_of(self.parts)
+        self.log.evaluation(measured, numbers, time.perf_counter() - started)
+        if wrong:
+            self.log.event({"event": "unhealthy", "problems": wrong})
         if self.parts.teaching is not None:
             for event in self.parts.teaching.validated(self.step, measured.loss):
                 self.log.event(event)

@@ -1,0 +1,164 @@
+"""What [teacher] and Goose ask of a run: a frozen teacher, a cache that is its teacher's, a loss that starts where it must."""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gramian.distill.cache.check import check_rows
+from gramian.distill.cache.reader import Cache
+from gramian.distill.live import LiveTeacher
+from gramian.distill.metrics import SUMS, metrics_of
+from gramian.distill.objective import TOLD, DistillObjective
+from gramian.distill.teaching import Teaching
+from gramian.linalg.wide import wide
+from gramian.models.goose.layers import Memory
+from gramian.models.goose.scan import sequential_scan
+from gramian.train import teach
+from gramian.train.checks.check import Check, named
+from gramian.train.checks.subject import Subject
+from gramian.train.objective import logits_of
+from gramian.train.stepper import evaluating
+
+ROWS = 8
+"""Windows that are looked at."""
+START = 0.02
+"""How far the first distillation loss may be from what it must be, relatively."""
+SCAN = 1e-4
+"""Relative, of float32 states."""
+
+
+def teacher(subject: Subject) -> list[Check]:
+    """The teacher itself, its cache, and the first loss of a student.
+
+    One forward of a few windows by teacher and student, a backward where there are features, and 8 windows of the cache.
+    """
+    config = subject.config
+    assert config.teacher is not None
+    source = teach.build_source(config, subject.world, subject.numbers, subject.windows)
+    checks = [frozen(source)] if isinstance(source, LiveTeacher) else [cached(subject, source)]
+    model = subject.model()
+    objective = teach.build_objective(config, model, source)
+    options = dataclasses.replace(config.teacher, features="none", feature_pairs=())
+    teaching = teach.build_teaching(config, subject.world, subject.numbers, subject.windows, source)
+    teaching.begin(0)
+    loaded = config.model.kind == "huggingface" and not config.model.fresh
+    checks.append(initial_distance(subject, objective, teaching, loaded))
+    if options != config.teacher:
+        checks.append(features(subject, objective, teaching))
+    return checks
+
+
+def frozen(live: LiveTeacher) -> Check:
+    """Nothing of the teacher can learn or drop out."""
+    loose = [name for name, p in live.model.named_parameters() if p.requires_grad]
+    loose += [name for name, module in live.model.named_modules() if module.training]
+    hint = f"teacher.path: its model was thawed: {named(loose)}" if loose else ""
+    return Check("teacher frozen", f"{len(loose)} parts not frozen", "0", not loose, hint, len(loose))
+
+
+def cached(subject: Subject, cache: Cache) -> Check:
+    """Random rows of the cache are what the teacher says now."""
+    config = subject.config
+    assert config.teacher is not None
+    if not config.teacher.path:
+        return Check("cache = teacher", "not compared", "-", True, "teacher.path would let some rows be compared")
+    live = teach.live_teacher(config, subject.world, subject.numbers, subject.windows)
+    found = check_rows(cache, live, subject.windows, seed=config.run.seed)
+    told = ", ".join(f"{name} {value:.2g}" for name, value in found.worst.items())
+    bound = ", ".join(f"{name} {2 * found.stated.get(name, 0.0) + 1e-3:.2g}" for name in found.worst)
+    hint = "" if found.holds() else "the cache is not of this teacher and data: gramian cache into another folder"
+    return Check("cache = teacher", told, bound, found.holds(), hint, max(found.worst.values(), default=0.0))
+
+
+def initial_distance(subject: Subject, objective: DistillObjective, teaching: Teaching, loaded: bool) -> Check:
+    """T² KL(p‖q) of a student that knows nothing is T² (ln V − H(p)) + ½ Var(z), of its logits z; a loaded one is below."""
+    sums, variance, vocabulary, at = _first_distance(subject, objective, teaching)
+    metrics = {name: float(value) for name, value in metrics_of(sums).items()}
+    forward = subject.config.teacher is not None and subject.config.teacher.direction == "forward"
+    whole = subject.config.teacher is not None and subject.config.teacher.source in ("live", "hidden")
+    measured = at**2 * metrics["kl"]
+    if not (forward and whole):
+        return Check("first distance", f"T² D = {measured:.4g}", "-", math.isfinite(measured), value=measured)
+    expected = at**2 * (math.log(vocabulary) - metrics["teacher_entropy"]) + 0.5 * variance
+    if loaded:
+        fine = measured < expected
+        hint = "" if fine else "the student is farther from the teacher than one that knows nothing: another tokenizer?"
+        return Check("first distance", f"T² KL = {measured:.4g}", f"< {expected:.4g}", fine, hint, measured)
+    fine = abs(measured - expected) <= START * expected
+    hint = (
+        ""
+        if fine
+        else "T² (ln V − H(p_T)) + ½ Var(z) is what a fresh student must have: is the teacher's head read right?"
+    )
+    return Check("first distance", f"T² KL = {measured:.4g}", f"{expected:.4g} ± {START:.0%}", fine, hint, measured)
+
+
+def _first_distance(
+    subject: Subject, objective: DistillObjective, teaching: Teaching
+) -> tuple[Tensor, float, int, float]:
+    """Sums of the loss on a few windows, variance of the student's logits over the vocabulary, its size, and T."""
+    batch = subject.batch(ROWS)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=subject.world.device)
+    variances = []
+    with evaluating(objective), subject.numbers.autocast():
+        for micro in batch.micro:
+            arguments = teaching.arguments(micro) | {"feature_weight": 0.0}
+            _, told = objective(micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **arguments)
+            sums += told[1 : 1 + len(SUMS)]
+            logits_BTV = logits_of(objective.model, micro["tokens"], micro.get("documents"))[
+                ..., : subject.windows.vocabulary
+            ]
+            variances.append(logits_BTV.double().var(-1).mean())
+    at = float(teaching.temperature.begin(0).detach())
+    return sums, float(torch.stack(variances).mean()), logits_BTV.shape[-1], at
+
+
+def features(subject: Subject, objective: DistillObjective, teaching: Teaching) -> Check:
+    """The loss on features reaches the student: every layer that is held to the teacher's has a gradient from it."""
+    micro = subject.batch(ROWS).micro[0]
+    arguments = teaching.arguments(micro) | {"feature_weight": 1.0}
+    with subject.numbers.autocast():
+        without = objective(
+            micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **(arguments | {"feature_weight": 0.0})
+        )
+        loss, told = objective(micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **arguments)
+    trained = [p for p in objective.model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss - without[0], trained, allow_unused=True)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in found if g is not None))
+    distance = float(told[TOLD.index("feature_loss")]) / max(1, int((micro["targets"] != -100).sum()))
+    fine = norm > 0 and math.isfinite(norm)
+    hint = "" if fine else "no gradient of the feature loss reaches the student: are its features detached?"
+    return Check("feature gradient", f"{norm:.3g} at distance {distance:.3g}", "> 0", fine, hint, norm)
+
+
+def scan(subject: Subject, model: nn.Module) -> Check:
+    """Goose's memories, computed in chunks, are what one token after the other gives; on its own inputs, in float64."""
+    memories = {name: module for name, module in model.named_modules() if isinstance(module, Memory)}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(name: str) -> "torch.utils.hooks.RemovableHandle":
+        return memories[name].register_forward_hook(
+            lambda module, inputs, output: seen.__setitem__(name, (inputs[0].detach(), output[1].detach()))
+        )
+
+    handles = [hook(name) for name in memories]
+    micro = subject.batch(2).micro[0]
+    try:
+        with evaluating(model), subject.numbers.autocast():
+            logits_of(model, micro["tokens"])
+    finally:
+        for handle in handles:
+            handle.remove()
+    worst = 0.0
+    for name, (u_BTD, last_BD) in seen.items():
+        expected_BD = sequential_scan(u_BTD.double(), wide(memories[name].decay_logit.detach()).double().sigmoid())[
+            :, -1
+        ]
+        worst = max(
+            worst, float((last_BD.double() - expected_BD).abs().max() / expected_BD.abs().max().clamp(min=1e-30))
+        )
+    fine = worst <= SCAN
+    hint = "" if fine else "the parallel recurrence forgets or invents: it must be the sequential one"
+    return Check("scan = sequential", f"{worst:.2g}", f"≤ {SCAN:g}", fine, hint, worst)
