@@ -69,6 +69,8 @@ class Transformer:
     """False: activations can be recomputed block by block alone."""
     counted: int | None = None
     """Parameters, where they were counted; None: from the formula, exact for the reference GPT and for Llama."""
+    kept: float | None = None
+    """What a block keeps for the backward, in stored numbers per token and width, where it was counted; None: by the table."""
 
     @property
     def queries(self) -> int:
@@ -208,6 +210,8 @@ class Needs:
     def block(self, windows: int) -> int:
         """Bytes that one block keeps of a micro-batch."""
         shape, w, e = self.shape, self.stored, self.computed
+        if shape.kept is not None:
+            return int(windows * self.length * w * shape.width * shape.kept)
         llama = shape.family == "llama"
         norms = (4 * shape.width + 2) * w if llama else (2 * shape.width + 4) * w
         inputs = (5 if llama and e < w else 2) * shape.width + shape.queries

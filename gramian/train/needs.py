@@ -1,5 +1,6 @@
 """What a config asks of a device's memory: its model as shapes, nothing allocated."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,18 @@ import torch
 from torch import nn
 
 from gramian.errors import GramianError
+from gramian.plan import memory
 from gramian.plan.memory import Kind, Needs, Transformer, gpt
-from gramian.train.config import Config, Data
+from gramian.train.config import Config, Data, Teacher, load_config
 from gramian.train.data.files import find_files, read_sidecar
 from gramian.train.data.tokenizer import load_tokenizer
+from gramian.train.models import build_model
+from gramian.train.saved import is_run
 
 # Activations that a library computes in pieces, each of which keeps a tensor.
 WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
+# What a block of Goose keeps, with and without spikes; see `Transformer.kept`. Counted in float32.
+GOOSE_KEPT = {True: 52.3, False: 25.3}
 
 
 def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> Needs:
@@ -28,13 +34,9 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
     Raises:
         GramianError: if the folder of a Hugging Face model cannot be read.
     """
-    model, data, optimizer = config.model, config.data, config.optimizer
-    if model.kind == "gpt":
-        shape = gpt(vocabulary, data.length, model.layers, model.width, model.heads, model.tied, model.dropout)
-    else:
-        shape = huggingface_shape(str(model.path))
+    data, optimizer = config.data, config.optimizer
     return Needs(
-        shape,
+        shape_of(config, vocabulary),
         precision,
         length=data.length,
         batch=data.batch,
@@ -44,7 +46,37 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         momentum=optimizer.momentum > 0,
         isolated=data.isolate,
         device="cuda" if device == "cuda" else "cpu",
+        teacher=None if config.teacher is None else teacher_of(config.teacher, precision),
     )
+
+
+def shape_of(config: Config, vocabulary: int) -> Transformer:
+    """The shape of a config's model."""
+    model, length = config.model, config.data.length
+    if model.kind == "huggingface":
+        return huggingface_shape(str(model.path))
+    shape = gpt(vocabulary, length, model.layers, model.width, model.heads, model.tied, model.dropout)
+    if model.kind == "gpt":
+        return shape
+    with torch.device("meta"):
+        goose = build_model(config, vocabulary)
+    count = sum(parameter.numel() for parameter in goose.parameters())
+    return replace(shape, heads=1, positions=0, counted=count, kept=GOOSE_KEPT[model.spikes])
+
+
+def teacher_of(told: Teacher, precision: Kind) -> memory.Teacher | None:
+    """What a live teacher holds beside the student; None: it is read from a cache.
+
+    Raises:
+        GramianError: if its folder cannot be read.
+    """
+    if told.source != "live":
+        return None
+    itemsize = memory.STORED[precision]
+    if not is_run(told.path):
+        return memory.Teacher(huggingface_shape(told.path, "teacher.path"), itemsize)
+    config = load_config(Path(told.path) / "config.toml")
+    return memory.Teacher(shape_of(config, vocabulary_of(config.data)), itemsize)
 
 
 def vocabulary_of(data: Data) -> int:
@@ -60,8 +92,12 @@ def vocabulary_of(data: Data) -> int:
     return load_tokenizer(data.tokenizer).vocabulary
 
 
-def huggingface_shape(path: str) -> Transformer:
+def huggingface_shape(path: str, field: str = "model.path") -> Transformer:
     """The shape of a causal language model in a folder: parameters counted on the meta device, the rest from its config.
+
+    Args:
+        path: of the folder.
+        field: that named it, for errors.
 
     Raises:
         GramianError: if it cannot be read.
@@ -71,13 +107,13 @@ def huggingface_shape(path: str) -> Transformer:
     except ImportError:
         raise GramianError("model.kind: huggingface needs transformers; expected gramian[hf] installed") from None
     if not (Path(path) / "config.json").is_file():
-        raise GramianError(f"model.path: {path} has no config.json; expected the folder of a Hugging Face model")
+        raise GramianError(f"{field}: {path} has no config.json; expected the folder of a Hugging Face model")
     try:
         told = AutoConfig.from_pretrained(path, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(told)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as problem:
-        raise GramianError(f"model.path: {path} cannot be read ({' '.join(str(problem).split())[:200]})") from None
+        raise GramianError(f"{field}: {path} cannot be read ({' '.join(str(problem).split())[:200]})") from None
     return _shape(told.get_text_config(), model)
 
 

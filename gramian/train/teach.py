@@ -1,6 +1,7 @@
 """From [teacher] to what teaches: the teacher's model or its cache, the objective, the temperature."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -117,10 +118,25 @@ def live_teacher(config: Config, world: World, numbers: Numbers, training: Windo
     if not told.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
     model = load_teacher(told.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
-    if world.size > 1 and told.strategy == "fsdp2":
+    if world.size > 1 and (
+        told.strategy == "fsdp2" or (told.strategy == "auto" and _must_shard(config, world, numbers))
+    ):
         model = shard_teacher(model)
     half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
     return LiveTeacher(model, teacher_layers(told), device=world.device, autocast=half, compile=told.compile)
+
+
+def _must_shard(config: Config, world: World, numbers: Numbers) -> bool:
+    """Whether the planner shards the teacher: where it does not fit whole beside the student."""
+    if world.device.type != "cuda":
+        return False
+    from gramian.parallel.strategy import decide
+    from gramian.train.needs import needs_of, vocabulary_of
+
+    kind: Any = numbers.kind
+    needs = needs_of(config, vocabulary_of(config.data), kind, "cuda")
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    return decide(needs, world.size, memory).strategy in ("fsdp2 teacher + ddp student", "fsdp2 both")
 
 
 def load_teacher(path: str, training: Windows, length: int) -> nn.Module:

@@ -104,3 +104,38 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="model.path: .* cannot be read") as caught:
         huggingface_shape(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spikes", [True, False])
+def test_a_block_of_goose_keeps_what_is_said(spikes: bool) -> None:
+    length, rows, width = 64, 4, 128
+    told = {"kind": "goose", "spikes": spikes, "layers": 8, "width": width}
+    config = parse_config({"model": told, "data": {"length": length}})
+    model, kept = build_model(config, 257), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        found = model.hidden(torch.zeros(rows, length, dtype=torch.long))
+    needs = needs_of(config, 257, "fp32", "cpu")
+    assert needs.shape.parameters == sum(p.numel() for p in model.parameters())
+    assert 8 * needs.block(rows) == pytest.approx(sum(kept.values()), rel=0.03)
+    assert found
+
+
+def test_a_live_teacher_counts_and_a_cached_one_does_not(tmp_path: Path) -> None:
+    teacher = parse_config({"model": {"layers": 3, "width": 64}, "run": {"folder": str(tmp_path)}})
+    (tmp_path / "config.toml").write_text(teacher.toml())
+    live = parse_config({"teacher": {"path": str(tmp_path)}})
+    needs = needs_of(live, 257, "bf16", "cuda")
+    assert needs.teacher is not None
+    assert needs.teacher.weights == 4 * sum(p.numel() for p in build_model(teacher, 257).parameters())
+    cached = parse_config({"teacher": {"path": str(tmp_path), "source": "hidden"}})
+    assert needs_of(cached, 257, "bf16", "cuda").teacher is None
+    nowhere = parse_config({"teacher": {"path": str(tmp_path / "nowhere")}})
+    with pytest.raises(GramianError, match="teacher.path: .* has no config.json"):
+        needs_of(nowhere, 257, "bf16", "cuda")

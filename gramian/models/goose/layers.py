@@ -3,6 +3,8 @@ r"""What a block of Goose is made of. Every raw parameter has a small module of 
 Legend: B sequences, T tokens, D width.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,8 +57,8 @@ class Memory(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         """d = exp(−1/τ) with τ spaced evenly in log τ, from 2 tokens to the longest."""
-        ends = torch.tensor([SHORTEST, self.longest], dtype=torch.float64).log()
-        taus_D = torch.linspace(float(ends[0]), float(ends[1]), self.decay_logit.shape[0], dtype=torch.float64).exp()
+        first, last = math.log(SHORTEST), math.log(self.longest)
+        taus_D = torch.linspace(first, last, self.decay_logit.shape[0], dtype=torch.float64).exp()
         self.decay_logit.copy_((-1.0 / taus_D).exp().logit())
 
     def forward(
