@@ -80,7 +80,10 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
     from gramian.train.trainer import Trainer
 
     console = Console(quiet=not first)
-    parts = build(config, where)
+    try:
+        parts = build(config, where)
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        raise _out_of_memory(problem) from None
     if first:
         write_record(folder.path, parts)
     with _Progress(console, config) as progress:
@@ -89,12 +92,11 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
             ended = trainer.run()
         except DataWorkerDied as problem:
             raise RunFailed(str(problem)) from None
-        except torch.OutOfMemoryError as problem:
-            raise RunFailed(
-                f"out of memory ({str(problem).splitlines()[0]}); expected a smaller data.micro_batch, or "
-                "parallel.checkpoint_blocks"
-            ) from None
+        except (torch.OutOfMemoryError, MemoryError) as problem:
+            raise _out_of_memory(problem) from None
         except RuntimeError as problem:
+            if "can't allocate memory" in str(problem):  # the host's
+                raise _out_of_memory(problem) from None
             if where.size == 1 or not any(
                 word in str(problem).lower() for word in ("gloo", "nccl", "connection", "peer")
             ):
@@ -112,6 +114,13 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
     )
     console.print(f"{ended.reason} at step {ended.step} of {config.run.steps}{best}; {folder.path}")
     return 0
+
+
+def _out_of_memory(problem: Exception) -> RunFailed:
+    told = (str(problem).splitlines() or ["of the host"])[0]
+    return RunFailed(
+        f"out of memory ({told[:200]}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
+    )
 
 
 class _Progress:

@@ -137,6 +137,8 @@ class CheckpointStore:
         self._save: Future[None] | None = None
         self._errors: list[GramianError] = []
         self._damaged: set[str] = set()
+        self.refused: dict[str, str] = {}
+        """Checkpoints that the last search passed over though they were meant, newest first, and why."""
         self._clean = False
 
     # ---- writing -------------------------------------------------------------------------------------------------------
@@ -328,6 +330,7 @@ class CheckpointStore:
 
     def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> Loaded | None:
         self._finish_save()
+        self.refused = {}
         for name in reversed(self._share(self._names())[0]):
             if wanted == "step" and not name.startswith("step"):
                 continue
@@ -346,6 +349,7 @@ class CheckpointStore:
                 assert body is not None
                 return _loaded(path, body)
             if problems[0] != NOT_MEANT:
+                self.refused[name] = problems[0]
                 self._on_event({"event": "checkpoint_skipped", "folder": name, "reason": problems[0]})
                 if not problems[0].startswith(FOREIGN):
                     self._damaged.add(name)
@@ -384,7 +388,8 @@ class CheckpointStore:
         return sorted((name for name in names if _FOLDER.fullmatch(name)), key=lambda name: _parsed(name)[1:])
 
     def _folders(self) -> list[Path]:
-        return [self.folder / name for name in self._names()]
+        """Those that may be removed."""
+        return [path for name in self._names() if (path := self.folder / name).is_dir()]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------------

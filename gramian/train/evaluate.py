@@ -22,7 +22,8 @@ def evaluate(parts: Parts, windows: int) -> Measured:
         parts: of the run.
         windows: how many; fewer where there are fewer.
     """
-    chosen = np.unique(np.linspace(0, len(parts.validation) - 1, windows).round().astype(np.int64))
+    count = min(windows, len(parts.validation))
+    chosen = np.unique(np.linspace(0, len(parts.validation) - 1, count).round().astype(np.int64))
     rows = max(1, parts.config.data.micro_batch or 16)
     total = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with evaluating(parts.module), parts.numbers.autocast():

@@ -3,6 +3,7 @@
 `config.toml` (resolved), `record.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, and `.lock` while somebody is in it.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -72,8 +73,16 @@ class RunFolder:
             if self._begun():
                 raise GramianError(f"run.folder: {self.path} holds a run without its config; expected another folder")
             return
-        before = load_config(path)
-        if before.hash != self.config.hash and self._begun():
+        try:
+            before = load_config(path)
+        except GramianError as problem:
+            raise GramianError(
+                f"run.folder: {path} is no config of this version ({problem}); expected another folder"
+            ) from None
+        if not self._begun():
+            if path.read_text(encoding="utf-8") != before.toml():  # somebody's own, with comments perhaps
+                raise GramianError(f"run.folder: {path} was not written by a run; expected another folder")
+        elif before.hash != self.config.hash:
             raise GramianError(
                 f"run.folder: {self.path} holds a run of another config ({difference(before, self.config)}); "
                 "expected another folder, or the same config"
@@ -109,17 +118,25 @@ def difference(before: Config, now: Config) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, or as it was before."""
+    """Write a file so that it is there whole, or as it was before.
+
+    Raises:
+        GramianError: if it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        temporary.unlink(missing_ok=True)
+        raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a folder that can") from None
 
 
 class Lines:
-    """A file of JSON lines that is appended to."""
+    """A file of JSON lines that is appended to; what a full disk refuses is written as soon as it can be."""
 
     def __init__(self, path: Path, upto: int | None = None) -> None:
         """Open it.
@@ -127,30 +144,43 @@ class Lines:
         Args:
             path: of the file.
             upto: lines of later attempts, and half lines, are cut off: a resumed run writes them again. None: keep all.
+
+        Raises:
+            GramianError: if it cannot be read or written.
         """
-        if upto is not None and path.exists():
-            kept = [line for line in read_lines(path) if line.get("attempt", 0) <= upto]
-            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        try:
+            if upto is not None and path.exists():
+                kept = [line for line in read_lines(path) if line.get("attempt", 0) <= upto]
+                write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as problem:
+            raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a file that can") from None
+        size = os.fstat(self._file).st_size
+        self._waiting = b"\n" if size and os.pread(self._file, 1, size - 1) != b"\n" else b""
+        """Of lines that are not written yet; begins with the end of a line that a killed process left half."""
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One line, at once."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """One line, at once if the disk takes it."""
+        self._waiting += json.dumps(line).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            while self._waiting:
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def close(self) -> None:
         """No more lines."""
-        self._file.close()
+        os.close(self._file)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file of JSON lines; none if it is not there."""
+    """All whole lines of a file of JSON lines, which are objects; none if it is not there."""
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
+            told = json.loads(line)
+        except ValueError:
             continue  # the process ended in the middle of it
+        if isinstance(told, dict):
+            found.append(told)
     return found

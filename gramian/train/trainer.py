@@ -296,6 +296,11 @@ class Trainer:
 
     def _resume(self) -> None:
         found = self.store.newest(self.config.hash)
+        if found is None and self.store.refused:  # beginning anew would cut off what is told of that run
+            name, reason = next(iter(self.store.refused.items()))
+            raise GramianError(
+                f"{self.store.folder / name}: {reason}; expected a checkpoint to resume, or another run.folder"
+            )
         stepper = self.parts.stepper
         if isinstance(stepper, PrivateStepper):
             stepper.engine.bind_counter(self.folder.path / "releases.json", must_exist=found is not None)

@@ -447,6 +447,11 @@ def test_one_damaged_and_one_before_it_and_one_of_another_config(store: Store) -
     (store.folder / "step-00000005").write_text("a file")
     assert_is(store.newest(HASH), 1)
     assert [reason.split(":")[0] for reason in store.reasons()] == [f"step-0000000{step}" for step in (5, 4, 3, 2)]
+    assert [*store.refused] == [f"step-0000000{step}" for step in (5, 4, 3, 2)]
+    assert_is(store.newest(HASH, upto=1), 1)
+    assert not store.refused
+    store.drop_after(1)
+    assert (store.folder / "step-00000005").read_text() == "a file"
 
 
 def test_a_damaged_best_gives_way_to_the_one_before(tmp_path: Path) -> None:

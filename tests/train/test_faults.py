@@ -23,6 +23,7 @@ from gramian.train import checkpoint
 from gramian.train.build import Parts, build
 from gramian.train.checkpoint import CheckpointStore
 from gramian.train.config import Config
+from gramian.train.evaluate import evaluate
 from gramian.train.run_folder import RunFolder, read_lines
 from gramian.train.stepper import Stepper
 from gramian.train.trainer import Ended, Trainer
@@ -474,6 +475,22 @@ def test_other_data_than_a_run_was_trained_on_is_refused(tmp_path: Path) -> None
     (tmp_path / "a.txt").write_text("abc " * 2999 + "abd ")
     with pytest.raises(GramianError, match="data: is not what .* was trained on"):
         run(config)
+
+
+def test_a_run_of_which_no_checkpoint_can_be_used_is_refused_and_left_alone(tmp_path: Path) -> None:
+    config = small(tmp_path / "run", run={"steps": 12}, eval={"every": 100})
+    run(config)
+    for state in (tmp_path / "run").glob("checkpoints/*/state.safetensors"):
+        state.write_bytes(b"cut off")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(GramianError, match="step-00000012: state.safetensors: has 7 bytes.* expected a checkpoint"):
+        run(config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_more_validation_windows_than_there_are_is_all_of_them(tmp_path: Path) -> None:
+    parts = build(small(tmp_path / "run"), ONE)
+    assert evaluate(parts, 10**12).tokens == int(parts.validation.counts.sum())
 
 
 def test_a_run_that_never_began_leaves_its_folder_to_another_config(tmp_path: Path) -> None:

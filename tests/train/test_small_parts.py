@@ -1,7 +1,9 @@
 """Parts of the runtime that fit on a page each: precision, optimizers, nested states, files."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,42 @@ def test_lines_are_cut_where_a_run_is_resumed_and_half_lines_are_dropped(tmp_pat
     assert read_lines(tmp_path / "none") == []
 
 
+def test_lines_after_half_a_line_stand_alone(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"event": "a"}\n12\n\xff\xfe\0\n{"event": "b')
+    lines = Lines(path)
+    lines.write({"event": "c"})
+    lines.close()
+    assert read_lines(path) == [{"event": "a"}, {"event": "c"}]
+
+
+def test_lines_that_a_full_disk_refuses_are_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, full = os.write, [0, 3, 0]
+
+    def write(handle: int, content: bytes) -> int:
+        room = full.pop(0) if full else len(content)
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(handle, content[:room])
+
+    lines = Lines(tmp_path / "metrics.jsonl")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        for step in range(3):
+            lines.write({"step": step})
+    lines.close()
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": step} for step in range(3)]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_folder_in_place_of_lines_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(GramianError, match=f"{name}: cannot be written"):
+        Lines(tmp_path / name, upto=3 if name == "metrics.jsonl" else None)
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     write_whole(tmp_path / "a", "one")
     write_whole(tmp_path / "a", "two")
@@ -189,6 +227,23 @@ def test_a_folder_with_remains_of_a_run_without_config_is_refused(tmp_path: Path
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(GramianError, match="holds a run without its config"), RunFolder(small(tmp_path / "run")):
         pass
+
+
+def test_a_config_that_no_run_wrote_is_not_overwritten(tmp_path: Path) -> None:
+    told = small(tmp_path)
+    (tmp_path / "config.toml").write_text(f"# notes\n{told.toml()}")
+    with pytest.raises(GramianError, match="was not written by a run"), RunFolder(told):
+        pass
+    assert (tmp_path / "config.toml").read_text().startswith("# notes")
+
+
+def test_a_config_of_another_version_names_its_folder(tmp_path: Path) -> None:
+    with RunFolder(small(tmp_path / "run")):
+        pass
+    path = tmp_path / "run" / "config.toml"
+    path.write_text(path.read_text().replace("[guard]", "[guard]\nmagic = 1"))
+    with pytest.raises(GramianError, match=r"run.folder: .*config.toml is no config of this version \(guard.magic"):
+        RunFolder(small(tmp_path / "run")).__enter__()
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
