@@ -37,7 +37,9 @@ def test_the_mean_over_all_numbers_is_the_distribution(draws: int) -> None:
 def test_a_count_is_the_floor_or_the_ceiling_of_what_is_expected(draws: int) -> None:
     uniform_N = torch.rand(500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p_NV = torch.rand(500, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).softmax(-1)
-    weights_NV = weights_of(*draw(p_NV, uniform_N, draws), 9)
+    ids_NK, counts_NK = draw(p_NV, uniform_N, draws)
+    weights_NV = weights_of(ids_NK, counts_NK, 9)
+    assert torch.equal((counts_NK > 0).sum(-1), (weights_NV > 0).sum(-1))  # every id once
     assert ((weights_NV - p_NV).abs() < 1.0 / draws + 1e-9).all()
     assert torch.allclose(weights_NV.sum(-1), torch.ones(500, dtype=torch.float64))
 

@@ -61,10 +61,11 @@ class Secretive(GPT):
     [
         lambda z: z * 1.01,
         lambda z: z + torch.arange(VOCABULARY) * 0.01,
+        lambda z: z + torch.arange(VOCABULARY) % 2 * 0.003,  # lost among large logits
         lambda z: 200 * (z / 200).tanh(),  # changes logits of a few nats by less than float32 shows
         lambda z: z.clamp(max=40.0),
     ],
-    ids=["scaled", "shifted", "capped far out", "clamped far out"],
+    ids=["scaled", "shifted", "shifted a little", "capped far out", "clamped far out"],
 )
 def test_a_head_that_is_not_understood_is_refused_by_the_class_of_its_model(secret) -> None:  # type: ignore[no-untyped-def]
     model = Secretive(gpt().config)

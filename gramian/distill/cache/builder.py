@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gramian.distill.cache.errors import Errors, added
-from gramian.distill.cache.files import TEMPORARY, FileRecord, damage, told_in_one_line, write_whole
+from gramian.distill.cache.files import FileRecord, damage, told_in_one_line, write_whole
 from gramian.distill.cache.hidden import Hidden, stored_dtype
 from gramian.distill.cache.kinds import Kind
 from gramian.distill.cache.layout import Layout, shard_windows_for
@@ -258,8 +258,6 @@ def _missing_shards(path: Path, identity: Identity, teacher: LiveTeacher, world:
 
 def _prepare(path: Path, identity: Identity, teacher: LiveTeacher, missing: Sequence[int]) -> None:
     (path / "shards").mkdir(parents=True, exist_ok=True)
-    for left in (*path.glob(f"{TEMPORARY}*"), *path.glob(f"shards/{TEMPORARY}*")):
-        left.unlink()
     layout, head = identity.layout, teacher.head
     whole = head.weight_VD.nbytes if identity.kind == Hidden.name else 0
     needed, free = sum(layout.shard_bytes(shard) for shard in missing) + whole, shutil.disk_usage(path).free
