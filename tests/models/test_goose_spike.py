@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gramian.models.goose.layers import SpikingLinear
 from gramian.models.goose.spike import FLOOR, START_ALPHA, START_AMPLITUDE, Amplitude, Spike, size_of
 
 
@@ -48,6 +49,26 @@ def test_the_gradient_is_that_of_the_ramp_with_the_size_held_fixed() -> None:
     outside = (x.abs() > 2 * threshold).sum()
     assert 0 < outside < x.numel()
     assert x_BTC.grad is not None and (x_BTC.grad == 0).sum() == outside
+
+
+@pytest.mark.oracle
+def test_a_spiking_linear_is_the_matrix_on_ternary_operands_times_size_and_amplitude_with_gradients_of_all() -> None:
+    layer, x_BTC, weights = SpikingLinear(9, 5, spikes=True).double(), drawn(4, 6, 9), drawn(4, 6, 5, seed=1)
+    with torch.no_grad():
+        layer.spike.log_alpha += 0.3 * drawn(9, seed=2)
+        layer.amplitude.amplitude += 0.3 * drawn(5, seed=3)
+    leaves = [x_BTC, layer.spike.log_alpha, layer.amplitude.amplitude, layer.linear.weight]
+    found = layer(x_BTC.requires_grad_())
+    x, log_alpha, amplitude, matrix = (t.detach().clone().requires_grad_() for t in leaves)
+    size = x.abs().mean(-1, keepdim=True)
+    ramp = (x / (2 * log_alpha.exp() * size.detach())).clamp(-1, 1)
+    spikes = (ramp > 0.5).double() - (ramp < -0.5).double() + ramp - ramp.detach()
+    expected = size * amplitude * (spikes @ matrix.T)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((found * weights).sum(), leaves)
+    by_hand = torch.autograd.grad((expected * weights).sum(), (x, log_alpha, amplitude, matrix))
+    for gradient, other in zip(gradients, by_hand, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
 
 
 def test_the_threshold_learns() -> None:
