@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from gramian.errors import GramianError
 from gramian.plan import memory
 from gramian.plan.memory import Kind, Needs, Transformer, gpt
 from gramian.train.config import Config, Data, Teacher, load_config
 from gramian.train.data.files import find_files, read_sidecar
 from gramian.train.data.tokenizer import load_tokenizer
+from gramian.train.huggingface import reading
 from gramian.train.models import build_model
 from gramian.train.saved import is_run
 
@@ -102,18 +102,8 @@ def huggingface_shape(path: str, field: str = "model.path") -> Transformer:
     Raises:
         GramianError: if it cannot be read.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise GramianError("model.kind: huggingface needs transformers; expected gramian[hf] installed") from None
-    if not (Path(path) / "config.json").is_file():
-        raise GramianError(f"{field}: {path} has no config.json; expected the folder of a Hugging Face model")
-    try:
-        told = AutoConfig.from_pretrained(path, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(told)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as problem:
-        raise GramianError(f"{field}: {path} cannot be read ({' '.join(str(problem).split())[:200]})") from None
+    with reading(path, field) as (told, causal), torch.device("meta"):
+        model = causal.from_config(told)
     return _shape(told.get_text_config(), model)
 
 

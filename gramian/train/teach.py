@@ -23,7 +23,7 @@ from gramian.models.gpt import GPT
 from gramian.parallel.world import World
 from gramian.train.config import Config, Teacher
 from gramian.train.data import Windows, load_tokenizer
-from gramian.train.models import load_huggingface
+from gramian.train.huggingface import load_huggingface
 from gramian.train.precision import Numbers
 from gramian.train.saved import is_run, load_run
 

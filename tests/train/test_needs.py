@@ -101,7 +101,7 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="model.path: .* has no config.json"):
         huggingface_shape(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
-    with pytest.raises(GramianError, match="model.path: .* cannot be read") as caught:
+    with pytest.raises(GramianError, match="model.path: .* cannot be loaded") as caught:
         huggingface_shape(str(tmp_path))
     assert "\n" not in str(caught.value)
 

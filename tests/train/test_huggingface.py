@@ -1,0 +1,110 @@
+"""Folders of Hugging Face models: whatever is wrong with one is a line, and a run of one resumes bit for bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gramian.cli import main
+from gramian.errors import GramianError
+from gramian.train.config import load_config
+from gramian.train.huggingface import load_huggingface
+from gramian.train.needs import huggingface_shape
+from gramian.verify.runs.resume import differences
+from tests.train.runs import small
+from tests.train.test_faults import ask_to_leave, run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("model") / "gpt2"
+    told = GPT2Config(vocab_size=257, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(told).save_pretrained(path)
+    return path
+
+
+def copied(model: Path, to: Path, change: Callable[[Path], Any]) -> Path:
+    to.mkdir()
+    for file in model.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    change(to)
+    return to
+
+
+def told(**values: Any) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        before = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(before | values))
+
+    return change
+
+
+def without_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights[next(name for name in weights if name.endswith("h.1.mlp.c_fc.weight"))]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BROKEN: dict[str, Callable[[Path], Any]] = {
+    "no JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "text for a number": told(n_embd="x"),
+    "other width": told(n_embd=32),
+    "weights cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 20),
+    "weights empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "a weight missing": without_a_weight,
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_folder_is_one_line(kind: str, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = copied(model, tmp_path / "broken", BROKEN[kind])
+    with pytest.raises(
+        GramianError, match=r"^model.path: .*broken (cannot be loaded|has no weights of .*c_fc)"
+    ) as caught:
+        load_huggingface(str(folder), False, 257, 16, seed=0)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_broken_config_is_one_line_for_the_planner(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(GramianError, match=r"^model.path: .* cannot be loaded"):
+        huggingface_shape(str(copied(model, tmp_path / "broken", told(n_embd="x"))))
+
+
+def test_the_command_trains_a_folder_without_another_word(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small(
+        tmp_path / "run", run={"steps": 2}, schedule={"warmup": 1}, model={"kind": "huggingface", "path": str(model)}
+    )
+    (tmp_path / "run.toml").write_text(config.toml())
+    assert main(["train", str(tmp_path / "run.toml")]) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_run_of_a_folder_with_tied_weights_and_dropout_resumes_bitwise(
+    fresh: bool, model: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {
+        "run": {"steps": 16},
+        "model": {"kind": "huggingface", "path": str(model), "fresh": fresh},
+        "parallel": {"checkpoint_blocks": 1},
+        "checkpoint": {"snapshot_every": 5, "every": 5},
+    }
+    trainer, _ = run(small(tmp_path / "whole", **sections))
+    weights = trainer.parts.model.state_dict()
+    assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
+    config = small(tmp_path / "asked", **sections)
+    run(config, ask_to_leave(7))
+    run(config)
+    assert differences(tmp_path / "whole", tmp_path / "asked") == []
+    assert load_config(tmp_path / "asked" / "config.toml").model.path == str(model)
