@@ -46,8 +46,10 @@ class FeatureLoss(nn.Module):
             raise GramianError("teacher.feature_pairs: names a layer twice; expected each once")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            count = len(self.pairs) if kind == "hidden" else 0
-            self.projectors = nn.ModuleList(Projector(width, teacher_width) for _ in range(count))
+            # No ModuleList: the largest of those in a module is taken for its blocks, and projectors may be larger than them.
+            self.projectors = nn.ModuleDict(
+                {f"{s}-{t}": Projector(width, teacher_width) for s, t in self.pairs if kind == "hidden"}
+            )
 
     @property
     def student_layers(self) -> tuple[int, ...]:
@@ -85,6 +87,6 @@ class FeatureLoss(nn.Module):
         total = counted_N.sum().clamp(min=1)
         parts = [
             ((project(a).float() - b.float()).square().mean(1) * counted_N).sum() / total
-            for project, a, b in zip(self.projectors, x, y, strict=True)
+            for project, a, b in zip(self.projectors.values(), x, y, strict=True)
         ]
         return torch.stack(parts).mean()

@@ -1,0 +1,121 @@
+"""Small distilled runs: a teacher that is trained once per process of the tests, caches of it, students of it."""
+
+import atexit
+import functools
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gramian.cli import main
+from gramian.parallel.world import World
+from gramian.train.build import Parts, build
+from gramian.train.config import Config
+from gramian.train.record import write_record
+from gramian.train.run_folder import RunFolder, read_lines
+from gramian.train.trainer import Ended, Trainer
+from tests.train.runs import small
+
+ONE = World(0, 1, torch.device("cpu"), "one")
+WORDS = (
+    "the",
+    "student",
+    "reads",
+    "what",
+    "its",
+    "teacher",
+    "says",
+    "and",
+    "has",
+    "read",
+    "of",
+    "a",
+    "warm",
+    "day",
+    "in may\n",
+)
+LEARNED: dict[str, Any] = {"temperature_kind": "learnable", "temperature_rate": 0.5}
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder of this process of the tests."""
+    path = Path(tempfile.mkdtemp(prefix="distilled-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@functools.cache
+def data(documents: int = 240) -> dict[str, Any]:
+    """[data] of some 20 kB: documents of 5 to 200 bytes, so that rows differ in how much of them counts."""
+    draw, folder = random.Random(0), scratch() / f"text-{documents}"
+    folder.mkdir()
+    for split, count in (("training", documents), ("validation", 24)):
+        texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 40))) for _ in range(count)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    files = {
+        name: [str(folder / f"{split}.jsonl")]
+        for name, split in (("files", "training"), ("validation_files", "validation"))
+    }
+    return {"source": "jsonl", **files, "length": 24}
+
+
+@functools.cache
+def teacher_run(kind: str = "gpt") -> Path:
+    """A run whose model can teach: better than chance, narrower than no student of these tests."""
+    folder = scratch() / f"teacher-{kind}"
+    model = {"kind": kind, "width": 24, "layers": 2, "tied": kind == "goose"}
+    train(small(folder, run={"steps": 40, "log_every": 10}, model=model, data=data(), optimizer={"lr": 1e-2}))
+    return folder
+
+
+def student(folder: Path | str = "run", **sections: dict[str, Any]) -> Config:
+    """The small run with that teacher."""
+    told: dict[str, dict[str, Any]] = {"model": {"width": 16}, "data": {}, "teacher": {}, **sections}
+    told["data"] = {**data(), **told["data"]}
+    told["model"] = {"width": 16, **told["model"]}
+    told["teacher"] = {"path": str(teacher_run()), **told["teacher"]}
+    return small(folder, **told)
+
+
+@functools.cache
+def cache_of(source: str, layers: tuple[int, ...] = (), **changed: Any) -> Path:
+    """A cache of that teacher."""
+    folder = scratch() / f"cache-{source}-{'-'.join(map(str, (*layers, *changed.values())))}"
+    features = {"features": "cka", "feature_pairs": [[i, layer] for i, layer in enumerate(layers)]} if layers else {}
+    config = student(scratch() / "none", data=changed, teacher={"source": source, "cache": str(folder), **features})
+    path = folder.with_suffix(".toml")
+    path.write_text(config.toml(), encoding="utf-8")
+    assert main(["cache", str(path)]) == 0
+    return folder
+
+
+def train(config: Config, fault: Callable[[Parts], None] = lambda parts: None) -> tuple[Trainer, Ended]:
+    """A run in this process, from where its folder is."""
+    with RunFolder(config) as folder:
+        parts = build(config, ONE)
+        write_record(folder.path, parts)
+        fault(parts)
+        trainer = Trainer(parts, folder)
+        return trainer, trainer.run()
+
+
+def metrics(folder: Path | str) -> list[dict[str, Any]]:
+    """Lines of steps."""
+    return [line for line in read_lines(Path(folder) / "metrics.jsonl") if "loss" in line]
+
+
+def evaluations(folder: Path | str) -> list[dict[str, Any]]:
+    """Lines of evaluations."""
+    return [line for line in read_lines(Path(folder) / "metrics.jsonl") if "validation_loss" in line]
+
+
+def events(folder: Path | str, kind: str) -> list[dict[str, Any]]:
+    """Events of a kind."""
+    return [event for event in read_lines(Path(folder) / "events.jsonl") if event["event"] == kind]
