@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from gramian.verify.runs import Check, Outcome
 
-TARGETS = ("kfac", "clipping", "resume")
-LATER = ("distill",)
+TARGETS = ("kfac", "clipping", "distill", "resume")
+LATER = ()
 USAGE = {
     "kfac": "gramian verify kfac [--verbose]",
     "clipping": "gramian verify clipping [--fsdp] [--verbose] [--profile]",
+    "distill": "gramian verify distill [--fsdp] [--verbose]",
     "resume": "gramian verify resume [CONFIG.toml] [--fsdp] [--verbose]",
 }
 KILLS = 4
@@ -66,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             _verify_kfac(arguments)
         elif arguments.target == "clipping":
             _verify_clipping(arguments, first)
+        elif arguments.target == "distill":
+            _verify_distill(arguments, first)
         else:
             _verify_resume(arguments, first)
     except (GramianError, RunFailed) as problem:
@@ -97,6 +100,7 @@ def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
     from gramian.parallel.world import world
     from gramian.privacy.timing import Stopwatch
     from gramian.verify.runs import clipping_matrix, run_checks
+    from gramian.verify.runs.agreement import agree
 
     console = _console(quiet=not first)
     stopwatch = Stopwatch(on=True) if arguments.profile else None
@@ -104,7 +108,7 @@ def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
         checks = clipping_matrix.plan(where, stopwatch=stopwatch)
         with _progress(console, len(checks)) as on_progress:
             outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
-    failed = clipping_matrix.agree(where, outcomes)
+    failed = agree(where, outcomes)
     spread = {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
     _report(
         console,
@@ -115,6 +119,28 @@ def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
     )
     if stopwatch is not None:
         console.print(_time_table(stopwatch.report(), arguments.verbose))
+    _conclude(console, arguments.target, failed, len(checks))
+
+
+def _verify_distill(arguments: argparse.Namespace, first: bool) -> None:
+    from gramian.parallel.world import world
+    from gramian.verify.runs import distill_matrix, run_checks
+    from gramian.verify.runs.agreement import agree
+
+    console = _console(quiet=not first)
+    with world(cpu=False, fsdp=arguments.fsdp) as where:
+        checks = distill_matrix.plan(where)
+        with _progress(console, len(checks)) as on_progress:
+            outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
+    failed = agree(where, outcomes)
+    spread = {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
+    _report(
+        console,
+        outcomes,
+        f"Distillation on {_machine()}{spread} against eager float64 on the CPU",
+        "Errors: norm of the difference over norm of the reference.",
+        arguments.verbose,
+    )
     _conclude(console, arguments.target, failed, len(checks))
 
 

@@ -17,8 +17,9 @@ from gramian.distill.loss import distill_loss
 from gramian.distill.metrics import SUMS
 from gramian.distill.signal import Dense, Sampled, Signal, Sparse, Tail
 from gramian.distill.teacher import head_of, hidden_of, linear_of
-from gramian.train.objective import IGNORED
 
+IGNORED = -100
+"""A target that does not count."""
 TOLD = ("nats", *SUMS, "feature_loss")
 """What `DistillObjective` tells beside its loss: sums over tokens; the last over micro-batches, weighted by their tokens."""
 

@@ -61,7 +61,7 @@ def test_the_sample_holds_every_option():
     [
         ([], ["TARGET", "accepted: kfac, clipping"]),
         (["everything"], ["'everything'", "unknown", "accepted: kfac, clipping"]),
-        (["distill"], ["'distill'", "not available yet"]),
+        (["distill", "--tp"], ["--tp", "not available yet"]),
         (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian verify kfac [--verbose]"]),
         (["kfac", "--tp"], ["--tp", "not available yet"]),
         (["kfac", "--profile"], ["--profile", "not available yet"]),

@@ -8,7 +8,6 @@ Legend: B samples, T tokens, D width, V classes, C the clip norm.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.timing import Stopwatch
 from gramian.verify.clipped_sum import ClippedSum, clip
-from gramian.verify.runs import Check, Comparison, Outcome
+from gramian.verify.runs import Check, Comparison
 from gramian.verify.single_sample import per_sample_gradients
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -425,31 +424,4 @@ def plan(
         if where.kind != "fsdp2":
             found.append(Check(name, "single samples", tolerance, exact.single))
         found.append(Check(name, "a sample that is NaN", tolerance, exact.nonfinite))
-    return found
-
-
-def agree(where: World, outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """What failed on any process, the same everywhere.
-
-    To be called when the process group is gone: a process that waits for one that crashed wakes up then.
-
-    Args:
-        where: this process.
-        outcomes: of its checks.
-
-    Returns:
-        {title of a check: what is wrong}, in the order of the first process that says so.
-    """
-    mine = {outcome.check.title: outcome.problem for outcome in outcomes if not outcome.passed}
-    if where.size == 1:
-        return mine
-    where.store.set(f"verdict {where.rank}", json.dumps(mine))
-    found: dict[str, str] = {}
-    for rank in range(where.size):
-        try:
-            theirs = json.loads(where.store.get(f"verdict {rank}"))
-        except RuntimeError as gone:  # the store's own errors are RuntimeErrors
-            theirs = {f"process {rank}": f"no answer: {str(gone).splitlines()[0]}"}
-        for title, problem in theirs.items():
-            found.setdefault(title, f"process {rank}: {problem}")
     return found
