@@ -47,6 +47,11 @@ class Teaching:
         self._far = False
         self._step, self._now = 0, torch.ones(())
 
+    @property
+    def teacher(self) -> str:
+        """Hash of the model that teaches; of a sharded one asked for by all processes."""
+        return self.source.hash if isinstance(self.source, LiveTeacher) else self.source.manifest.identity.teacher
+
     def begin(self, step: int) -> None:
         """A step of this number is about to be taken."""
         self._step, self._now = step, self.temperature.begin(step)
@@ -74,8 +79,7 @@ class Teaching:
 
     def heard(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:
         """The extra values of a step have arrived: events that they give rise to."""
-        correlation = told(extra, 1)["correlation"]
-        self._correlation = correlation if math.isfinite(correlation) else None
+        self._correlation = told(extra, 1)["correlation"]
         if extra["temperature_stuck"] != STUCK_STEPS:
             return []
         low, high = self.temperature.options.low, self.temperature.options.high
@@ -127,16 +131,31 @@ class Teaching:
             "far": self._far,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
+    def load_state_dict(self, state: Mapping[str, Any], validated: int | None = None) -> None:
+        """Take it over.
+
+        Args:
+            state: as of `state_dict`.
+            validated: of a rollback: validations after at most so many steps are not made again, so what they said stays.
+        """
         self.temperature.load_state_dict(state["temperature"])
-        self.switch.load_state_dict(state["switch"])
-        self._correlation, self._far = state["correlation"], state["far"]
+        self._correlation = state["correlation"]
+        if validated is None:
+            self.switch.load_state_dict(state["switch"])
+            self._far = state["far"]
+        else:
+            self.switch.forget_after(validated)
+
+    def close(self) -> None:
+        """Let go of a cache's files."""
+        if isinstance(self.source, Cache):
+            self.source.close()
 
 
-def told(extra: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Metrics of a step from its extra values."""
+def told(extra: Mapping[str, float], tokens: int) -> dict[str, float | None]:
+    """Metrics of a step from its extra values; None: unknown for this kind of teacher, or without tokens."""
     sums = torch.tensor([extra[name] for name in TOLD[1:-1]], dtype=torch.float64)
     found = {name: float(value) for name, value in metrics_of(sums).items()}
     found["feature_loss"] = extra["feature_loss"] / max(1, tokens)
-    return {**found, **{name: extra[name] for name in Temperature.FIELDS[:3]}}
+    found |= {name: extra[name] for name in Temperature.FIELDS[:3]}
+    return {name: value if math.isfinite(value) else None for name, value in found.items()}

@@ -60,10 +60,10 @@ class Parts:
         return [self.training.digest] + ([] if curvature is None else [curvature.windows.digest])
 
     def close(self) -> None:
-        """End the data workers."""
-        for workers in (self.batches, self.stepper):
-            if isinstance(workers, Batches | PrivateStepper):
-                workers.close()
+        """End the data workers, and let go of the teacher's files."""
+        for held in (self.batches, self.stepper, self.teaching):
+            if isinstance(held, Batches | PrivateStepper | Teaching):
+                held.close()
 
 
 def build(config: Config, world: World) -> Parts:

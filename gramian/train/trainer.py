@@ -251,6 +251,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "config_hash": self.config.hash,
             "data": parts.digest,
+            "teacher": None if parts.teaching is None else parts.teaching.teacher,
             "step": self.step,
             "position": self.position,
             "attempt": self.attempt,
@@ -277,8 +278,14 @@ class Trainer:
         tensors, facts = self._state()
         return self.snapshots.take(self.step, tensors, facts)
 
-    def _restore(self, saved: dict[str, Part], facts: dict[str, Any]) -> None:
-        """Model, optimizer, scaler, factors and position; not the guard, the best, nor what privacy has spent."""
+    def _restore(self, saved: dict[str, Part], facts: dict[str, Any], validated: int | None = None) -> None:
+        """Model, optimizer, scaler, factors and position; not the guard, the best, nor what privacy has spent.
+
+        Args:
+            saved: the tensors.
+            facts: the rest.
+            validated: of a rollback: evaluations after at most so many steps are not made again.
+        """
         parts = self.parts
         load(parts.module, parts.optimizer, _of_model(saved), facts["optimizer"])
         if parts.stepper.scaler is not None:
@@ -288,7 +295,7 @@ class Trainer:
             parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held))
         if parts.teaching is not None:
             held = {name: part.local for name, part in saved.items() if name.startswith("teaching")}
-            parts.teaching.load_state_dict(merge(facts["teaching"], held))
+            parts.teaching.load_state_dict(merge(facts["teaching"], held), validated)
         self.step, self.tokens = facts["step"], facts["tokens"]
         self.trail = [(step, position) for step, position in facts["trail"]]
         if not isinstance(parts.stepper, PrivateStepper):
@@ -311,6 +318,10 @@ class Trainer:
         if facts["data"] != self.parts.digest:
             raise GramianError(
                 f"data: is not what {found.folder} was trained on; expected the same files, or another run.folder"
+            )
+        if self.parts.teaching is not None and facts["teacher"] != self.parts.teaching.teacher:
+            raise GramianError(
+                f"teacher: is not the one of {found.folder}; expected the same model, or another run.folder"
             )
         saved = found.parts(extents(self.parts.module, found.shapes))
         self._restore(saved, facts)
@@ -335,7 +346,7 @@ class Trainer:
         self.late.clear()
         bad = sorted({position for step, position in self.trail if step in verdict.skip})
         at = self.step
-        self._restore(*self._state_before(verdict.to_before))
+        self._restore(*self._state_before(verdict.to_before), verdict.to_before)
         self.skipped |= set(bad)
         self.snapshots.drop_after(self.step)
         self.store.drop_after(self.step)
@@ -383,7 +394,7 @@ class Trainer:
         if snapshot is None:
             return "not replayed: no earlier state is left"
         self.late.clear()
-        self._restore(snapshot.parts, snapshot.facts)
+        self._restore(snapshot.parts, snapshot.facts, outcome.attempt.step)
         batches: Iterator[Any] = self.parts.batches_from(self.position, self.skipped)
         for batch in batches:
             if self.parts.teaching is not None:
