@@ -74,6 +74,7 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
     import torch
     from rich.console import Console
 
+    from gramian.cli.train_progress import Progress
     from gramian.train.build import build
     from gramian.train.data import DataWorkerDied
     from gramian.train.record import write_record
@@ -86,8 +87,8 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
         raise _out_of_memory(problem) from None
     if first:
         write_record(folder.path, parts)
-    with _Progress(console, config) as progress:
-        trainer = Trainer(parts, folder, progress.show)
+    with Progress(console, config) as progress:
+        trainer = Trainer(parts, folder, progress.show, progress.tell)
         try:
             ended = trainer.run()
         except DataWorkerDied as problem:
@@ -107,12 +108,7 @@ def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
             ) from None
     if ended.reason == "stopped":
         raise RunFailed(ended.report)
-    best = (
-        ""
-        if trainer.best is None
-        else f", best validation loss {trainer.best['loss']:.4f} at step {trainer.best['step']}"
-    )
-    console.print(f"{ended.reason} at step {ended.step} of {config.run.steps}{best}; {folder.path}")
+    progress.end(trainer, ended.reason)
     return 0
 
 
@@ -121,39 +117,6 @@ def _out_of_memory(problem: Exception) -> RunFailed:
     return RunFailed(
         f"out of memory ({told[:200]}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
     )
-
-
-class _Progress:
-    """A bar with loss, rate and the time that is left."""
-
-    def __init__(self, console: Any, config: Config) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._bar.add_task("training", total=config.run.steps, told="")
-        self._labelled = " (not covered by ε)" if config.privacy is not None else ""
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, outcome: Any, trainer: Any) -> None:
-        """One step."""
-        told = f"loss {outcome.loss:.4f}{self._labelled}  lr {outcome.attempt.rate:.2e}"
-        if trainer.best is not None:
-            told += f"  best validation {trainer.best['loss']:.4f}"
-        self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
 
 
 def sharded(config: Config) -> bool:

@@ -6,9 +6,11 @@ is listed under "not_covered_by_epsilon".
 """
 
 import math
+import resource
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +38,24 @@ PEAK_TERAFLOPS = {
 """Dense half-precision tensor-core peaks that vendors state."""
 LOOKED = ("advice", "rollback", "stopped", "unhealthy")
 """Events that follow from a look at the data."""
-NOT_COVERED = ("loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "spikes", "events")
+NOT_COVERED = (
+    "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
+    "spikes",
+)  # fmt: skip
+"""Numbers that follow from private data without noise: also how large draws were, and where gradients overflowed."""
 
 
 class RunLog:
     """The log of one run; only rank 0 writes."""
 
-    def __init__(self, run: "Trainer") -> None:
-        """Nothing is opened yet."""
-        self._run = run
+    def __init__(self, run: "Trainer", on_event: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            run: whose.
+            on_event: told every event, too.
+        """
+        self._run, self._on_event = run, on_event
         self._writes = run.world.rank == 0
         self._metrics: Lines | None = None
         self._events: Lines | None = None
@@ -82,8 +93,8 @@ class RunLog:
             except ImportError:
                 raise GramianError("run.wandb: needs the package wandb; expected it installed") from None
             self._wandb = wandb.init(dir=str(folder), name=folder.name, resume="allow")
-        for event in self._waiting:
-            self.event(event)
+        for line in self._waiting:
+            self._events.write(line)
         self._waiting.clear()
         self._started = self._last = self._clock_at_eval = time.perf_counter()
         self._attempts_before = self._run.attempt
@@ -105,6 +116,7 @@ class RunLog:
         line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
         if self._run.config.privacy is not None and event["event"] in LOOKED:
             line["covered_by_epsilon"] = False
+        self._on_event(line)
         if self._events is None:
             self._waiting.append(line)
         else:
@@ -185,7 +197,7 @@ class RunLog:
             "elapsed": now - self._started,
             "tokens_per_second": rate,
             "mfu": rate * flops_per_token(run.parts.model, run.config.data.length) / peak if peak else None,
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+            "memory_gib": (torch.cuda.max_memory_allocated() if cuda else most_held()) / 2**30,
             "data_wait": waited,
             "eval_share": self.eval_share(),
         }
@@ -211,6 +223,12 @@ class RunLog:
 def perplexity(loss: float) -> float:
     """exp(loss), never cut off."""
     return math.exp(loss) if loss < 700 else math.inf
+
+
+def most_held() -> int:
+    """Bytes of host memory that this process held at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:

@@ -7,7 +7,7 @@ because everything else is a function of the config and these integers.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class Trainer:
         parts: Parts,
         folder: RunFolder,
         on_outcome: Callable[[Outcome, "Trainer"], None] = lambda outcome, run: None,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         """Take over the parts; the state is loaded by `run`.
 
@@ -67,6 +68,7 @@ class Trainer:
             parts: of the run.
             folder: taken by rank 0.
             on_outcome: shown every step, for a progress bar.
+            on_event: told what happens, also from the thread that writes checkpoints.
         """
         self.parts, self.config, self.world = parts, parts.config, parts.world
         self.folder, self._on_outcome = folder, on_outcome
@@ -77,7 +79,7 @@ class Trainer:
         self.guard, self.snapshots = Guard(self.config.guard), Snapshots(SNAPSHOTS)
         self.late = Late(EXTRA if parts.teaching is not None else ())
         self.meter = StarvationMeter()
-        self.log: RunLog = RunLog(self)
+        self.log: RunLog = RunLog(self, on_event)
         self.store = CheckpointStore(
             folder.checkpoints, self.config.checkpoint.keep, self.world.rank, self.world.size, on_event=self.log.event
         )

@@ -345,7 +345,7 @@ def eightfold(positions: set[int]) -> Callable[[Parts], None]:
     return fault
 
 
-@pytest.mark.parametrize("first", [30, 33])
+@pytest.mark.parametrize("first", [30, pytest.param(33, marks=pytest.mark.full)])
 def test_a_rollback_after_a_resume_goes_where_it_goes_without_one(first: int, tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
     fault = eightfold({first, first + 1})
@@ -390,7 +390,7 @@ def ask_to_leave(position: int) -> Callable[[Parts], None]:
     return fault
 
 
-@pytest.mark.parametrize("asked", [29, 30, 31, 32])
+@pytest.mark.parametrize("asked", [29, *(pytest.param(asked, marks=pytest.mark.full) for asked in (30, 31, 32))])
 def test_a_rollback_is_the_same_wherever_the_copy_it_goes_to_was_taken(asked: int, tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
     fault = eightfold({34, 35})
@@ -527,6 +527,33 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
     last = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "epsilon" in line][-1]
     assert last["epsilon"] <= 8.0
     assert all(not event["covered_by_epsilon"] for event in events(config, "rollback"))
+
+
+def test_numbers_and_words_of_a_private_run_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "run", run={"steps": 12}, eval={"every": 10}, privacy=PRIVATE, precision={"kind": "fp16"})
+    (tmp_path / "run.toml").write_text(config.toml())
+    assert main(["train", str(tmp_path / "run.toml")]) == 0
+    free = {"step", "attempt", "lr", "grad_norm", "epsilon", "time", "not_covered_by_epsilon"}
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert set(line) - set(line["not_covered_by_epsilon"]) <= free
+        assert line["time"].get("memory_gib", 1) > 0
+    assert "(not covered by ε)" in capsys.readouterr().out
+
+
+def test_what_happens_to_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(tmp_path / "run", run={"steps": 25}, eval={"every": 100})
+    run(config, ask_to_leave(11))
+    (tmp_path / "run.toml").write_text(config.toml())
+    newest = tmp_path / "run" / "checkpoints" / "step-00000013" / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert main(["train", str(tmp_path / "run.toml")]) == 0
+    shown = capsys.readouterr().out
+    assert "step-00000013 is passed over: state.safetensors: has" in shown
+    assert "resumed from step-00000010" in shown
+    assert "of the time every 100 steps" in shown
+    assert (
+        f"done at step 25 of 25, best validation loss {last_loss(config):.4f} at step 25; {tmp_path / 'run'}" in shown
+    )
 
 
 def test_other_public_data_than_a_private_run_had_is_refused(tmp_path: Path) -> None:

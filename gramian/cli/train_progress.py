@@ -1,0 +1,91 @@
+"""What a run shows on a terminal: a bar with loss, rate and the time that is left, and a line for what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gramian.train.config import Config
+    from gramian.train.late import Outcome
+    from gramian.train.trainer import Trainer
+
+TOLD = {
+    "resumed": "resumed from {folder}",
+    "checkpoint_skipped": "{folder} is passed over: {reason}",
+    "checkpoint_failed": "{error}",
+    "data_worker_died": "{problem}; started again",
+    "rollback": "step {from}: {reason}; back to step {to}, batches left out: {skipped}",
+    "advice": "{text}",
+    "data_starved": "{text}",
+    "temperature_stuck": "{text}",
+    "features_off": "{text}",
+    "teacher_far": "{text}",
+    "eval_cost": "evaluation would take {every_100:.1%} of the time every 100 steps, {every_300:.1%} every 300, "
+    "{every_500:.1%} every 500, at most {every_auto:.0%} with eval.every=auto",
+}
+"""Events that are worth a line, and the line."""
+
+
+class Progress:
+    """Shows a run while it lasts."""
+
+    def __init__(self, console: Console, config: Config) -> None:
+        """Nothing is shown yet.
+
+        Args:
+            console: of the first process; a quiet one elsewhere.
+            config: of the run.
+        """
+        from rich import progress
+
+        self._console = console
+        self._bar = progress.Progress(
+            progress.TextColumn("training"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[told]}"),
+            progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("training", total=config.run.steps, told="")
+        self._label = " (not covered by ε)" if config.privacy is not None else ""
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, outcome: Outcome, run: Trainer) -> None:
+        """One step."""
+        told = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
+        if run.best is not None:
+            told += f"  best validation {run.best['loss']:.4f}"
+        self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
+
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Something happened; called from any thread."""
+        line = line_of(event)
+        if line is not None:
+            label = self._label if event.get("covered_by_epsilon") is False else ""
+            self._console.print(f"{line}{label}", markup=False, highlight=False, soft_wrap=True)
+
+    def end(self, run: Trainer, reason: str) -> None:
+        """The last line."""
+        best = ""
+        if run.best is not None:
+            best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
+        told = f"{reason} at step {run.step} of {run.config.run.steps}{best}; {run.folder.path}"
+        self._console.print(told, markup=False, highlight=False, soft_wrap=True)
+
+
+def line_of(event: Mapping[str, Any]) -> str | None:
+    """What is said of an event; None: nothing."""
+    form = TOLD.get(event["event"])
+    shares = {f"every_{every}": share for every, share in event.get("share_of_time_by_interval", {}).items()}
+    return None if form is None else form.format_map({**event, **shares})
