@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gramian.distill.features import Projector, cka_loss
 from gramian.errors import GramianError
+from gramian.linalg.wide import wide_dtype
 
 Kind = Literal["cka", "increments", "hidden"]
 Pair = tuple[int, int]
@@ -79,14 +80,18 @@ class FeatureLoss(nn.Module):
             )
         counted_N = counted_BT.flatten()
         x = [student[s].flatten(0, 1) for s, _ in self.pairs]
-        y = [teacher[t].flatten(0, 1).detach() for _, t in self.pairs]
+        # A cache may be narrower than the student, and differences of narrow numbers have few digits.
+        dtype = wide_dtype(*x, *(teacher[t] for _, t in self.pairs))
+        y = [teacher[t].flatten(0, 1).detach().to(dtype) for _, t in self.pairs]
+        if self.kind != "hidden":
+            x = [stream.to(dtype) for stream in x]
         if self.kind == "increments":
             x, y = ([after - before for before, after in zip(h, h[1:], strict=False)] for h in (x, y))
         if self.kind != "hidden":
             return torch.stack([cka_loss(a, b, counted_N) for a, b in zip(x, y, strict=True)]).mean()
         total = counted_N.sum().clamp(min=1)
         parts = [
-            ((project(a).float() - b.float()).square().mean(1) * counted_N).sum() / total
+            ((project(a).to(dtype) - b).square().mean(1) * counted_N).sum() / total
             for project, a, b in zip(self.projectors.values(), x, y, strict=True)
         ]
         return torch.stack(parts).mean()

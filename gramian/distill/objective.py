@@ -1,6 +1,6 @@
 """Student and distillation loss as one module: what DDP wraps, so that nothing of the loss slips past its reducer.
 
-Legend: B windows, T tokens, N = B·T, D width, V vocabulary.
+Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from gramian.distill.loss import distill_loss
 from gramian.distill.metrics import SUMS
 from gramian.distill.signal import Dense, Sampled, Signal, Sparse, Tail
 from gramian.distill.teacher import head_of, hidden_of, linear_of
+from gramian.linalg.wide import wide_dtype
 
 IGNORED = -100
 """A target that does not count."""
@@ -85,7 +86,9 @@ class DistillObjective(nn.Module):
         if compare:
             assert isinstance(signal, Dense)
             counted_N = (targets_BT != IGNORED).flatten()
-            similar = debiased_cka(hidden_BTD.flatten(0, 1), signal.hidden_BTD.flatten(0, 1), counted_N)
+            dtype = wide_dtype(hidden_BTD, signal.hidden_BTD)
+            x_ND, y_NE = (hidden.flatten(0, 1).to(dtype) for hidden in (hidden_BTD, signal.hidden_BTD))
+            similar = debiased_cka(x_ND, y_NE, counted_N)
             return similar, similar
         linear = linear_of(self.model)
         head = Head(linear.weight, linear.bias, self._scale, self._softcap)
