@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gramian.errors import GramianError
+from gramian.train.checks.check import Check
+from gramian.train.checks.corpus import look_at_data
 from gramian.train.config import Data
-from gramian.train.data.sanity import Finding, look, look_at_files
-from gramian.train.data.tokenizer import ByteTokenizer
+from gramian.train.data.sanity import look_at_files
 
 TEXTS = [f"document number {index}" for index in range(200)]
 
@@ -20,10 +21,10 @@ def write_jsonl(path: Path, documents: list[str]) -> str:
     return str(path)
 
 
-def found(**told: Any) -> dict[str, Finding]:
-    findings = {finding.name: finding for finding in look(Data(**told), ByteTokenizer())}
-    assert all("\n" not in finding.hint for finding in findings.values())
-    return findings
+def found(**told: Any) -> dict[str, Check]:
+    checks, _ = look_at_data(Data(**told))
+    assert all("\n" not in check.hint for check in checks)
+    return {check.name.removeprefix("data: "): check for check in checks}
 
 
 def failed(**told: Any) -> set[str]:
@@ -49,7 +50,7 @@ def test_empty_documents_are_found(tmp_path: Path) -> None:
     )
     assert not failed(source="jsonl", files=(few,))
     assert failed(source="jsonl", files=(many,)) == {"empty documents"}
-    assert found(source="jsonl", files=(many,))["empty documents"].measured == pytest.approx(20 / 220)
+    assert found(source="jsonl", files=(many,))["empty documents"].value == pytest.approx(20 / 220)
 
 
 def test_repeated_documents_are_found(tmp_path: Path) -> None:
@@ -57,21 +58,22 @@ def test_repeated_documents_are_found(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", train + train[:50])
     finding = found(source="jsonl", files=(path,))["repeated documents"]
     assert not finding.ok
-    assert finding.measured == pytest.approx(50 / 249)
+    assert finding.value == pytest.approx(50 / 249)
 
 
 def test_documents_on_both_sides_are_found(tmp_path: Path) -> None:
     train, validation = write_jsonl(tmp_path / "a.jsonl", TEXTS), write_jsonl(tmp_path / "b.jsonl", [*TEXTS[:2], "new"])
     findings = found(source="jsonl", files=(train,), validation_files=(validation,))
-    assert findings["validation documents trained on"].measured == pytest.approx(2 / 3)
+    assert findings["validation documents trained on"].value == pytest.approx(2 / 3)
     assert failed(source="jsonl", files=(train,), validation_files=(validation,)) == {"validation documents trained on"}
 
 
 def test_too_few_windows_are_found(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    size = int(found(source="jsonl", files=(path,))["windows"].measured)
+    size = int(found(source="jsonl", files=(path,))["windows"].value)
     assert not failed(source="jsonl", files=(path,), batch=size)
     assert failed(source="jsonl", files=(path,), batch=size + 1) == {"windows"}
+    assert not failed(source="jsonl", files=(path,), batch=size + 1, stride=64)  # windows of the run, not others
 
 
 def test_half_a_line_is_found(tmp_path: Path) -> None:
@@ -83,10 +85,9 @@ def test_half_a_line_is_found(tmp_path: Path) -> None:
         path.write_bytes(content)
         (finding,) = look_at_files(data)
         assert finding.ok is ok
-    findings = found(source="jsonl", files=(str(path),))
-    assert str(path) in findings["files cut off"].hint
-    assert f"{path}:201: is no JSON" in findings["unreadable data"].hint
-    assert not findings["unreadable data"].ok
+    checks, windows = look_at_data(data)
+    assert windows is None
+    assert str(path) in checks[0].hint
 
 
 def test_half_a_character_is_found(tmp_path: Path) -> None:
@@ -119,9 +120,6 @@ def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
     assert "whole.npy" not in finding.hint
 
 
-def test_missing_files_are_a_finding_of_a_look(tmp_path: Path) -> None:
-    (finding,) = found(source="text", files=(str(tmp_path / "none.txt"),)).values()
-    assert not finding.ok
-    assert "none.txt does not exist" in finding.hint
-    with pytest.raises(GramianError, match="does not exist"):
-        look_at_files(Data(source="text", files=(str(tmp_path / "none.txt"),)))
+def test_missing_files_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(GramianError, match="none.txt does not exist"):
+        look_at_data(Data(source="text", files=(str(tmp_path / "none.txt"),)))

@@ -4,6 +4,7 @@ from gramian.errors import GramianError
 from gramian.train.checks.check import Check
 from gramian.train.config import Data
 from gramian.train.data import Windows, load_tokenizer, read_documents
+from gramian.train.data.load import cut
 from gramian.train.data.sanity import Finding, look_at_documents, look_at_files, look_at_windows
 
 
@@ -21,10 +22,7 @@ def look_at_data(data: Data) -> tuple[list[Check], Windows | None]:
             raise
         return [_check(finding) for finding in findings], None
     findings += look_at_documents(documents)
-    training, _ = (
-        Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
-        for stream in (documents.train, documents.validation)
-    )
+    training, _ = cut(documents, data)
     findings += look_at_windows(training, data.batch)
     return [_check(finding) for finding in findings], training
 

@@ -1,7 +1,7 @@
 """From the data section of a config to windows."""
 
 from gramian.train.config import Data
-from gramian.train.data.documents import read_documents
+from gramian.train.data.documents import Documents, read_documents
 from gramian.train.data.tokenizer import load_tokenizer
 from gramian.train.data.windows import Windows
 
@@ -12,7 +12,15 @@ def load_windows(data: Data) -> tuple[Windows, Windows]:
     Raises:
         GramianError: one line that names the field or the file.
     """
-    documents = read_documents(data, load_tokenizer(data.tokenizer))
+    return cut(read_documents(data, load_tokenizer(data.tokenizer)), data)
+
+
+def cut(documents: Documents, data: Data) -> tuple[Windows, Windows]:
+    """Documents as the windows to train on and those to validate on.
+
+    Raises:
+        GramianError: if a side makes no window.
+    """
     training, validation = (
         Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)
         for stream, stride in ((documents.train, data.stride), (documents.validation, 0))

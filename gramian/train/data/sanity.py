@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gramian.errors import GramianError
 from gramian.train.config import Data
-from gramian.train.data.documents import Documents, read_documents
+from gramian.train.data.documents import Documents
 from gramian.train.data.files import find_files, read_sidecar, unreadable
-from gramian.train.data.tokenizer import Tokenizer
 from gramian.train.data.windows import Windows
 
 EMPTY = 0.05
@@ -39,21 +37,6 @@ class Finding:
     threshold: float
     ok: bool
     hint: str
-
-
-def look(data: Data, tokenizer: Tokenizer) -> list[Finding]:
-    """Everything below, on what a config names; what cannot be read is a finding too, and the last one."""
-    findings: list[Finding] = []
-    try:
-        findings += look_at_files(data)
-        documents = read_documents(data, tokenizer)
-        findings += look_at_documents(documents)
-        training = Windows(documents.train, data.length, pack=data.pack, isolate=data.isolate)
-        findings += look_at_windows(training, data.batch)
-        Windows(documents.validation, data.length, pack=data.pack, isolate=data.isolate)  # raises if there are none
-    except GramianError as problem:
-        findings.append(Finding("unreadable data", 1, 0, False, str(problem)))
-    return findings
 
 
 def look_at_files(data: Data) -> list[Finding]:
