@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -249,9 +249,8 @@ class Bench:
         started = time.perf_counter()
         training, validation = windows_once(student.data)
         live = live_teacher(student, WORLD, numbers_for(student.precision, WORLD.device), training)
-        manifest = build_cache(
-            self.folder / "cache", live, training, cache_options(student, training.vocabulary), WORLD
-        )
+        options = replace(cache_options(student, training.vocabulary), batch=self.scale.batch)
+        manifest = build_cache(kept, live, training, options, WORLD)
         seconds = time.perf_counter() - started
         # Students are taught by the best checkpoint, not by the last state.
         taught_by = load_run(config.run.folder)

@@ -44,13 +44,40 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def save_model(path: Path) -> None:
+LONGER = ["data.length=64", "data.batch=32", "data.micro_batch=16"]  # few forwards of a teacher that reads everything
+OVERRIDES = {  # where the common ones do not fit
+    "distill": LONGER,
+    "distill_topk": [*LONGER, "teacher.knots=2"],
+    "goose": LONGER,
+    "goose_seed": ["model.layers=5", "data.stride=8", "teacher.feature_from=2", "eval.every=2"],
+}
+
+
+def save_model(path: Path, layers: int = 2) -> None:
     """A Hugging Face folder: config, weights and tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    told = GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    told = GPT2Config(
+        vocab_size=300, n_positions=32, n_embd=16, n_layer=layers, n_head=2, bos_token_id=0, eos_token_id=0
+    )
     GPT2LMHeadModel(told).save_pretrained(path)
     saved(path)
+
+
+def prepare(file: Path, folder: Path, overrides: list[str]) -> None:
+    """What an example says that comes before it: a model, a teacher, the teacher's cache."""
+    if file.stem == "huggingface":
+        save_model(folder / "models" / "my-model")
+    if file.stem == "goose_seed":
+        save_model(folder / "models" / "gpt2", layers=12)
+        for split in ("train", "validation"):
+            texts = sorted((folder / "data" / "text").glob(f"*{'' if split == 'train' else '9'}.txt"))
+            (folder / "data" / f"wikitext2.{split}.txt").write_text(split.join(text.read_text() for text in texts))
+    config = load_config(file, overrides)
+    if config.teacher is not None and config.teacher.source != "live":
+        teacher = [*overrides, f"run.folder={config.teacher.path}", "run.steps=3", "model.width=32"]
+        assert main(["train", str(EXAMPLES / "gpt_small.toml"), *teacher]) == 0
+        assert main(["cache", str(file), *overrides]) == 0
 
 
 def metrics(run: Path, key: str) -> list[Any]:
@@ -59,10 +86,10 @@ def metrics(run: Path, key: str) -> list[Any]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_an_example_trains(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if file.stem == "huggingface":
-        save_model(folder / "models" / "my-model")
-    assert main(["train", str(file), *SHRUNK]) == 0, capsys.readouterr().err
-    config = load_config(file, SHRUNK)
+    overrides = [*SHRUNK, *OVERRIDES.get(file.stem, [])]
+    prepare(file, folder, overrides)
+    assert main(["train", str(file), *overrides]) == 0, capsys.readouterr().err
+    config = load_config(file, overrides)
     run = folder / config.run.folder
     assert run.parent == folder / "runs" and run.name == file.stem
     assert load_config(run / "config.toml") == config
@@ -74,6 +101,10 @@ def test_an_example_trains(file: Path, folder: Path, capsys: pytest.CaptureFixtu
     assert any(name.startswith("kfac.") for name in names) == (file.stem == "kfac")
     facts = json.loads((newest / "facts.json").read_text())
     assert ("kfac" in facts, "privacy" in facts) == (file.stem == "kfac", file.stem == "private")
+    assert ("teaching" in facts) == bool(metrics(run, "kl")) == (config.teacher is not None)
+    if config.teacher is not None and config.teacher.features != "none":
+        assert [value > 0 for value in metrics(run, "feature_loss")] == [False] * 2 + [True] * (STEPS - 2)
+    assert bool(metrics(run, "spikes")) == (config.model.kind == "goose")
     record = json.loads((run / "record.json").read_text())
     assert record["strategy"] == ("fsdp2" if file.stem == "fsdp2" else "one")
     epsilons = metrics(run, "epsilon")
