@@ -75,7 +75,8 @@ def prepare(file: Path, folder: Path, overrides: list[str]) -> None:
             (folder / "data" / f"wikitext2.{split}.txt").write_text(split.join(text.read_text() for text in texts))
     config = load_config(file, overrides)
     if config.teacher is not None and config.teacher.source != "live":
-        teacher = [*overrides, f"run.folder={config.teacher.path}", "run.steps=3", "model.width=32"]
+        own = [override for override in overrides if not override.startswith("teacher.")]
+        teacher = [*own, f"run.folder={config.teacher.path}", "run.steps=3", "model.width=32"]
         assert main(["train", str(EXAMPLES / "gpt_small.toml"), *teacher]) == 0
         assert main(["cache", str(file), *overrides]) == 0
 
