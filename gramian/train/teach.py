@@ -209,3 +209,10 @@ def width_of(source: LiveTeacher | Cache) -> int:
     if isinstance(source, LiveTeacher):
         return source.head.weight_VD.shape[1]
     return source.manifest.identity.layer_width
+
+
+def vocabulary_of(source: LiveTeacher | Cache) -> int:
+    """Ids that a teacher has logits for; more than the tokenizer's where its head is padded."""
+    if isinstance(source, LiveTeacher):
+        return source.head.weight_VD.shape[0]
+    return source.manifest.identity.vocabulary

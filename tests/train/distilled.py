@@ -51,8 +51,8 @@ def scratch() -> Path:
 
 
 @functools.cache
-def data(documents: int = 240) -> dict[str, Any]:
-    """[data] of some 20 kB: documents of 5 to 200 bytes, so that rows differ in how much of them counts."""
+def data(documents: int = 120) -> dict[str, Any]:
+    """[data] of some 10 kB: documents of 5 to 200 bytes, so that rows differ in how much of them counts."""
     draw, folder = random.Random(0), scratch() / f"text-{documents}"
     folder.mkdir()
     for split, count in (("training", documents), ("validation", 24)):
@@ -70,7 +70,7 @@ def data(documents: int = 240) -> dict[str, Any]:
 def teacher_run(kind: str = "gpt") -> Path:
     """A run whose model can teach: better than chance, narrower than no student of these tests."""
     folder = scratch() / f"teacher-{kind}"
-    model = {"kind": kind, "width": 24, "layers": 2, "tied": kind == "goose"}
+    model = {"kind": kind, "width": 24, "layers": 2, "tied": kind == "goose", "dropout": 0.1}
     train(small(folder, run={"steps": 40, "log_every": 10}, model=model, data=data(), optimizer={"lr": 1e-2}))
     return folder
 

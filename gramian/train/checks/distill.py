@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +11,18 @@ from gramian.distill.cache.check import check_rows
 from gramian.distill.cache.reader import Cache
 from gramian.distill.live import LiveTeacher
 from gramian.distill.metrics import SUMS, metrics_of
-from gramian.distill.objective import TOLD, DistillObjective
+from gramian.distill.objective import TOLD, DistillObjective, LossOptions
+from gramian.distill.signal import Dense
+from gramian.distill.teacher import linear_of
 from gramian.distill.teaching import Teaching
-from gramian.linalg.wide import wide
 from gramian.models.goose.layers import Memory
 from gramian.models.goose.scan import sequential_scan
 from gramian.train import teach
 from gramian.train.checks.check import Check, named
 from gramian.train.checks.subject import Subject
-from gramian.train.objective import logits_of
+from gramian.train.objective import IGNORED, logits_of
 from gramian.train.stepper import evaluating
+from gramian.train.teach import vocabulary_of
 
 ROWS = 8
 """Windows that are looked at."""
@@ -73,19 +76,25 @@ def cached(subject: Subject, cache: Cache) -> Check:
 
 
 def initial_distance(subject: Subject, objective: DistillObjective, teaching: Teaching, loaded: bool) -> Check:
-    """T² KL(p‖q) of a student that knows nothing is T² (ln V − H(p)) + ½ Var(z), of its logits z; a loaded one is below."""
-    sums, variance, vocabulary, at = _first_distance(subject, objective, teaching)
-    metrics = {name: float(value) for name, value in metrics_of(sums).items()}
-    forward = subject.config.teacher is not None and subject.config.teacher.direction == "forward"
-    whole = subject.config.teacher is not None and subject.config.teacher.source in ("live", "hidden")
-    measured = at**2 * metrics["kl"]
-    if not (forward and whole):
-        return Check("first distance", f"T² D = {measured:.4g}", "-", math.isfinite(measured), value=measured)
-    expected = at**2 * (math.log(vocabulary) - metrics["teacher_entropy"]) + 0.5 * variance
+    """T² KL(p‖q) of a student that knows nothing is T² (ln V − H(p)) + ½ Var(z), of its logits z; a loaded one is below.
+
+    V are the ids that both know, over which the loss compares them. The left side is what the loss adds up; on the right a
+    live teacher's entropy is that of its own logits.
+    """
+    told = subject.config.teacher
+    assert told is not None
+    found = _first_loss(subject, objective, teaching)
+    at, metrics = found.temperature, {name: float(value) for name, value in metrics_of(found.sums).items()}
+    if not (told.direction == "forward" and told.source in ("live", "hidden") and told.kd_weight):
+        value = at**2 * metrics["kl"]
+        return Check("first distance", f"T² D = {value:.4g}", "-", math.isfinite(found.loss), value=value)
+    measured = (found.loss - told.ce_weight * metrics["ce"]) / told.kd_weight
+    uniform = at**2 * (math.log(found.vocabulary) - found.entropy)
+    expected = uniform + 0.5 * found.variance
     if loaded:
-        fine = measured < expected
+        fine = measured < uniform
         hint = "" if fine else "the student is farther from the teacher than one that knows nothing: another tokenizer?"
-        return Check("first distance", f"T² KL = {measured:.4g}", f"< {expected:.4g}", fine, hint, measured)
+        return Check("first distance", f"T² KL = {measured:.4g}", f"< {uniform:.4g}", fine, hint, measured)
     fine = abs(measured - expected) <= START * expected
     hint = (
         ""
@@ -95,39 +104,66 @@ def initial_distance(subject: Subject, objective: DistillObjective, teaching: Te
     return Check("first distance", f"T² KL = {measured:.4g}", f"{expected:.4g} ± {START:.0%}", fine, hint, measured)
 
 
-def _first_distance(
-    subject: Subject, objective: DistillObjective, teaching: Teaching
-) -> tuple[Tensor, float, int, float]:
-    """Sums of the loss on a few windows, variance of the student's logits over the vocabulary, its size, and T."""
+@dataclasses.dataclass(frozen=True)
+class _FirstLoss:
+    """Of a few windows, before any step."""
+
+    loss: float
+    """Mean over tokens."""
+    sums: Tensor
+    """`SUMS`."""
+    variance: float
+    """Of the student's logits over the ids that both know."""
+    entropy: float
+    """Of the teacher over these ids, at T; not a number where its whole distribution is not known."""
+    vocabulary: int
+    """Those ids."""
+    temperature: float
+
+
+def _first_loss(subject: Subject, objective: DistillObjective, teaching: Teaching) -> _FirstLoss:
     batch = subject.batch(ROWS)
+    common = min(vocabulary_of(teaching.source), linear_of(objective.model).weight.shape[0])
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=subject.world.device)
-    variances = []
+    at = float(teaching.temperature.begin(0).detach())
+    total, variances, entropies = 0.0, [], []
     with evaluating(objective), subject.numbers.autocast():
         for micro in batch.micro:
             arguments = teaching.arguments(micro) | {"feature_weight": 0.0}
-            _, told = objective(micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **arguments)
+            loss, told = objective(
+                micro["tokens"], micro["targets"], 1.0 / batch.tokens, micro.get("documents"), **arguments
+            )
+            total += float(loss)
             sums += told[1 : 1 + len(SUMS)]
-            logits_BTV = logits_of(objective.model, micro["tokens"], micro.get("documents"))[
-                ..., : subject.windows.vocabulary
-            ]
+            logits_BTV = logits_of(objective.model, micro["tokens"], micro.get("documents"))[..., :common]
             variances.append(logits_BTV.double().var(-1).mean())
-    at = float(teaching.temperature.begin(0).detach())
-    return sums, float(torch.stack(variances).mean()), logits_BTV.shape[-1], at
+            if isinstance(signal := arguments["signal"], Dense):
+                told_BTV = _teacher_logits(teaching.source, signal, micro)[..., :common]
+                log_p_BTV = (told_BTV.double() / at).log_softmax(-1)
+                entropies.append(-(log_p_BTV.exp() * log_p_BTV).sum(-1)[micro["targets"] != IGNORED])
+    entropy = float(torch.cat(entropies).mean()) if entropies else math.nan
+    return _FirstLoss(total, sums, float(torch.stack(variances).mean()), entropy, common, at)
+
+
+def _teacher_logits(source: LiveTeacher | Cache, signal: Dense, micro: Mapping[str, Tensor]) -> Tensor:
+    """As the teacher's model makes them, or of a cache what its head makes of what was stored."""
+    if isinstance(source, LiveTeacher):
+        return logits_of(source.model, micro["tokens"], micro.get("documents"))
+    return signal.head.logits(signal.hidden_BTD)
 
 
 def features(subject: Subject, objective: DistillObjective, teaching: Teaching) -> Check:
-    """The loss on features reaches the student: every layer that is held to the teacher's has a gradient from it."""
+    """The loss on features reaches the student: alone, without the losses on logits, it has a gradient there."""
     micro = subject.batch(ROWS).micro[0]
+    alone = DistillObjective(objective.model, LossOptions(kd_weight=0.0, ce_weight=0.0), objective.features)
     arguments = teaching.arguments(micro) | {"feature_weight": 1.0}
+    counted = max(1, int((micro["targets"] != IGNORED).sum()))
     with subject.numbers.autocast():
-        without = objective(
-            micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **(arguments | {"feature_weight": 0.0})
-        )
-        loss, told = objective(micro["tokens"], micro["targets"], 1.0, micro.get("documents"), **arguments)
-    trained = [p for p in objective.model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(loss - without[0], trained, allow_unused=True)
+        loss, told = alone(micro["tokens"], micro["targets"], 1.0 / counted, micro.get("documents"), **arguments)
+    trained = [p for p in alone.model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, trained, allow_unused=True)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in found if g is not None))
-    distance = float(told[TOLD.index("feature_loss")]) / max(1, int((micro["targets"] != -100).sum()))
+    distance = float(told[TOLD.index("feature_loss")]) / counted
     fine = norm > 0 and math.isfinite(norm)
     hint = "" if fine else "no gradient of the feature loss reaches the student: are its features detached?"
     return Check("feature gradient", f"{norm:.3g} at distance {distance:.3g}", "> 0", fine, hint, norm)
@@ -140,7 +176,7 @@ def scan(subject: Subject, model: nn.Module) -> Check:
 
     def hook(name: str) -> "torch.utils.hooks.RemovableHandle":
         return memories[name].register_forward_hook(
-            lambda module, inputs, output: seen.__setitem__(name, (inputs[0].detach(), output[1].detach()))
+            lambda module, inputs, output: seen.__setitem__(name, (inputs[0].detach(), output[0].detach()))
         )
 
     handles = [hook(name) for name in memories]
@@ -152,13 +188,11 @@ def scan(subject: Subject, model: nn.Module) -> Check:
         for handle in handles:
             handle.remove()
     worst = 0.0
-    for name, (u_BTD, last_BD) in seen.items():
-        expected_BD = sequential_scan(u_BTD.double(), wide(memories[name].decay_logit.detach()).double().sigmoid())[
-            :, -1
-        ]
-        worst = max(
-            worst, float((last_BD.double() - expected_BD).abs().max() / expected_BD.abs().max().clamp(min=1e-30))
-        )
+    for name, (u_BTD, read_BTD) in seen.items():
+        decay_D = memories[name].decay_logit.detach().double().sigmoid()
+        expected_BTD = (1 - decay_D.square()).sqrt() * sequential_scan(u_BTD.double(), decay_D)
+        largest = expected_BTD.abs().max().clamp(min=1e-30)
+        worst = max(worst, float((read_BTD.double() - expected_BTD).abs().max() / largest))
     fine = worst <= SCAN
     hint = "" if fine else "the parallel recurrence forgets or invents: it must be the sequential one"
     return Check("scan = sequential", f"{worst:.2g}", f"≤ {SCAN:g}", fine, hint, worst)

@@ -1,0 +1,225 @@
+"""The doctor of a student: a healthy one is green, and every bug that is put into it turns its own check red."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gramian.cli import main
+from gramian.train import doctor
+from gramian.train.checks import distill
+from gramian.train.checks.causality import causality
+from gramian.train.checks.check import Check
+from gramian.train.checks.subject import Subject, rows_of
+from gramian.train.data import load_windows
+from gramian.train.models import build_model
+from gramian.train.precision import numbers_for
+from tests.test_mutations import Edit, Swap
+from tests.train.distilled import LEARNED, ONE, cache_of, student, train
+from tests.train.runs import small
+
+pytestmark = pytest.mark.xdist_group("distill")
+
+HIDDEN: dict[str, Any] = {"features": "hidden", "feature_pairs": [[0, 0], [2, 1]]}
+
+
+def subject_of(**sections: Any) -> Subject:
+    config = student(**sections)
+    windows, _ = load_windows(config.data)
+    return Subject(
+        config,
+        numbers_for(config.precision, ONE.device),
+        ONE,
+        windows,
+        partial(build_model, config, windows.vocabulary),
+    )
+
+
+def taught(**sections: Any) -> dict[str, Check]:
+    return {check.name: check for check in distill.teacher(subject_of(**sections))}
+
+
+# ---- a healthy student ---------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_student_is_green() -> None:
+    config = student(teacher={**LEARNED, **HIDDEN}, model={"kind": "goose"}, doctor={"overfit_steps": 1})
+    checks = doctor.examine(config)
+    names = [check.name for check in checks]
+    assert [check.name for check in checks if not check.ok] == ["overfit"]
+    assert {"teacher frozen", "first distance", "feature gradient", "scan = sequential", "causality"} <= set(names)
+    assert all("\n" not in text for check in checks for text in (check.measured, check.threshold, check.hint))
+
+
+@pytest.mark.parametrize("source", ["hidden", "topk", "sampled"])
+def test_a_cache_is_compared_with_its_teacher(source: str) -> None:
+    checks = taught(teacher={"source": source, "cache": str(cache_of(source))})
+    assert all(check.ok for check in checks.values())
+    assert "cache = teacher" in checks and "teacher frozen" not in checks
+    without = taught(teacher={"source": source, "cache": str(cache_of(source)), "path": ""})
+    assert without["cache = teacher"].ok and without["cache = teacher"].measured == "not compared"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0])
+@pytest.mark.parametrize("kind", ["gpt", "goose"])
+@pytest.mark.parametrize("seed", range(2))
+def test_fresh_students_start_where_they_must(kind: str, temperature: float, seed: int) -> None:
+    """V = 257 ids; the seeds' ln V, times T², is not it: the teacher's entropy is missing."""
+    sections: dict[str, Any] = {
+        "model": {"kind": kind, "width": 32},
+        "run": {"seed": seed},
+        "teacher": {"temperature": temperature},
+    }
+    check = taught(**sections)["first distance"]
+    assert check.ok, check
+    assert check.value < 0.95 * temperature**2 * math.log(257)
+
+
+def padded(folder: Path, vocabulary: int) -> Path:
+    """A Hugging Face model whose head has rows that no token belongs to."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = LlamaForCausalLM(shape)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(20)
+        model.save_pretrained(folder)
+    return folder
+
+
+def test_ids_that_no_token_has_count_where_both_sides_have_them(tmp_path: Path) -> None:
+    """The loss is over the ids that both heads know, 320 of them, not over the tokenizer's 257."""
+    told = {"kind": "huggingface", "path": str(padded(tmp_path / "student", 320)), "fresh": True, "width": 128}
+    check = taught(model=told, teacher={"path": str(padded(tmp_path / "teacher", 384))})["first distance"]
+    assert check.ok, check
+    assert taught(teacher={"path": str(tmp_path / "teacher")})["first distance"].ok
+
+
+def test_a_loaded_student_must_be_nearer_than_one_that_knows_nothing(tmp_path: Path) -> None:
+    path = str(padded(tmp_path / "model", 257))
+    model = {"kind": "huggingface", "path": path}
+    assert taught(model=model, teacher={"path": path})["first distance"].value == pytest.approx(0, abs=1e-5)
+    assert not taught(model=model)["first distance"].ok
+
+
+def test_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = student(tmp_path / "run", doctor={"overfit_steps": 1})
+    (tmp_path / "run.toml").write_text(config.toml())
+    assert main(["doctor", str(tmp_path / "run.toml")]) == 1  # nothing is learnt by heart in a step
+    told = capsys.readouterr()
+    assert "teacher frozen" in told.out and "first distance" in told.out
+
+
+# ---- bugs ------------------------------------------------------------------------------------------------------------------
+
+
+def eps_scan(
+    u_BTD: Tensor, decay_D: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None, chunk: int = 16
+) -> Tensor:
+    """The seed's: a cumulative sum, divided by powers that have underflowed."""
+    powers_TD = decay_D ** torch.arange(u_BTD.shape[1])[:, None]
+    return powers_TD * (u_BTD / (powers_TD + 1e-8)).cumsum(1)
+
+
+def over_time(x_BTC: Tensor) -> Tensor:
+    """A threshold that knows the future."""
+    return x_BTC.abs().mean(dim=(-2, -1), keepdim=True).expand(*x_BTC.shape[:-1], 1)
+
+
+def scanned() -> Check:
+    subject = subject_of(model={"kind": "goose", "width": 16}, data={"length": 64})
+    return distill.scan(subject, subject.model())
+
+
+def leaking() -> Check:
+    subject = subject_of(model={"kind": "goose"})
+    model = subject.model()
+    rows = rows_of(subject.batch())
+    return next(check for check in causality(model, subject.numbers, rows, 257) if check.name == "causality")
+
+
+def frozen() -> Check:
+    return taught()["teacher frozen"]
+
+
+def distance(**sections: Any) -> Check:
+    return taught(**sections)["first distance"]
+
+
+def cached() -> Check:
+    return taught(teacher={"source": "hidden", "cache": str(cache_of("hidden"))})["cache = teacher"]
+
+
+def with_features() -> Check:
+    return taught(teacher=HIDDEN)["feature gradient"]
+
+
+KD = "kd_weight=self._options.kd_weight"
+CHUNK = "torch.addcmul(u_BD, a_BD, state_BD)"
+WINDOWS = "[int(window) for window in windows_B.tolist()]"
+OBJECTIVE = "gramian.distill.objective:DistillObjective.forward"
+BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
+    "a scan that divides by what has underflowed": (scanned, (Swap("gramian.models.goose.scan:scan", eps_scan),)),
+    "a scan that forgets between chunks": (
+        scanned,
+        (Edit("gramian.models.goose.scan:_states", CHUNK, "u_BD + a_BD * state_BD * (u_BTD.shape[1] > 4)"),),
+    ),
+    "a threshold over time": (leaking, (Swap("gramian.models.goose.spike:size_of", over_time),)),
+    "a teacher that may learn": (frozen, (Edit("gramian.distill.live:_frozen", ".requires_grad_(False)", ""),)),
+    "a teacher that drops out": (frozen, (Edit("gramian.distill.live:_frozen", "model.eval()", "model.train()"),)),
+    "no T²": (
+        distance,
+        (Edit(OBJECTIVE, KD, f"{KD} / float(temperature) ** 2"),),
+    ),
+    "a teacher at another temperature": (
+        distance,
+        (Edit("gramian.distill.live:LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
+    ),
+    "a loss of the mean of each micro-batch": (
+        partial(distance, data={"micro_batch": 3, "pack": False}),
+        (Edit(OBJECTIVE, "num_terms=1.0 / coefficient", "num_terms=None"),),
+    ),
+    "rows of other windows": (
+        cached,
+        (Edit("gramian.distill.cache.reader:Cache._gathered", WINDOWS, "[0] * len(windows_B)"),),
+    ),
+    "detached features": (
+        with_features,
+        (Edit("gramian.distill.feature_loss:FeatureLoss.forward", "student[s]", "student[s].detach()"),),
+    ),
+    "features without a weight": (
+        with_features,
+        (Edit(OBJECTIVE, "(feature_weight * coefficient) * distance", "0.0 * distance"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_turns_its_check_red(bug: str) -> None:
+    look, changes = BUGS[bug]
+    assert look().ok
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change.applied())
+        assert not look().ok
+    assert look().ok
+
+
+def test_a_cache_of_a_teacher_that_went_on_is_seen(tmp_path: Path) -> None:
+    config = small(
+        tmp_path / "other", model={"width": 24, "layers": 2}, data=student().data.__dict__, run={"steps": 20}
+    )
+    train(config)
+    check = taught(teacher={"path": str(tmp_path / "other"), "source": "hidden", "cache": str(cache_of("hidden"))})
+    assert not check["cache = teacher"].ok
