@@ -7,7 +7,8 @@ part of every tensor; nothing is communicated.
 import itertools
 import json
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,9 +105,18 @@ class Snapshot:
     """The state after `step` steps. Its memory is used again once neither it nor one of its parts is held by anyone."""
 
     step: int
-    parts: dict[str, Part] = field(repr=False)
+    held: dict[str, Part] = field(repr=False)
+    """The copies, which may still be under way; `parts` waits for them."""
     facts_text: str = field(repr=False)
     """The facts as JSON: a rollback gets what a resume from disk would get."""
+    arrivals: tuple[torch.cuda.Event, ...] = field(default=(), repr=False)
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The copies, once they are all here."""
+        for arrival in self.arrivals:
+            arrival.synchronize()
+        return self.held
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -117,20 +127,21 @@ class Snapshot:
     @property
     def sharded(self) -> bool:
         """Whether other processes hold parts of it; the same on all of them."""
-        return any(part.extent.sharded for part in self.parts.values())
+        return any(part.extent.sharded for part in self.held.values())
 
     @property
     def nbytes(self) -> int:
         """Host memory of the tensors."""
-        return sum(part.local.nbytes for part in self.parts.values())
+        return sum(part.local.nbytes for part in self.held.values())
 
 
 class Snapshots:
     """The newest few copies.
 
     One copy costs the state's local bytes in host memory, pinned for tensors of a GPU (torch rounds each pinned buffer up to a
-    power of two), and one transfer per tensor with a single synchronisation at the end. Buffers of copies that nobody holds any
-    longer are used again: with `keep` copies, one in the writer and one best, there are `keep` + 2 sets of them.
+    power of two), and one transfer per tensor. Nobody waits for it: tensors that are steady are copied on a stream of their
+    own, beside the next forward and backward, and whoever changes them calls `settle` before. Buffers of copies that nobody
+    holds any longer are used again: with `keep` copies, one in the writer and one best, there are `keep` + 2 sets of them.
 
     Args:
         keep: how many are kept; taking one more drops the oldest first.
@@ -142,6 +153,8 @@ class Snapshots:
         self.keep = keep
         self._ring: list[Snapshot] = []
         self._free: dict[_Key, list[Tensor]] = {}
+        self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._unsettled: dict[torch.device, torch.cuda.Event] = {}
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -151,13 +164,16 @@ class Snapshots:
         """Of the copies, oldest first."""
         return [snapshot.step for snapshot in self._ring]
 
-    def take(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Snapshot:
+    def take(
+        self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str] = ()
+    ) -> Snapshot:
         """Copy the state.
 
         Args:
             step: steps done; not less than that of the newest copy, which an equal one replaces.
             tensors: the state's tensors; of a DTensor the local shard is copied.
             facts: the rest of the state, in values that JSON can hold; tuples come back as lists.
+            steady: names of tensors that nothing changes before `settle`, and that stay allocated.
 
         Returns:
             The copy: later changes of the state do not reach it.
@@ -179,16 +195,40 @@ class Snapshots:
         lease = _Lease()
         weakref.finalize(lease, _give_back, self._free, buffers).atexit = False
         parts = {}
+        self._begin({view.local.device for view in views.values() if view.local.is_cuda})
         for name, view in views.items():
             key = (view.local.shape, view.local.dtype, view.local.is_cuda)
             buffer = self._buffer(key)
             buffers.append((key, buffer))
-            buffer.copy_(view.local, non_blocking=True)
+            with self._stream(view.local.device, beside=name in steady):
+                buffer.copy_(view.local, non_blocking=True)
             parts[name] = Part(view.extent, buffer, lease)
-        synchronize(view.local for view in views.values())
         self._forget_all_but({key for key, _ in buffers})
-        self._ring.append(Snapshot(step, parts, text))
+        self._ring.append(Snapshot(step, parts, text, self._arrivals()))
         return self._ring[-1]
+
+    def settle(self) -> None:
+        """What is queued from here on waits, on the device, for the copies under way: steady tensors may change again."""
+        for device, arrival in self._unsettled.items():
+            torch.cuda.current_stream(device).wait_event(arrival)
+        self._unsettled.clear()
+
+    def _begin(self, devices: set[torch.device]) -> None:
+        """Copies beside the work wait for what was queued before them."""
+        for device in devices:
+            side = self._sides.setdefault(device, torch.cuda.Stream(device))
+            side.wait_stream(torch.cuda.current_stream(device))
+
+    def _stream(self, device: torch.device, beside: bool) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._sides[device]) if beside and device in self._sides else nullcontext()
+
+    def _arrivals(self) -> tuple[torch.cuda.Event, ...]:
+        """Events after which every copy is here: those on the side, and those among the work."""
+        found = []
+        for device, side in self._sides.items():
+            self._unsettled[device] = side.record_event()
+            found += [self._unsettled[device], torch.cuda.current_stream(device).record_event()]
+        return tuple(found)
 
     def before(self, step: int) -> Snapshot | None:
         """The newest copy of that step or an earlier one."""

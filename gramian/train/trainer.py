@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramian.distill.teaching import EXTRA
 from gramian.errors import GramianError
@@ -93,11 +93,13 @@ class Trainer:
 
     def run(self) -> Ended:
         """Train to the end, or until something ends it."""
+        settled = self.parts.optimizer.register_step_pre_hook(lambda *told: self.snapshots.settle())
         try:
             with Interrupts() as interrupts:
                 self._resume()
                 return self._loop(interrupts)
         finally:
+            settled.remove()
             for error in self.store.close():
                 self.log.event({"event": "checkpoint_lost", "error": str(error)})
             self.parts.close()
@@ -278,7 +280,8 @@ class Trainer:
 
     def _snapshot(self) -> Snapshot:
         tensors, facts = self._state()
-        return self.snapshots.take(self.step, tensors, facts)
+        steady = {name for name, t in tensors.items() if isinstance(t, nn.Parameter) or name.startswith("optimizer.")}
+        return self.snapshots.take(self.step, tensors, facts, steady)
 
     def _restore(self, saved: dict[str, Part], facts: dict[str, Any], validated: int | None = None) -> None:
         """Model, optimizer, scaler, factors and position; not the guard, the best, nor what privacy has spent.
@@ -289,6 +292,7 @@ class Trainer:
             validated: of a rollback: evaluations after at most so many steps are not made again.
         """
         parts = self.parts
+        self.snapshots.settle()
         load(parts.module, parts.optimizer, _of_model(saved), facts["optimizer"])
         if parts.stepper.scaler is not None:
             parts.stepper.scaler.load_state_dict(facts["scaler"])
