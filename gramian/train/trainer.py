@@ -212,7 +212,11 @@ class Trainer:
 
     def _due(self) -> bool:
         """True if this step's numbers are needed now: a copy is taken, or the model evaluated, of sound states alone."""
-        self._snapshot_due = self._snapshot_due or self.step % self.config.checkpoint.snapshot_every == 0
+        on_grid = self.step % self.config.checkpoint.snapshot_every == 0
+        if (
+            on_grid and self.step not in self.snapshots.steps
+        ):  # else the scaler skipped the step: the copy is from before
+            self._snapshot_due = True
         return self._snapshot_due or self._eval_due() or self.step >= self.config.run.steps
 
     def _keep_up(self) -> None:

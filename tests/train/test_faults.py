@@ -150,6 +150,56 @@ def test_a_scale_that_falls_and_falls_is_rolled_back(tmp_path: Path) -> None:
     assert "the loss scale fell 3 times" in rollback["reason"]
 
 
+class Killed(Exception):
+    """In place of SIGKILL: nothing is saved on the way out."""
+
+
+def kill_at(attempt: int) -> Callable[[Parts], None]:
+    """End a run before an attempt of this process."""
+
+    def fault(parts: Parts) -> None:
+        plain, left = parts.stepper.take, [attempt]
+
+        def take(batch: Any, rate: float, flag: bool = False) -> Any:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return plain(batch, rate, flag)
+
+        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+
+    return fault
+
+
+@pytest.mark.parametrize("attempt", [14, *(pytest.param(n, marks=pytest.mark.full) for n in (11, 12, 13, 31, 33, 37))])
+@pytest.mark.parametrize(
+    "positions", [{10, 11}, pytest.param({30, 31, 32}, marks=pytest.mark.full)], ids=["skips", "falls"]
+)
+def test_a_run_with_overflows_resumes_bitwise(positions: set[int], attempt: int, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"run": {"steps": 40}, "checkpoint": {"snapshot_every": 5}, "precision": {"kind": "fp16"}}
+
+    def overflow(stepper: Stepper) -> None:
+        for p in stepper.module.parameters():
+            if p.grad is not None:
+                p.grad.fill_(math.inf)
+
+    fault = at_positions(positions, overflow, times=9)
+    run(small(tmp_path / "whole", **told), fault)
+    config = small(tmp_path / "killed", **told)
+
+    def both(parts: Parts) -> None:
+        fault(parts)
+        kill_at(attempt)(parts)
+
+    with pytest.raises(Killed):
+        run(config, both)
+    run(config, fault)
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+    lines = [line for line in read_lines(tmp_path / "killed" / "metrics.jsonl") if "loss" in line]
+    assert lines[-1]["attempt"] == 39 + len(positions)
+    assert lines[-1]["scale"] == (2.0**14 if len(positions) == 2 else 2.0**16)  # a rollback restores the scale, too
+
+
 def test_a_run_that_cannot_be_helped_stops_and_names_the_module(tmp_path: Path) -> None:
     config = small(tmp_path / "run", run={"steps": STEPS}, checkpoint={"snapshot_every": 5})
     runs: list[Trainer] = []
@@ -351,19 +401,9 @@ def test_a_rollback_after_a_resume_goes_where_it_goes_without_one(first: int, tm
     fault = eightfold({first, first + 1})
     run(small(tmp_path / "whole", **told), fault)
 
-    class Killed(Exception):
-        pass
-
     def killed(parts: Parts) -> None:
         fault(parts)
-        plain = parts.stepper.take
-
-        def take(batch: Any, rate: float, flag: bool = False) -> Any:
-            if batch.position == first + 1:
-                raise Killed
-            return plain(batch, rate, flag)
-
-        parts.stepper.take = take  # type: ignore[method-assign, assignment]
+        kill_at(first + 1)(parts)
 
     config = small(tmp_path / "killed", **told)
     with pytest.raises(Killed):
