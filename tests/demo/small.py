@@ -1,0 +1,22 @@
+"""A demo of seconds."""
+
+from typing import Any
+
+from gramian.demo.plan import Plan
+from gramian.train.config import Data, Doctor, Model
+
+
+def small(**changes: Any) -> Plan:
+    told: dict[str, Any] = {
+        "teacher": Model(layers=2, width=32, heads=2),
+        "student": Model(layers=1, width=16, heads=2),
+        "teacher_steps": 24,
+        "student_steps": 12,
+        "data": Data(limit_bytes=200_000, length=16, batch=4, workers=0),
+        "warmup": 2,
+        "eval_every": 6,
+        "doctor": Doctor(overfit_steps=200, overfit_windows=1),
+        "scored_windows": 40,
+        "sample_tokens": 20,
+    }
+    return Plan(**(told | changes))
