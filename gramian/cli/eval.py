@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, or write a text."""
-    for name, value in (("--tokens", arguments.tokens), ("--windows", arguments.windows)):
+    for name in ("tokens", "windows", "stride"):
+        value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise GramianError(f"argument {name}: {value}; expected at least 1")
+            raise GramianError(f"argument --{name}: {value}; expected at least 1")
+    if arguments.prompt is not None and arguments.prompt.encode(errors="replace").decode() != arguments.prompt:
+        raise GramianError("argument --prompt: is no UTF-8; expected text")
+    for name in ("windows", "stride", "json"):
+        if arguments.prompt is not None and getattr(arguments, name) is not None:
+            raise GramianError(f"argument --{name}: is of the perplexity; expected it without --prompt")
+    if not 0 < arguments.temperature < math.inf:
+        raise GramianError(f"argument --temperature: {arguments.temperature}; expected a number above 0")
+    if not 0 <= arguments.seed < 2**63:
+        raise GramianError(f"argument --seed: {arguments.seed}; expected from 0 to 2^63 - 1")
     if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
         raise GramianError(
             f"argument --json: {arguments.json} cannot be written; expected a file in an existing folder"
@@ -81,6 +92,10 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
     set_globals(config.precision, config.run.deterministic)
     numbers = numbers_for(config.precision, where.device)
     model = saved.model.to(device=where.device, dtype=numbers.weights)
+    if arguments.stride is not None and arguments.stride >= config.data.length:
+        raise GramianError(
+            f"argument --stride: {arguments.stride}; expected less than the window, which is {config.data.length}"
+        )
     out.print(f"{saved.folder}: step {saved.step}{', the best' if saved.best else ''}", markup=False, soft_wrap=True)
     if arguments.prompt is not None:
         out.print(_text(arguments, config, model), markup=False, soft_wrap=True)
@@ -124,4 +139,5 @@ def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:
     if not len(prompt):
         raise GramianError("argument --prompt: is empty; expected some text to go on from")
     tokens_T = generate_text_tokens(model, prompt, arguments.tokens, arguments.temperature, arguments.seed)
-    return tokenizer.decode(tokens_T.tolist())
+    # A padded head has ids that the tokenizer lacks; a model that has learnt anything never draws them.
+    return tokenizer.decode([token for token in tokens_T.tolist() if token < tokenizer.vocabulary])

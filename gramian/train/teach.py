@@ -1,5 +1,7 @@
 """From [teacher] to what teaches: the teacher's model or its cache, the objective, the temperature."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +48,16 @@ def build_teaching(
     assert config.teacher is not None
     told = config.teacher
     source = source or build_source(config, world, numbers, training)
-    options = TemperatureOptions(
-        told.temperature_kind,
-        told.temperature,
-        told.temperature_end,
-        told.temperature_low,
-        told.temperature_high,
-        told.temperature_rate,
-        told.temperature_free,
-    )
+    with _named("teacher."):
+        options = TemperatureOptions(
+            told.temperature_kind,
+            told.temperature,
+            told.temperature_end,
+            told.temperature_low,
+            told.temperature_high,
+            told.temperature_rate,
+            told.temperature_free,
+        )
     weight = told.feature_weight if told.features != "none" else 0.0
     return Teaching(
         source,
@@ -79,7 +82,8 @@ def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cach
     features = None
     if told.features != "none":
         weight = linear_of(model).weight
-        check_layers(model, [pair[0] for pair in told.feature_pairs])
+        with _named("teacher.feature_pairs: "):
+            check_layers(model, [pair[0] for pair in told.feature_pairs])
         features = FeatureLoss(told.features, told.feature_pairs, weight.shape[1], width_of(source), config.run.seed)
         features.to(device=weight.device, dtype=weight.dtype)
     return DistillObjective(model, options, features)
@@ -103,7 +107,8 @@ def build_source(config: Config, world: World, numbers: Numbers, training: Windo
         kind=told.source,
         layers=teacher_layers(told),
     )
-    cache.require_temperatures(*told.temperatures)
+    with _named("teacher."):
+        cache.require_temperatures(*told.temperatures)
     return cache
 
 
@@ -118,6 +123,8 @@ def live_teacher(config: Config, world: World, numbers: Numbers, training: Windo
     if not told.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
     model = load_teacher(told.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
+    with _named("teacher.feature_pairs: "):
+        check_layers(model, teacher_layers(told))
     if world.size > 1 and (
         told.strategy == "fsdp2" or (told.strategy == "auto" and _must_shard(config, world, numbers))
     ):
@@ -147,6 +154,14 @@ def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
     """
     vocabulary = training.vocabulary
     if not is_run(path):
+        if not (Path(path) / "config.json").is_file():
+            raise GramianError(
+                f"teacher.path: {path} holds no model; expected the folder of a run, or of a Hugging Face model"
+            )
+        if training.isolate:
+            raise GramianError(
+                f"data.isolate: the Hugging Face model {path} does not keep documents apart; expected false with this teacher"
+            )
         model = load_huggingface(path, False, vocabulary, length, 0, field="teacher.path")
         if (Path(path) / "tokenizer.json").is_file():
             _check_tokenizer(path, path, training)
@@ -162,6 +177,15 @@ def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
         context = saved.model.config.context
         raise GramianError(f"data.length: expected at most the teacher's context of {context}, got {length}")
     return saved.model
+
+
+@contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """What is refused here is told under the name that it has in a config."""
+    try:
+        yield
+    except GramianError as problem:
+        raise GramianError(f"{prefix}{problem}") from None
 
 
 def _check_tokenizer(name: str, path: str, training: Windows) -> None:
