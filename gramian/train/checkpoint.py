@@ -5,15 +5,14 @@ with its size and SHA-256 and is itself checksummed. It is made as `.tmp-0000012
 then the folder is renamed, and its parent synced. Files have mode 0600, folders 0700: the key of a private run is inside.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,31 +22,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.train.checkpoint_files import (
+    DTYPES,
+    MANIFEST,
+    FileRecord,
+    compared,
+    manifest_of,
+    read_manifest,
+    read_tensors,
+    sync_folder,
+    write_file,
+    write_manifest,
+    write_tensors,
+)
 from gramian.train.snapshot import Extent, Part, Snapshot, whole
 
-FORMAT = 1
-MANIFEST, FACTS, STATE = "manifest.json", "facts.json", "state.safetensors"
+FACTS, STATE = "facts.json", "state.safetensors"
 TEMPORARY = ".tmp-"
-CHUNK = 1 << 24
 NOT_MEANT, FOREIGN = "", f"{MANIFEST}: has config hash"
 """Why a checkpoint is passed over though nothing is wrong with it."""
 _FOLDER = re.compile(r"(step|best)-(\d{8,})(?:\.(\d+))?")
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-}  # fmt: skip
 
 Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What the manifest says of a file."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Loaded:
                 from gramian.train.checkpoint_sharded import read_parts
 
                 return read_parts(self.folder, needed, self.dtypes)
-            tensors = _read_tensors(self.folder / STATE)
+            tensors = read_tensors(self.folder / STATE)
             return {name: Part(extent, tensors[name]) for name, extent in needed.items()}
         except OSError as reason:
             raise GramianError(f"{self.folder}: {reason}; expected the checkpoint that was verified") from None
@@ -206,12 +202,12 @@ class CheckpointStore:
             raise GramianError(f"{self.folder}: {reason}; expected a folder that can be written") from None
 
     def _abandon(self, path: Path) -> None:
-        manifest = _manifest(path) if path.name not in self._damaged else None
+        manifest = manifest_of(path) if path.name not in self._damaged else None
         if manifest is not None and manifest["best"]:
             os.rename(path, path.with_name(path.name.replace("step", "best", 1)))
         else:
             self._remove(path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _finish_save(self) -> None:
         save, self._save = self._save, None
@@ -251,7 +247,7 @@ class CheckpointStore:
         temporary = self._temporary(step)
         if not self.folder.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _sync_folder(self.folder.parent)
+            sync_folder(self.folder.parent)
         if not self._clean:
             for path in self.folder.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -263,24 +259,14 @@ class CheckpointStore:
     def _complete(self, snapshot: Snapshot, temporary: Path, files: dict[str, FileRecord], *, best: bool) -> None:
         """Facts, manifest, rename (rank 0); then older ones are dropped."""
         files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
-        body = {
-            "format": FORMAT,
-            "step": snapshot.step,
-            "best": best,
-            "config_hash": snapshot.facts.get("config_hash"),
-            "files": {name: asdict(record) for name, record in sorted(files.items())},
-            "tensors": {
-                name: [_DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()
-            },
-        }
-        text = json.dumps({"manifest": body, "sha256": _digest(body)})
-        write_file(temporary / MANIFEST, [text.encode()])
-        _sync_folder(temporary)
+        shapes = {name: [DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()}
+        write_manifest(temporary, snapshot.step, best, snapshot.facts.get("config_hash"), files, shapes)
+        sync_folder(temporary)
         attempts = [attempt for _, step, attempt in map(_parsed, self._names()) if step == snapshot.step]
         suffix = f".{max(attempts) + 1}" if attempts else ""
         final = self.folder / f"step-{snapshot.step:08d}{suffix}"
         os.rename(temporary, final)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         try:
             self._prune(final)
         except OSError as reason:  # the new one is there all the same
@@ -288,7 +274,7 @@ class CheckpointStore:
 
     def _prune(self, written: Path) -> None:
         """Drop all but the newest `keep`, the best, and what is not this run's or not readable."""
-        manifests = {path: _manifest(path) for path in self._folders() if path.name not in self._damaged}
+        manifests = {path: manifest_of(path) for path in self._folders() if path.name not in self._damaged}
         mine = manifests[written]
         assert mine is not None
         own = [path for path, body in manifests.items() if body and body["config_hash"] == mine["config_hash"]]
@@ -337,7 +323,7 @@ class CheckpointStore:
             if upto is not None and _parsed(name)[1] > upto:
                 continue
             path = self.folder / name
-            body, problem = _read_manifest(path)
+            body, problem = read_manifest(path)
             if body is not None and wanted == "best" and not body["best"]:
                 problem = NOT_MEANT
             elif body is not None and config_hash is not None and body["config_hash"] != config_hash:
@@ -358,7 +344,7 @@ class CheckpointStore:
     def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
         """What is wrong with this process's share of the files."""
         for name in sorted(body["files"])[self.rank :: self.world]:
-            problem = _compared(path / name, FileRecord(**body["files"][name]))
+            problem = compared(path / name, FileRecord(**body["files"][name]))
             if problem is not None:
                 return f"{name}: {problem}"
         return None
@@ -392,118 +378,8 @@ class CheckpointStore:
         return [path for name in self._names() if (path := self.folder / name).is_dir()]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------------
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a safetensors file from host memory, hashed on the way, without another copy of it.
-
-    Args:
-        path: of a file that is not there yet.
-        tensors: contiguous, on the CPU.
-        metadata: for its header.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
-    end = 0
-    for name in order:
-        if tensors[name].dtype not in _DTYPES:
-            raise GramianError(f"{name}: has dtype {tensors[name].dtype}; expected one that safetensors knows")
-        begin, end = end, end + tensors[name].nbytes
-        dtype, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(path, _pieces(len(text).to_bytes(8, "little") + text, (tensors[name] for name in order)))
-
-
-def _pieces(first: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    yield first
-    for t in tensors:
-        if t.numel() > 0:
-            yield t.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file of mode 0600 and sync it."""
-    digest, size = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        for piece in pieces:
-            for start in range(0, len(piece), CHUNK):
-                rest = memoryview(piece)[start : start + CHUNK]
-                digest.update(rest)
-                size += len(rest)
-                while len(rest) > 0:
-                    rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return FileRecord(size, digest.hexdigest())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def _compared(path: Path, expected: FileRecord) -> str | None:
-    """What differs from the record."""
-    try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return f"has {size} bytes; expected {expected.bytes}"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                return "its checksum differs"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as reason:
-        return f"cannot be read ({reason.strerror})"
-    return None
-
-
-def _read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The manifest of a folder, or what is wrong with it."""
-    try:
-        text = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        return None, f"{MANIFEST}: is missing"
-    except OSError as reason:
-        return None, f"{MANIFEST}: cannot be read ({reason.strerror})"
-    try:
-        outer = json.loads(text)
-        body: dict[str, Any] = outer["manifest"]
-        told = outer["sha256"]
-    except (ValueError, KeyError, TypeError):
-        return None, f"{MANIFEST}: is not whole"
-    if told != _digest(body):
-        return None, f"{MANIFEST}: its checksum differs"
-    if body["format"] != FORMAT:
-        return None, f"{MANIFEST}: has format {body['format']}; expected {FORMAT}"
-    return body, None
-
-
-def _manifest(path: Path) -> dict[str, Any] | None:
-    return _read_manifest(path)[0]
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def _loaded(path: Path, body: dict[str, Any]) -> Loaded:
-    known = {name: dtype for dtype, name in _DTYPES.items()}
+    known = {name: dtype for dtype, name in DTYPES.items()}
     return Loaded(
         folder=path,
         step=body["step"],

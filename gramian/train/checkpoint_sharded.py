@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gramian.errors import GramianError
-from gramian.train.checkpoint import FileRecord, write_tensors
+from gramian.train.checkpoint_files import FileRecord, write_tensors
 from gramian.train.snapshot import Extent, Part, Snapshot
 
 Complete = Callable[[Snapshot, Path, dict[str, FileRecord]], None]

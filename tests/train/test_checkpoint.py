@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.train import checkpoint
+from gramian.train import checkpoint_files
 from gramian.train.checkpoint import CheckpointStore, Loaded
 from gramian.train.checkpoint_sharded import read_parts
 from gramian.train.snapshot import Extent, Snapshot, Snapshots, whole
@@ -138,7 +138,7 @@ def test_any_state_is_read_back_bit_for_bit(
 def test_the_files_are_plain_safetensors_and_json_in_large_pieces_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK", 100)
+    monkeypatch.setattr(checkpoint_files, "CHUNK", 100)
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:64]))  # a write may take less than it got
     written(store, 3)
@@ -230,7 +230,7 @@ def test_write_returns_before_the_file_is_there_and_the_next_one_waits(
 def test_training_and_dropping_go_on_under_a_save(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.folder.mkdir(parents=True)
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(checkpoint, "CHUNK", 16)
+    monkeypatch.setattr(checkpoint_files, "CHUNK", 16)
     snapshots, tensors = Snapshots(1), state(1)
     store.write(snapshots.take(1, tensors, {"step": 1}))
     assert gate.reached.wait(20)

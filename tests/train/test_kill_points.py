@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.train import checkpoint, evaluate
+from gramian.train import checkpoint, checkpoint_files, evaluate
 from gramian.train.config import Config
 from gramian.train.run_folder import Lines, read_lines
 from gramian.train.snapshot import Snapshots
@@ -73,7 +73,7 @@ def after(owner: Any, name: str, calls: int) -> None:
 
 def in_file(name: str, calls: int, part: float) -> None:
     """Die when a part of a checkpoint's file is written."""
-    plain, tick = checkpoint.write_file, countdown(calls)
+    plain, tick = checkpoint_files.write_file, countdown(calls)
 
     def patched(path: Path, pieces: Any) -> Any:
         if path.name != name:
@@ -84,7 +84,7 @@ def in_file(name: str, calls: int, part: float) -> None:
         path.unlink()
         return plain(path, [content])
 
-    checkpoint.write_file = patched
+    checkpoint.write_file = checkpoint_files.write_file = patched
 
 
 def in_evaluation() -> None:
