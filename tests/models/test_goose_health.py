@@ -1,6 +1,7 @@
 """Health of spikes: counted right, summed over batches, told with a hint, and never in the way of checkpointing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,3 +112,13 @@ def test_nothing_seen_and_no_spikes_are_refused() -> None:
         measure_spikes(Goose(TINY), [])
     with pytest.raises(GramianError, match="^model: has no spikes"):
         measure_spikes(Goose(GooseConfig(spikes=False)), [tokens_BT()])
+
+
+def test_counts_of_several_processes_can_be_summed_in_place() -> None:
+    model = Goose(TINY)
+    with record_spikes(model) as recorder:
+        model(tokens_BT())
+    before = recorder.health()
+    recorder.each(lambda counts_3C: counts_3C.mul_(2))
+    for found, expected in zip(recorder.health().sites, before.sites, strict=True):
+        assert found == replace(expected, tokens=2 * expected.tokens)
