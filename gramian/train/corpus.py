@@ -87,28 +87,6 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
     return Corpus(_as_tensor(train), _as_tensor(validation), files, validation_files, _digest(contents))
 
 
-def batch(tokens: Tensor, step: int, batch_size: int, context: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw the windows of one step: a pure function of its arguments, so resuming needs only the step number.
-
-    Args:
-        tokens: uint8 [N], N > context.
-        step: Which batch.
-        batch_size: B, windows drawn uniformly and independently.
-        context: T, tokens per window.
-        seed: Of the whole order.
-
-    Returns:
-        int64 inputs [B, T] and targets [B, T], the inputs moved on by one token.
-    """
-    if len(tokens) <= context:
-        raise GramianError(f"context: got {context}; accepted: less than the {len(tokens)} tokens there are")
-    key = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8, person=b"batch").digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-    start_B1 = torch.randint(len(tokens) - context, (batch_size, 1), generator=generator)
-    window_BT = tokens[start_B1 + torch.arange(context + 1)].long()
-    return window_BT[:, :-1], window_BT[:, 1:]
-
-
 def _source_files(root: Path) -> Iterator[str]:
     """Relative posix paths of the source files below `root`."""
     for folder, subfolders, names in os.walk(root):

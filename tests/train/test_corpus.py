@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gramian.errors import GramianError
-from gramian.train.corpus import VALIDATION_FRACTION, batch, load_corpus
+from gramian.train.corpus import VALIDATION_FRACTION, load_corpus
 
 
 @pytest.fixture
@@ -95,40 +95,3 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, case: str) -> None:
         load_corpus(limit_bytes=50, root=root)
     assert "accepted:" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_batch_is_a_pure_function_of_seed_and_step() -> None:
-    tokens = torch.arange(5000).to(torch.uint8)
-    inputs, targets = batch(tokens, 3, 8, 16, seed=1)
-    torch.manual_seed(99)
-    for _ in range(2):
-        again_inputs, again_targets = batch(tokens, 3, 8, 16, seed=1)
-        assert torch.equal(inputs, again_inputs)
-        assert torch.equal(targets, again_targets)
-    assert not torch.equal(inputs, batch(tokens, 4, 8, 16, seed=1)[0])
-    assert not torch.equal(inputs, batch(tokens, 3, 8, 16, seed=2)[0])
-
-
-def test_batch_leaves_the_global_generator_alone() -> None:
-    state = torch.get_rng_state()
-    batch(torch.zeros(100, dtype=torch.uint8), 0, 4, 8, seed=0)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_targets_are_the_inputs_moved_on_by_one() -> None:
-    inputs, targets = batch(torch.arange(200).to(torch.uint8), 0, 8, 16, seed=0)
-    assert inputs.shape == targets.shape == (8, 16)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(inputs + 1, targets)
-
-
-def test_windows_reach_both_ends_of_the_tokens() -> None:
-    inputs, targets = batch(torch.arange(10).to(torch.uint8), 0, 200, 8, seed=0)
-    assert inputs.min() == 0
-    assert targets.max() == 9
-    assert set(inputs[:, 0].tolist()) == {0, 1}
-
-
-def test_too_few_tokens_are_refused_by_field() -> None:
-    with pytest.raises(GramianError, match="^context: got 8; accepted"):
-        batch(torch.zeros(8, dtype=torch.uint8), 0, 1, 8, seed=0)
