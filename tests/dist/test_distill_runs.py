@@ -18,6 +18,7 @@ from gramian.train.config import parse_config
 from gramian.train.stepper import Stepper
 from tests.kit.matrix import FULL
 from tests.kit.processes import run_on_ranks
+from tests.test_mutations import Edit
 from tests.train.distilled import LEARNED, cache_of, student
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("processes")]
@@ -150,3 +151,44 @@ def test_projectors_larger_than_the_student_are_sharded_beside_it() -> None:
     model = {"width": 2, "layers": 1, "heads": 1}
     many = same(2, "fsdp2", {"teacher": teacher, "model": model, "data": UNEVEN}, 4, 1e-6)
     assert max(row["feature_loss"] for row in many[0]["rows"][:2]) == 0 < many[0]["rows"][2]["feature_loss"]
+
+
+@pytest.mark.parametrize("source", ["topk", pytest.param("hidden", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["learnable", pytest.param("fixed", marks=pytest.mark.full)])
+def test_a_cache_on_two_processes_teaches_as_a_live_teacher_on_one(kind: str, source: str) -> None:
+    """To 1e-3 of the loss for hidden states, 1e-2 for 64 logits and a curve."""
+    steps = 100 if FULL else 20
+    teacher = LEARNED if kind == "learnable" else {}
+    told = {"teacher": teacher, "precision": {"kind": "fp32"}}
+    live = steps_of(0, 1, told_of(told), steps, "one")["rows"]
+    cached = {**told, "teacher": {**teacher, "source": source, "cache": str(cache_of(source))}}
+    rows = run_on_ranks(2, steps_of, told_of(cached), steps, "ddp")[0]["rows"]
+    tolerance = 1e-3 if source == "hidden" else 1e-2
+    for a, b in zip(live, rows, strict=True):
+        one, other = (row["temperature"] ** 2 * row["kl"] + 0.5 * row["ce"] for row in (a, b))
+        assert other == pytest.approx(one, rel=tolerance)
+        assert b["nats"] == pytest.approx(a["nats"], rel=tolerance)
+        assert b["temperature"] == pytest.approx(a["temperature"], rel=tolerance)
+
+
+BUGS = {
+    "T by the gradient of its own process": (
+        "gradient = self.world.sum_(gradient.to(torch.float64))",
+        "gradient = gradient",
+    ),
+    "T by the sum of gradients that are means": ("(scale * self.world.size)", "scale"),
+}
+
+
+def spoiled_steps_of(rank: int, size: int, bug: str, told: dict[str, Any], steps: int, kind: str) -> dict[str, Any]:
+    """The same with a bug."""
+    with Edit("gramian.distill.teaching:Teaching.finish", *BUGS[bug]).applied():
+        return steps_of(rank, size, told, steps, kind)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_temperature_that_processes_do_not_share_is_seen(bug: str) -> None:
+    told = told_of({"teacher": LEARNED, "data": UNEVEN})
+    one = steps_of(0, 1, told, 4, "one")
+    for found in run_on_ranks(2, spoiled_steps_of, bug, told, 4, "ddp"):
+        assert far(one, found)["temperature"] > 1e-4

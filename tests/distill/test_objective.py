@@ -1,0 +1,134 @@
+"""Student and loss as one module: against dense softmaxes in float64, for every signal, tied or not."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gramian.distill.feature_loss import FeatureLoss
+from gramian.distill.live import LiveTeacher
+from gramian.distill.objective import TOLD, DistillObjective, LossOptions
+from gramian.distill.signal import Dense, Sampled, Signal, Sparse
+from gramian.train.objective import IGNORED, logits_of
+from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
+from tests.distill.test_features import gram_debiased_cka, standardised
+
+STUDENTS = ["gpt", "gpt tied", "goose", "phi, with a bias", "gemma2, capped", "cohere, scaled"]
+
+
+def batch() -> dict[str, Tensor]:
+    found = batch_of(windows(), [3, 1, 7])
+    found["targets"][0, 5:] = IGNORED
+    return found
+
+
+def model_of(family: str) -> nn.Module:
+    return TEACHERS[family]().double().train()
+
+
+def dense(layers: tuple[int, ...] = ()) -> tuple[LiveTeacher, Dense, Tensor]:
+    teacher = LiveTeacher(gpt(width=8).double(), layers)
+    told = batch()
+    return teacher, teacher(told), logits_of(teacher.model, told["tokens"])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("family", STUDENTS)
+def test_the_loss_is_that_of_dense_softmaxes_with_its_gradient(family: str) -> None:
+    """Also the embedding's, where the head is tied to it."""
+    told, (_, signal, teacher_BTV) = batch(), dense()
+    options, coefficient = LossOptions(0.7, 0.4), 1 / 31
+    temperature = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
+    model = model_of(family)
+    module = DistillObjective(model, options)
+    loss, sums = module(told["tokens"], told["targets"], coefficient, signal=signal, temperature=temperature)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    slope = temperature.grad
+    model.zero_grad()
+
+    counted = told["targets"] != IGNORED
+    at = temperature.detach().clone().requires_grad_()
+    logits = logits_of(model, told["tokens"])[counted]
+    log_p, log_q = ((t / at).log_softmax(-1) for t in (teacher_BTV[counted], logits))
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    ce = F.cross_entropy(logits, told["targets"][counted], reduction="sum")
+    expected = coefficient * (0.7 * at**2 * kl + 0.4 * ce)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    assert slope is not None and at.grad is not None and slope.item() == pytest.approx(at.grad.item(), rel=1e-8)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-7, atol=1e-10, msg=name)
+    values = dict(zip(TOLD, sums.tolist(), strict=True))
+    assert values["nats"] == values["ce"] == pytest.approx(ce.item())
+    assert values["kl"] == pytest.approx(kl.item()) and values["terms"] == counted.sum() and values["feature_loss"] == 0
+
+
+@pytest.mark.parametrize("family", STUDENTS)
+def test_without_a_signal_it_is_the_cross_entropy(family: str) -> None:
+    told, model = batch(), model_of(family)
+    loss, nats = DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 0.5)
+    logits = logits_of(model, told["tokens"]).flatten(0, 1)
+    expected = F.cross_entropy(logits, told["targets"].flatten(), ignore_index=IGNORED, reduction="sum")
+    assert nats.shape == () and not nats.requires_grad
+    assert (loss.item(), nats.item()) == (pytest.approx(0.5 * expected.item()), pytest.approx(expected.item()))
+
+
+def test_sparse_and_sampled_signals_are_read() -> None:
+    """All ids kept, or all drawn with their probabilities: the dense teacher again."""
+    told, (_, signal, teacher_BTV) = batch(), dense()
+    module = DistillObjective(model_of("gpt"), LossOptions(1.0, 0.0))
+    ids_BTK = torch.arange(VOCABULARY).expand_as(teacher_BTV)
+    weights_BTK = (teacher_BTV / 2).softmax(-1)
+
+    def loss_of(each: Signal) -> float:
+        return module(told["tokens"], told["targets"], 0.1, signal=each, temperature=2.0)[0].item()
+
+    expected = loss_of(signal)
+    assert loss_of(Sparse(ids_BTK, teacher_BTV, None)) == pytest.approx(expected, rel=1e-6)
+    counted = told["targets"] != IGNORED
+    entropy = -(weights_BTK * weights_BTK.log()).sum(-1)[counted].sum().item()
+    assert loss_of(Sampled(ids_BTK, weights_BTK, 2.0)) == pytest.approx(expected + 0.1 * 4 * entropy, rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weight: float) -> None:
+    """Also while they are off: DDP waits for every parameter."""
+    told, (_, signal, _) = batch(), dense((1,))
+    features = FeatureLoss("hidden", [(2, 1)], 16, 8).double()
+    module = DistillObjective(model_of("gpt"), LossOptions(), features)
+    arguments: dict[str, Any] = {"signal": signal, "temperature": 2.0, "feature_weight": weight}
+    loss, sums = module(told["tokens"], told["targets"], 0.1, **arguments)
+    plain = DistillObjective(module.model, LossOptions())(
+        told["tokens"], told["targets"], 0.1, signal=signal, temperature=2.0
+    )
+    count = int((told["targets"] != IGNORED).sum())
+    distance = float(sums[TOLD.index("feature_loss")]) / count
+    assert loss.item() - plain[0].item() == pytest.approx(weight * 0.1 * count * distance, rel=1e-6, abs=1e-12)
+    assert (distance > 0) == (weight > 0)
+    loss.backward()
+    for p in features.parameters():
+        assert p.grad is not None and bool(p.grad.any()) == (weight > 0)
+
+
+def test_to_compare_is_the_similarity_of_final_hidden_states() -> None:
+    told, (teacher, signal, _) = batch(), dense()
+    model = model_of("gpt")
+    found, _ = DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 1.0, signal=signal, compare=True)
+    counted = told["targets"] != IGNORED
+    hidden, _ = model.hidden(told["tokens"], None, ())  # type: ignore[operator]
+    x, y = hidden[counted][:14], signal.hidden_BTD[counted][:14]
+    some = torch.zeros_like(counted)
+    some.view(-1)[counted.view(-1).nonzero().flatten()[:14]] = True
+    targets = torch.where(some, told["targets"], IGNORED)
+    few, _ = DistillObjective(model, LossOptions())(told["tokens"], targets, 1.0, signal=signal, compare=True)
+    assert few.item() == pytest.approx(gram_debiased_cka(standardised(x), standardised(y)).item(), rel=1e-6)
+    assert abs(found.item()) < 1
+    own = Dense(hidden.detach().float(), signal.head)  # narrower than the student
+    assert DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 1.0, signal=own, compare=True)[
+        0
+    ].item() == pytest.approx(1, abs=1e-4)
+    assert teacher.frozen
