@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed
 from gramian.errors import GramianError
 
 if TYPE_CHECKING:
+    from gramian.parallel.world import World
     from gramian.train.config import Config
+    from gramian.train.run_folder import RunFolder
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,53 +74,56 @@ def train(config: Config, first: bool) -> int:
             folder.__exit__(None, None, None)
 
 
-def _train(config: Config, where: Any, folder: Any, first: bool) -> int:
-    import torch
+def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
     from rich.console import Console
 
     from gramian.cli.train_progress import Progress
     from gramian.train.build import build
-    from gramian.train.data import DataWorkerDied
     from gramian.train.record import write_record
     from gramian.train.trainer import Trainer
 
     console = Console(quiet=not first)
-    try:
+    with _in_one_line(where):
         parts = build(config, where)
-    except (torch.OutOfMemoryError, MemoryError) as problem:
-        raise _out_of_memory(problem) from None
-    if first:
-        write_record(folder.path, parts)
-    with Progress(console, config) as progress:
-        trainer = Trainer(parts, folder, progress.show, progress.tell)
-        try:
+        if first:
+            write_record(folder.path, parts)
+        with Progress(console, config) as progress:
+            trainer = Trainer(parts, folder, progress.show, progress.tell)
             ended = trainer.run()
-        except DataWorkerDied as problem:
-            raise RunFailed(str(problem)) from None
-        except (torch.OutOfMemoryError, MemoryError) as problem:
-            raise _out_of_memory(problem) from None
-        except RuntimeError as problem:
-            if "can't allocate memory" in str(problem):  # the host's
-                raise _out_of_memory(problem) from None
-            if where.size == 1 or not any(
-                word in str(problem).lower() for word in ("gloo", "nccl", "connection", "peer")
-            ):
-                raise
-            raise RunFailed(
-                f"process {where.rank} lost another one ({str(problem).splitlines()[0][:200]}); expected all of them to go on: "
-                "torchrun --max-restarts resumes"
-            ) from None
     if ended.reason == "stopped":
         raise RunFailed(ended.report)
     progress.end(trainer, ended.reason)
     return 0
 
 
-def _out_of_memory(problem: Exception) -> RunFailed:
-    told = (str(problem).splitlines() or ["of the host"])[0]
-    return RunFailed(
-        f"out of memory ({told[:200]}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
-    )
+@contextmanager
+def _in_one_line(where: World) -> Iterator[None]:
+    """What a run may fail of though nothing is wrong with its config.
+
+    Raises:
+        RunFailed: for dead data workers, full memories and lost processes.
+    """
+    import torch
+
+    from gramian.train.data import DataWorkerDied
+
+    try:
+        yield
+    except DataWorkerDied as problem:
+        raise RunFailed(str(problem)) from None
+    except (RuntimeError, MemoryError) as problem:
+        told = (str(problem).splitlines() or ["of the host"])[0][:200]
+        full = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in told
+        if full:
+            raise RunFailed(
+                f"out of memory ({told}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
+            ) from None
+        lost = any(word in str(problem).lower() for word in ("gloo", "nccl", "connection", "peer"))
+        if where.size == 1 or not lost:
+            raise
+        raise RunFailed(
+            f"process {where.rank} lost another one ({told}); expected all of them to go on: torchrun --max-restarts resumes"
+        ) from None
 
 
 def sharded(config: Config) -> bool:

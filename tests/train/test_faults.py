@@ -378,6 +378,23 @@ def test_unreadable_text_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "a.txt" in told
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("[x] can't allocate memory: 1 byte")],
+    ids=["Python", "GPU", "host"],
+)
+def test_a_full_memory_is_one_line(
+    problem: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> Any:
+        raise problem
+
+    monkeypatch.setattr("gramian.train.build.build", full)
+    (tmp_path / "run.toml").write_text(small(tmp_path / "run").toml())
+    assert main(["train", str(tmp_path / "run.toml")]) == 1
+    assert "out of memory" in capsys.readouterr().err
+
+
 # ---- what is left behind --------------------------------------------------------------------------------------------------
 
 
