@@ -82,8 +82,8 @@ class SpikeHealth:
             where = f"layer {s.layer} {s.site}"
             if s.dead > dead:
                 told.append(
-                    f"{where}: {s.dead:.1%} of channels are dead (above {dead:.1%}); a lower learning rate, or a smaller "
-                    "initial threshold: they get a gradient as long as their input is below twice it"
+                    f"{where}: {s.dead:.1%} of channels are dead (above {dead:.1%}); a lower learning rate leaves fewer, and "
+                    "thresholds learn their way back, by about the sum of learning rates at most"
                 )
             if s.saturated > saturated:
                 told.append(
