@@ -21,8 +21,7 @@ from tests.train.test_data_tokenizer import saved as tokenizer_folder
 pytestmark = pytest.mark.xdist_group("distill")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["gpt", "goose"])
+@pytest.mark.parametrize(("kind", "tied"), [("gpt", True), ("goose", False)])
 def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(kind: str, tied: bool, tmp_path: Path) -> None:
     """A rate that is far too high at the end: the best was before."""
     config = small(
