@@ -111,6 +111,8 @@ def _in_one_line(where: World) -> Iterator[None]:
         yield
     except DataWorkerDied as problem:
         raise RunFailed(str(problem)) from None
+    except GramianError:
+        raise
     except (RuntimeError, MemoryError) as problem:
         told = (str(problem).splitlines() or ["of the host"])[0][:200]
         full = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in told
