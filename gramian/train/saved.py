@@ -59,8 +59,9 @@ def load_run(path: str | Path, field: str = "run folder") -> Saved:
     if found is None:
         why = f" ({skipped[0]})" if skipped else ""
         raise GramianError(f"{field}: {path} has no checkpoint that can be read{why}; expected a run that saved one")
-    model = build_model(config, _vocabulary(path, field))
     tensors = {name: t for name, t in found.tensors().items() if name.startswith(OF_MODEL)}
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
+    model = build_model(config, _vocabulary(path, field)).to(dtype)
     load(Objective(model), None, tensors)
     return Saved(model, config, found.step, found.best, found.folder)
 

@@ -46,8 +46,9 @@ def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(kind: str, tie
     )
 
 
-def test_a_run_without_an_evaluation_has_its_newest(tmp_path: Path) -> None:
-    trainer, _ = train(small(tmp_path / "run", data=data(), run={"steps": 10}))
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_run_without_an_evaluation_has_its_newest(precision: str, tmp_path: Path) -> None:
+    trainer, _ = train(small(tmp_path / "run", data=data(), run={"steps": 10}, precision={"kind": precision}))
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 1)
     for path in (tmp_path / "run" / "checkpoints").rglob("best*"):
         path.unlink() if path.is_file() or path.is_symlink() else rmtree(path)
