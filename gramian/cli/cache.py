@@ -41,9 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     out, started = console(quiet=not first), time.perf_counter()
     with world(config.run.device == "cpu", False) as where:
         from gramian.distill.cache.builder import build_cache
+        from gramian.distill.origin import write_origin
         from gramian.train.data import load_windows
         from gramian.train.precision import numbers_for, set_globals
-        from gramian.train.teach import cache_folder, cache_options, live_teacher
+        from gramian.train.teach import cache_folder, cache_options, live_teacher, teacher_mark
 
         set_globals(config.precision, config.run.deterministic)
         training, _ = load_windows(config.data)
@@ -51,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         teacher = live_teacher(config, where, numbers_for(config.precision, where.device), training)
         with bar(out, "teacher") as progress:
             manifest = build_cache(cache_folder(config), teacher, training, options, where, progress)
+        if where.rank == 0:
+            write_origin(cache_folder(config), teacher_mark(config.teacher.path))
         out.print(_told(manifest, str(cache_folder(config)), time.perf_counter() - started), markup=False)
     return 0
 

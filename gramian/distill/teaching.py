@@ -61,11 +61,12 @@ class Teaching:
         signal: Signal = self.source(micro)
         return {"signal": signal, "temperature": self._now, "feature_weight": self.switch.weight(self._step)}
 
-    def finish(self, scale: float) -> Tensor:
-        """After the backwards: T moves.
+    def finish(self, scale: float, stepped: bool = True) -> Tensor:
+        """After the backwards: T moves, if the student did.
 
         Args:
             scale: that the loss was multiplied by, beside the number of processes.
+            stepped: False if the loss scaler skipped the step.
 
         Returns:
             `Temperature.FIELDS`, of the T that the step used.
@@ -74,7 +75,7 @@ class Teaching:
         gradient = self.temperature.gradient()
         if gradient is not None:
             gradient = self.world.sum_(gradient.to(torch.float64)) / (scale * self.world.size)
-        self.temperature.finish(self._step, gradient)
+        self.temperature.finish(self._step, gradient if stepped else None)
         return told
 
     def heard(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:

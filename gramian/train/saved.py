@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from gramian.errors import GramianError
-from gramian.train.checkpoint import CheckpointStore
+from gramian.train.checkpoint import CheckpointStore, Loaded
 from gramian.train.config import Config, load_config
 from gramian.train.models import build_model
 from gramian.train.objective import Objective
@@ -45,6 +45,20 @@ def load_run(path: str | Path, field: str = "run folder") -> Saved:
         GramianError: if there is no run, or none of its checkpoints verifies.
     """
     path = Path(path)
+    config, found = find_checkpoint(path, field)
+    tensors = {name: t for name, t in found.tensors().items() if name.startswith(OF_MODEL)}
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
+    model = build_model(config, _vocabulary(path, field)).to(dtype)
+    load(Objective(model), None, tensors)
+    return Saved(model, config, found.step, found.best, found.folder)
+
+
+def find_checkpoint(path: Path, field: str) -> tuple[Config, Loaded]:
+    """A run's config and its best checkpoint, or its newest where none was evaluated.
+
+    Raises:
+        GramianError: if there is no run, or none of its checkpoints verifies.
+    """
     if not is_run(path):
         raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
     config = load_config(path / "config.toml")
@@ -59,11 +73,7 @@ def load_run(path: str | Path, field: str = "run folder") -> Saved:
     if found is None:
         why = f" ({skipped[0]})" if skipped else ""
         raise GramianError(f"{field}: {path} has no checkpoint that can be read{why}; expected a run that saved one")
-    tensors = {name: t for name, t in found.tensors().items() if name.startswith(OF_MODEL)}
-    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
-    model = build_model(config, _vocabulary(path, field)).to(dtype)
-    load(Objective(model), None, tensors)
-    return Saved(model, config, found.step, found.best, found.folder)
+    return config, found
 
 
 def _vocabulary(path: Path, field: str) -> int:

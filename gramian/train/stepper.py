@@ -80,14 +80,13 @@ class Stepper:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         coefficient = 1.0 / max(1, batch.tokens)
-        sums = self._backward(batch, coefficient)
-        learned = sums.new_empty(0)
-        if self.teaching is not None:
-            learned = self.teaching.finish(1.0 if self.scaler is None else self.scaler.get_scale())
+        sums, scale = self._backward(batch, coefficient), 1.0
         if self.scaler is not None:
+            scale = self.scaler.get_scale()
             self.scaler.unscale_(self.optimizer)
         norm = self._clip()
         stepped = self._step()
+        learned = sums.new_empty(0) if self.teaching is None else self.teaching.finish(scale, stepped)
         sums = self.world.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
         own = torch.stack([torch.full_like(norm, batch.tokens), norm])
         return Taken(torch.cat([sums[:2], own, sums[2:], learned]), stepped)

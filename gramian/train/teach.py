@@ -16,6 +16,7 @@ from gramian.distill.cache.topk import TopK
 from gramian.distill.feature_loss import FeatureLoss
 from gramian.distill.live import LiveTeacher, shard_teacher
 from gramian.distill.objective import DistillObjective, LossOptions
+from gramian.distill.origin import fingerprint, read_origin
 from gramian.distill.switch import FeatureSwitch
 from gramian.distill.teacher import check_layers, linear_of
 from gramian.distill.teaching import Teaching
@@ -27,7 +28,7 @@ from gramian.train.config import Config, Teacher
 from gramian.train.data import Windows, load_tokenizer
 from gramian.train.huggingface import load_huggingface
 from gramian.train.precision import Numbers
-from gramian.train.saved import is_run, load_run
+from gramian.train.saved import find_checkpoint, is_run, load_run
 
 
 def build_teaching(
@@ -99,6 +100,12 @@ def build_source(config: Config, world: World, numbers: Numbers, training: Windo
     assert told is not None
     if told.source == "live":
         return live_teacher(config, world, numbers, training)
+    made_of = read_origin(cache_folder(config))
+    if told.path and Path(told.path).is_dir() and made_of not in (None, teacher_mark(told.path)):
+        raise GramianError(
+            f"teacher.path: {told.path} is not, or no longer, what the cache {cache_folder(config)} was made of; expected the "
+            "same weights, or gramian cache into another folder"
+        )
     cache = open_cache(
         cache_folder(config),
         tokenizer_hash=training.stream.tokenizer,
@@ -131,6 +138,12 @@ def live_teacher(config: Config, world: World, numbers: Numbers, training: Windo
         model = shard_teacher(model)
     half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
     return LiveTeacher(model, teacher_layers(told), device=world.device, autocast=half, compile=told.compile)
+
+
+def teacher_mark(path: str) -> str:
+    """Of the weights that a folder holds now; nothing is loaded."""
+    folder = find_checkpoint(Path(path), "teacher.path")[1].folder if is_run(path) else Path(path)
+    return fingerprint(list(folder.glob("*.safetensors")))
 
 
 def _must_shard(config: Config, world: World, numbers: Numbers) -> bool:

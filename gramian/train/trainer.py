@@ -86,6 +86,7 @@ class Trainer:
         self._batches: Iterator[Any] = iter(())
         self._snapshot_due = self._flagged = False
         self._evaluated = self._written = self._deaths = 0
+        self._unhealthy = False
         self._repeats_until = 0
         """Steps before it were made and told before a rollback, and are computed again."""
 
@@ -268,6 +269,7 @@ class Trainer:
             "trail": [list(entry) for entry in self.trail],
             "best": self.best,
             "evaluated": self._evaluated,
+            "unhealthy": self._unhealthy,
             "repeats_until": self._repeats_until,
             "clipped": list(self.log.clipped),
             "guard": self.guard.state_dict(),
@@ -337,6 +339,7 @@ class Trainer:
         self._restore(saved, facts)
         self.position, self.attempt = facts["position"], facts["attempt"]
         self.skipped, self.best, self._evaluated = set(facts["skipped"]), facts["best"], facts["evaluated"]
+        self._unhealthy = facts["unhealthy"]
         self._written, self._repeats_until = self.step, facts["repeats_until"]
         self.guard.load_state_dict(facts["guard"])
         self.log.clipped.extend(facts["clipped"])
@@ -426,8 +429,9 @@ class Trainer:
         measured = evaluate(self.parts, self.config.eval.windows)
         numbers, wrong = health_of(self.parts)
         self.log.evaluation(measured, numbers, time.perf_counter() - started)
-        if wrong:
+        if wrong and not self._unhealthy:  # told again if it was well in between
             self.log.event({"event": "unhealthy", "problems": wrong})
+        self._unhealthy = bool(wrong)
         if self.parts.teaching is not None:
             for event in self.parts.teaching.validated(self.step, measured.loss):
                 self.log.event(event)

@@ -1,6 +1,7 @@
 """`gramian cache`: what it writes is what `gramian train` reads, once, whatever the teacher is."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 
 from gramian.cli import main
 from gramian.distill.cache.reader import open_cache
+from gramian.distill.origin import fingerprint, read_origin, write_origin
+from gramian.train.saved import find_checkpoint
 from tests.distill.teachers import contents
 from tests.kit.matrix import FULL
 from tests.train.conftest import untouched_process  # noqa: F401
@@ -121,3 +124,35 @@ def test_cache_train_and_eval_work_with_any_student_and_teacher(
     assert json.loads((tmp_path / "found.json").read_text())["step"] in (10, 20)
     assert main(["eval", config, "--prompt", "the student", "--tokens", "9", "--temperature", "5"]) == 0
     assert "the student" in capsys.readouterr().out
+
+
+def test_a_cache_of_a_teacher_that_was_trained_further_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(teacher_run(), teacher)
+    config = written(tmp_path, teacher={"source": "hidden", "path": str(teacher)}, run={"steps": 10})
+    assert main(["cache", config]) == 0
+    assert (
+        main(["train", config, "run.folder=" + str(tmp_path / "first"), f"teacher.cache={tmp_path}/run-teacher"]) == 0
+    )
+    shutil.rmtree(find_checkpoint(teacher, "teacher.path")[1].folder)  # another one is the best from now on
+    capsys.readouterr()
+    assert main(["train", config]) == 2
+    assert "is not, or no longer, what the cache" in capsys.readouterr().err
+    shutil.rmtree(teacher)  # a cache needs no teacher
+    assert main(["train", config]) == 0
+
+
+def test_marks_follow_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(bytes(5_000_000))
+    marks = {fingerprint([tmp_path / "a.safetensors"])}
+    for place in (0, 2_500_000, 4_999_999):
+        content = bytearray(5_000_000)
+        content[place : place + 100_000] = b"1" * len(content[place : place + 100_000])
+        (tmp_path / "a.safetensors").write_bytes(content)
+        marks.add(fingerprint([tmp_path / "a.safetensors"]))
+    assert len(marks) == 4
+    assert read_origin(tmp_path) is None
+    write_origin(tmp_path, "mark")
+    assert read_origin(tmp_path) == "mark"

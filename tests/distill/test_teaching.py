@@ -153,3 +153,15 @@ def test_the_teacher_has_a_name_of_its_own() -> None:
     )  # fmt: skip
     assert one.teacher == teaching().teacher != other.teacher
     one.close()
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_the_temperature_stays_where_the_student_stays(stepped: bool) -> None:
+    """The loss scaler may find an overflow in the student that the temperature's own gradient does not show."""
+    world = World(0, 1, torch.device("cpu"), "one")
+    temperature = Temperature(TemperatureOptions("learnable"), 10, world.device)
+    teaching = Teaching(None, temperature, FeatureSwitch(0.0, 0, 0.1), world)  # type: ignore[arg-type]
+    teaching.begin(0)
+    (teaching._now * 3.0).backward()
+    teaching.finish(1.0, stepped)
+    assert (float(temperature.values(0)[0]) != 2.0) == stepped
