@@ -87,7 +87,7 @@ def test_every_stage_is_shown_and_the_figures_come_last(done: Done) -> None:
     places += [done.printed.index(text) for text in ("overfit", "cache = teacher", "first distance")]
     table = done.printed.index("agree corr.")
     assert max(places) < done.printed.index("teacher writes") < table
-    assert table < done.printed.index("One seed:") < done.printed.index("try next:")
+    assert table < done.printed.index("one seed:") < done.printed.index("try next:")
 
 
 def test_the_folder_holds_three_runs_a_cache_and_the_numbers(done: Done) -> None:

@@ -65,7 +65,7 @@ def test_the_verdict_names_the_winner(distilled: float, said: list[str]) -> None
     text = verdict(result(distilled=distilled))
     for part in said:
         assert part in text
-    assert "1.50 × as long" in text
+    assert "15 s against 10 s" in text
     assert ("beats" in text) != ("tie" in text)
 
 
