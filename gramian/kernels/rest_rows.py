@@ -70,11 +70,13 @@ def rest_rows_twin(products_NV: Tensor, temperature: Tensor, squash: Squash = PL
     x_NV = products_NV.to(wide_dtype(products_NV))
     left_out_NV = x_NV == -torch.inf
     z_NV = squash(x_NV).masked_fill_(left_out_NV, -torch.inf) if squash.softcap else squash(x_NV)
-    scaled_NV = z_NV / temperature.to(z_NV.dtype)
+    temperature, largest_N = temperature.to(z_NV.dtype), z_NV.amax(1)
+    z_NV = z_NV - largest_N[:, None]  # the normaliser is then small, and so is its rounding
+    scaled_NV = z_NV / temperature
     lse_N = scaled_NV.logsumexp(1)
     share_NV = (scaled_NV - lse_N[:, None]).exp_()
     mean_N = (share_NV * z_NV.masked_fill(left_out_NV, 0.0)).sum(1)
-    return torch.stack([z_NV.amax(1), lse_N, mean_N, z_NV.logsumexp(1)])
+    return torch.stack([largest_N, largest_N / temperature + lse_N, largest_N + mean_N, largest_N + z_NV.logsumexp(1)])
 
 
 @torch.no_grad()
