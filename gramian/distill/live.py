@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from gramian.distill.proof import check_causal, head_of, stream_width
 from gramian.distill.signal import Dense, tensors_of
-from gramian.distill.teacher import body_of, check_layers, head_of, hidden_of, is_native, linear_of, teacher_hash
+from gramian.distill.teacher import body_of, check_layers, hidden_of, is_native, linear_of, teacher_hash
 from gramian.errors import GramianError
 from gramian.parallel.wrap import blocks_of
 
@@ -35,7 +36,8 @@ class LiveTeacher:
         compile: compile the forward, for one shape of batches.
 
     Raises:
-        GramianError: if the head or a layer is not understood, or weights were made in inference mode.
+        GramianError: if the head or a layer is not understood, the model sees later tokens, or weights were made in inference
+            mode.
     """
 
     def __init__(
@@ -52,6 +54,9 @@ class LiveTeacher:
         self.layers, self.autocast = tuple(layers), autocast
         check_layers(model, self.layers)
         self.head = head_of(model)
+        check_causal(model)
+        self.layer_width = stream_width(model, self.layers) if layers else int(self.head.weight_VD.shape[1])
+        """Channels of `layers`."""
         self.device = self.head.weight_VD.device
         self._hidden_of = torch.compile(hidden_of, dynamic=False) if compile else hidden_of
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -1,9 +1,9 @@
-"""Reading a language model as a teacher: its final hidden state, its head, and a hash of what it is.
+"""Reading a language model: its final hidden state, the layer that is its head, and a hash of what it is.
 
 Two families are understood: models with a method `hidden(tokens, documents, layers)` and a linear layer `head` (the reference
 GPT and Goose), and Hugging Face causal language models.
 
-Legend: B windows, T tokens, P tokens of the proof, D width, V vocabulary.
+Legend: B windows, T tokens, D width.
 """
 
 import hashlib
@@ -17,19 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gramian.distill.head import Head
 from gramian.errors import GramianError
 from gramian.parallel.wrap import blocks_of
 
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Fields of Hugging Face configs that multiply or divide logits."""
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Fields that cap them."""
-FAR = 60.0
-"""The proof also drives logits up to this size: a cap shows on large ones alone."""
-PROOF_TOKENS = 4
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of logits, relative to the largest."""
 _NOT_MEANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
@@ -78,7 +68,7 @@ def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
     if not layers:
         return
     last = len(blocks_of(model))
-    if not is_native(model) and last != _text_config(model).num_hidden_layers:
+    if not is_native(model) and last != text_config(model).num_hidden_layers:
         raise GramianError(f"layers: the blocks of {type(model).__name__} are not understood; expected no layers")
     for layer in layers:
         if not 0 <= layer <= last:
@@ -133,43 +123,6 @@ def body_of(model: nn.Module) -> nn.Module:
     return body
 
 
-# ---- the head --------------------------------------------------------------------------------------------------------------
-
-
-def head_of(model: nn.Module) -> Head:
-    """The head, proved on a few tokens. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
-
-    What multiplies or caps the logits is read from the config. It is believed only if `Head.logits` of the final hidden state
-    gives the model's own logits, once as they are and once with hidden states so large that a cap would show.
-
-    Args:
-        model: of a family that is understood; its mode is restored.
-
-    Returns:
-        The head; it shares the model's weight and asks for no gradient.
-
-    Raises:
-        GramianError: naming the class of a model whose head is not understood.
-    """
-    linear = linear_of(model)
-    weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
-    if isinstance(weight, DTensor):
-        raise GramianError("teacher: the weight of its head is sharded; expected shard_teacher, which keeps it whole")
-    with _quiet(model), torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        tokens_BP = _proof_tokens(model, weight)
-        hidden_BPD = hidden_of(model, tokens_BP)[0].to(weight.dtype)
-        far = FAR / max(float((hidden_BPD @ weight.T).abs().max()), 1e-6)
-        own = {gain: _own_logits(model, linear, tokens_BP, gain) for gain in (1.0, far)}
-        for scale, softcap in _candidates(model):
-            head = Head(weight, bias, scale, softcap)
-            if all(_same(head.logits(hidden_BPD * gain), logits_BPV) for gain, logits_BPV in own.items()):
-                return head
-    raise GramianError(
-        f"teacher: the head of {type(model).__name__} is not understood: its logits are not those of a linear map with a "
-        "scale and a soft cap that its config names; expected another teacher"
-    )
-
-
 def linear_of(model: nn.Module) -> nn.Linear:
     """The linear layer that makes logits.
 
@@ -187,49 +140,8 @@ def linear_of(model: nn.Module) -> nn.Linear:
     return found
 
 
-def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
-    """(scale, softcap) that the config may mean; families divide or multiply by fields of the same name."""
-    config = None if is_native(model) else _text_config(model)
-    named = [float(value) for name in SCALES if isinstance(value := getattr(config, name, None), int | float)]
-    caps = [float(value) for name in SOFTCAPS if (value := getattr(config, name, None))]
-    for scale in dict.fromkeys([*(s for value in named if value for s in (value, 1.0 / value)), 1.0]):
-        for softcap in [*caps, None]:
-            yield scale, softcap
-
-
-def _own_logits(model: nn.Module, linear: nn.Linear, tokens_BP: Tensor, gain: float) -> Tensor:
-    """The model's logits where what enters its head is `gain` times as large."""
-    hook = linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gain, *inputs[1:]))
-    try:
-        found = model(tokens_BP) if is_native(model) else model(input_ids=tokens_BP, use_cache=False)
-    finally:
-        hook.remove()
-    logits_BPV: Tensor = found if isinstance(found, Tensor) else found.logits
-    return logits_BPV
-
-
-def _same(logits: Tensor, own: Tensor) -> bool:
-    tolerance = TOLERANCES.get(own.dtype, 1e-4) if own.dtype == logits.dtype else TOLERANCES[logits.dtype]
-    return bool((logits.double() - own.double()).abs().max() <= tolerance * own.double().abs().max())
-
-
-def _proof_tokens(model: nn.Module, weight: Tensor) -> Tensor:
-    context = getattr(getattr(model, "config", None), "context", PROOF_TOKENS)
-    count = min(PROOF_TOKENS, int(context))
-    return (torch.arange(1, count + 1, device=weight.device) % weight.shape[0]).unsqueeze(0)
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Any:
+    """The config of a Hugging Face model, or of its part for text."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 

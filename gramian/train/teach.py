@@ -17,6 +17,7 @@ from gramian.distill.feature_loss import FeatureLoss
 from gramian.distill.live import LiveTeacher, shard_teacher
 from gramian.distill.objective import DistillObjective, LossOptions
 from gramian.distill.origin import fingerprint, read_origin
+from gramian.distill.proof import stream_width
 from gramian.distill.switch import FeatureSwitch
 from gramian.distill.teacher import check_layers, linear_of
 from gramian.distill.teaching import Teaching
@@ -85,7 +86,8 @@ def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cach
         weight = linear_of(model).weight
         with _named("teacher.feature_pairs: "):
             check_layers(model, [pair[0] for pair in told.feature_pairs])
-        features = FeatureLoss(told.features, told.feature_pairs, weight.shape[1], width_of(source), config.run.seed)
+            width = stream_width(model, [pair[0] for pair in told.feature_pairs])
+        features = FeatureLoss(told.features, told.feature_pairs, width, width_of(source), config.run.seed)
         features.to(device=weight.device, dtype=weight.dtype)
     return DistillObjective(model, options, features)
 
@@ -244,7 +246,7 @@ def cache_options(config: Config, vocabulary: int) -> CacheOptions:
 def width_of(source: LiveTeacher | Cache) -> int:
     """Of a teacher's residual stream."""
     if isinstance(source, LiveTeacher):
-        return source.head.weight_VD.shape[1]
+        return source.layer_width
     return source.manifest.identity.layer_width
 
 

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.distill.live import LiveTeacher, shard_teacher
+from gramian.distill.proof import head_of
 from gramian.distill.signal import tensors_of
-from gramian.distill.teacher import head_of, teacher_hash
+from gramian.distill.teacher import teacher_hash
 from gramian.errors import GramianError
 from tests.distill.teachers import TEACHERS, batch_of, gpt, windows
 from tests.kit.processes import distributed

@@ -147,7 +147,7 @@ def identity_of(teacher: LiveTeacher, windows: WindowRows, options: CacheOptions
         length=windows.length,
         layers=teacher.layers,
         layer_dtype=stored_dtype(options.layer_dtype, teacher.head),
-        layer_width=int(teacher.head.weight_VD.shape[1]),
+        layer_width=teacher.layer_width,
         facts=options.kind.facts(teacher.head),
         shard_windows=options.shard_windows or 1,
     )
