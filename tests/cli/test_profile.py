@@ -252,7 +252,9 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="ddp"), pytest.param(["--fsdp"], id="fsdp2", marks=pytest.mark.full)]
+)
 def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
     done = _torchrun("-m", "gramian", *CLIPPING, "--seq-lengths", "8", "--out", str(tmp_path), *options)
     assert done.returncode == 0, done.stderr

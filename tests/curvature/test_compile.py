@@ -15,8 +15,15 @@ def captured(model, call, tokens, **settings):
     return kfac
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("length", [5, 40], ids=["low rank", "dense"])
+@pytest.mark.parametrize(
+    ("length", "backend"),
+    [
+        pytest.param(5, "aot_eager", id="low rank"),
+        pytest.param(40, "aot_eager", id="dense"),
+        pytest.param(40, "inductor", id="dense, inductor", marks=pytest.mark.slow),
+        pytest.param(5, "inductor", id="low rank, inductor", marks=pytest.mark.full),
+    ],
+)
 def test_a_compiled_model_gives_the_factors_of_the_eager_one(backend, length):
     torch._dynamo.reset()
     model = GPT(GPTConfig(vocabulary=40, context=64, layers=2, width=16, heads=2)).double()

@@ -84,7 +84,7 @@ def gpt2_head() -> dict[str, int]:
     return {"at rest": at_rest, "captured": told, "solved": held(kfac)}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.xdist_group("gpt2_head")
 @pytest.mark.parametrize(
     "moment",

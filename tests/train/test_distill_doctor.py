@@ -1,6 +1,7 @@
 """The doctor of a student: a healthy one is green, and every bug that is put into it turns its own check red."""
 
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from gramian.cli import main
+from gramian.distill.origin import ORIGIN
+from gramian.errors import GramianError
 from gramian.train import doctor
 from gramian.train.checks import distill
 from gramian.train.checks.causality import causality
@@ -222,5 +225,9 @@ def test_a_cache_of_a_teacher_that_went_on_is_seen(tmp_path: Path) -> None:
         tmp_path / "other", model={"width": 24, "layers": 2}, data=student().data.__dict__, run={"steps": 20}
     )
     train(config)
-    check = taught(teacher={"path": str(tmp_path / "other"), "source": "hidden", "cache": str(cache_of("hidden"))})
+    told = {"path": str(tmp_path / "other"), "source": "hidden", "cache": str(cache_of("hidden"))}
+    with pytest.raises(GramianError, match="teacher.path: .* is not, or no longer, what the cache"):
+        taught(teacher=told)
+    shutil.copytree(cache_of("hidden"), tmp_path / "cache", ignore=shutil.ignore_patterns(ORIGIN))
+    check = taught(teacher={**told, "cache": str(tmp_path / "cache")})
     assert not check["cache = teacher"].ok

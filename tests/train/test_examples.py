@@ -22,6 +22,8 @@ from tests.train.test_data_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
+SLOW = ("distill_topk",)
+"""Trained in the full mode alone."""
 STEPS = 6
 SHRUNK = [
     f"run.steps={STEPS}", "run.log_every=1", "run.device=cpu", "model.layers=2", "model.width=16", "model.heads=2",
@@ -85,7 +87,11 @@ def metrics(run: Path, key: str) -> list[Any]:
     return [line[key] for line in read_lines(run / "metrics.jsonl") if key in line]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.full) if file.stem in SLOW else file for file in FILES],
+    ids=lambda file: file.stem,
+)
 def test_an_example_trains(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [*SHRUNK, *OVERRIDES.get(file.stem, [])]
     prepare(file, folder, overrides)
