@@ -18,6 +18,7 @@ from gramian.distill.tail import tail_at
 from gramian.errors import GramianError
 from gramian.train.data import Windows
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, batch_of, contents, gpt, windows
+from tests.distill.test_proof import projected
 
 KINDS = {
     "hidden": Hidden(),
@@ -206,8 +207,8 @@ def test_isolated_documents_reach_the_teacher(tmp_path: Path) -> None:
     assert check_rows(open_cache(tmp_path), teacher, data).holds()
 
 
-@pytest.mark.parametrize("last", [60_000, 70_000])
-def test_ids_of_a_large_vocabulary_come_back(last: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [65_535, 65_536])
+def test_ids_on_both_sides_of_two_bytes_come_back(last: int, tmp_path: Path) -> None:
     teacher = LiveTeacher(gpt(vocabulary=last + 1, width=8, heads=1, layers=1))
     with torch.no_grad():
         teacher.head.weight_VD[last] = torch.tensor([3.0, -3.0] * 4)
@@ -218,7 +219,7 @@ def test_ids_of_a_large_vocabulary_come_back(last: int, tmp_path: Path) -> None:
         cache = open_cache(tmp_path / kind.name)
         assert check_rows(cache, teacher, data).holds()
         stored = cache(batch_of(data, [0, 1]))
-        assert not isinstance(stored, Dense) and stored.ids_BTK.max() >= last - 1
+        assert not isinstance(stored, Dense) and last in stored.ids_BTK
 
 
 def test_padding_of_a_head_can_be_left_out(tmp_path: Path) -> None:
@@ -337,6 +338,24 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         build_cache(tmp_path / "a", LiveTeacher(model), DATA)
     build_cache(tmp_path / "b", LiveTeacher(model), DATA, CacheOptions(Hidden("bf16")))
     assert not list((tmp_path / "a").rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("kind", ["hidden", "topk", "sampled"])
+def test_what_is_not_a_number_is_refused_whatever_is_stored(kind: str, tmp_path: Path) -> None:
+    model = gpt()
+    with torch.no_grad():
+        model.token_embedding.weight[40] = torch.nan  # no token of the proof
+    with pytest.raises(GramianError, match="^cache: .*expected a teacher without NaN"):
+        build_cache(tmp_path, LiveTeacher(model), DATA, small(kind))
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_layers_wider_than_what_the_head_reads_come_back(tmp_path: Path) -> None:
+    teacher, batch = LiveTeacher(projected(), layers=(0, 3)), batch_of(DATA, [22, 3])
+    build_cache(tmp_path, teacher, DATA, small("hidden fp32", layer_dtype="fp32"))
+    stored, live = opened(tmp_path)(batch), teacher(batch)
+    for layer, stream_BTD in live.layers.items():
+        assert stream_BTD.shape[-1] == 16 and torch.allclose(stored.layers[layer], stream_BTD, atol=1e-5)
 
 
 def test_windows_that_do_not_exist_are_refused(built: Callable[[str], Path]) -> None:

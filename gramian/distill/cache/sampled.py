@@ -74,6 +74,8 @@ class Samples:
         ids, counts = [], []
         for piece in pieces(B * T, head.weight_VD.shape[0]):
             logits_NV = head.logits(hidden_ND[piece])[:, : facts["vocabulary"]]
+            if bool(logits_NV.isnan().any()):  # whose draws would be ids like any other
+                raise GramianError("cache: logits are not a number; expected a teacher without NaN")
             found = draw((logits_NV.double() / facts["temperatures"][0]).softmax(-1), uniform_N[piece], facts["draws"])
             ids.append(found[0])
             counts.append(found[1])
