@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from gramian.distill.features import Projector, cka_loss
+from gramian.distill.features import Projector, cka_loss, increments
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide_dtype
 
@@ -45,6 +45,10 @@ class FeatureLoss(nn.Module):
             )
         if len({s for s, _ in self.pairs}) < len(self.pairs) or len({t for _, t in self.pairs}) < len(self.pairs):
             raise GramianError("teacher.feature_pairs: names a layer twice; expected each once")
+        if kind == "increments" and any(sorted(layers) != list(layers) for layers in zip(*self.pairs, strict=True)):
+            raise GramianError(
+                'teacher.feature_pairs: goes back in depth; expected layers that rise on both sides for "increments"'
+            )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # No ModuleList: the largest of those in a module is taken for its blocks, and projectors may be larger than them.
@@ -86,7 +90,7 @@ class FeatureLoss(nn.Module):
         if self.kind != "hidden":
             x = [stream.to(dtype) for stream in x]
         if self.kind == "increments":
-            x, y = ([after - before for before, after in zip(h, h[1:], strict=False)] for h in (x, y))
+            x, y = (list(increments(dict(enumerate(h))).values()) for h in (x, y))
         if self.kind != "hidden":
             return torch.stack([cka_loss(a, b, counted_N) for a, b in zip(x, y, strict=True)]).mean()
         total = counted_N.sum().clamp(min=1)

@@ -114,6 +114,8 @@ def test_a_layer_that_the_signal_lacks_is_named() -> None:
         ("increments", ((1, 1),), '2 or more for "increments"'),
         ("hidden", ((1, 1), (1, 2)), "names a layer twice"),
         ("hidden", ((1, 1), (2, 1)), "names a layer twice"),
+        ("increments", ((0, 4), (1, 2)), 'rise on both sides for "increments"'),
+        ("increments", ((3, 0), (1, 2)), 'rise on both sides for "increments"'),
     ],
 )
 def test_pairs_that_cannot_be_are_refused(kind, pairs, says) -> None:  # type: ignore[no-untyped-def]
