@@ -24,20 +24,26 @@ CHUNK_TOKENS = 1024
 """Matrix products over fewer tokens are bound by reading the head's weight."""
 
 
-class Teacher(Protocol):
-    """One of `DenseTeacher`, `SparseTeacher`, `SampledTeacher`."""
+@dataclass(frozen=True)
+class Chunk:
+    """Some tokens of a call, and where to write what becomes known of them."""
 
-    def rows_(
-        self,
-        tokens: slice,
-        products_nV: Tensor,
-        targets_n: Tensor,
-        temperature: Tensor,
-        objective: Objective,
-        squash: Squash,
-        gradient: bool,
-        out_Rn: Tensor,
-    ) -> None:
+    tokens: slice
+    products_nV: Tensor
+    """Of the student; with `gradient` they become their gradient."""
+    targets_n: Tensor
+    temperature: Tensor
+    objective: Objective
+    squash: Squash
+    """From the student's products to its logits."""
+    gradient: bool
+    out_Rn: Tensor
+
+
+class Teacher(Protocol):
+    """One of `DenseTeacher`, `SparseTeacher`, `SampledTeacher`, `NoTeacher`."""
+
+    def rows_(self, chunk: Chunk) -> None:
         """Fill the rows of a chunk; with `gradient` overwrite the student's products by their gradient."""
         ...
 
@@ -52,7 +58,7 @@ class Job:
     temperature: Tensor
     """0-dim, in `wide`, detached."""
     objective: Objective
-    num_terms: int | Tensor | None
+    num_terms: float | Tensor | None
     chunk: int
     """Tokens at a time."""
     wide: torch.dtype
@@ -85,10 +91,11 @@ def run(job: Job, hidden: bool, weight: bool, bias: bool) -> tuple[Tensor, Tenso
     for start in range(0, tokens, job.chunk):
         span = slice(start, min(start + job.chunk, tokens))
         products_nV = student.products_(span, buffer_nV)
-        job.teacher.rows_(
+        chunk = Chunk(
             span, products_nV, job.targets_N[span], job.temperature, job.objective, student.squash,
             hidden or weight or bias, rows_RN[:, span],
         )  # fmt: skip
+        job.teacher.rows_(chunk)
         gradients.add_(span, products_nV)
     if job.num_terms is None:
         terms = rows_RN[0].sum().clamp(min=1)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gramian.distill.chunked import Chunk
 from gramian.distill.projection import Projection
-from gramian.kernels.distill_rows import Objective, Squash, distill_rows
+from gramian.kernels.distill_rows import distill_rows
 
 
 @dataclass(frozen=True)
@@ -19,20 +20,10 @@ class DenseTeacher:
     buffer_nV: Tensor
     """Room for the logits of a chunk."""
 
-    def rows_(
-        self,
-        tokens: slice,
-        products_nV: Tensor,
-        targets_n: Tensor,
-        temperature: Tensor,
-        objective: Objective,
-        squash: Squash,
-        gradient: bool,
-        out_Rn: Tensor,
-    ) -> None:
+    def rows_(self, chunk: Chunk) -> None:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
-        teacher_nV = self.side.products_(tokens, self.buffer_nV)
+        teacher_nV = self.side.products_(chunk.tokens, self.buffer_nV)
         distill_rows(
-            products_nV, teacher_nV, targets_n, temperature, objective, squash, self.side.squash,
-            gradient=gradient, out_RN=out_Rn,
+            chunk.products_nV, teacher_nV, chunk.targets_n, chunk.temperature, chunk.objective, chunk.squash,
+            self.side.squash, gradient=chunk.gradient, out_RN=chunk.out_Rn,
         )  # fmt: skip

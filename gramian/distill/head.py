@@ -18,11 +18,6 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is a matrix product alone."""
-        return self.bias_V is None and self.scale == 1.0 and self.softcap is None
-
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, D] or [B, T, D] to logits over V."""
         logits_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V)

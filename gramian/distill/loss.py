@@ -36,7 +36,7 @@ def distill_loss(
     direction: str = "forward",
     beta: float = 0.5,
     ignore_index: int = -100,
-    num_terms: int | Tensor | None = None,
+    num_terms: float | Tensor | None = None,
     teacher_topk: tuple[Tensor, Tensor, Tail | None] | None = None,
     teacher_sampled: tuple[Tensor, Tensor] | None = None,
 ) -> DistillOutput:
@@ -71,8 +71,8 @@ def distill_loss(
         direction: "forward", "reverse" or "jsd".
         beta: For "jsd", from 0 to 1.
         ignore_index: The target of tokens that do not count.
-        num_terms: By what the sums are divided: the tokens of the whole step where this is a part of it. An integer, or a
-            0-dim tensor; None takes the tokens of this call that count, at least 1.
+        num_terms: By what the sums are divided: the tokens of the whole step where this is a part of it. A number above 0, or
+            a 0-dim tensor; None takes the tokens of this call that count, at least 1.
         teacher_topk: (ids [N, K], logits [N, K], tail) in place of hidden states and weight: distinct ids, and the curve of
             the others with tensors [N, Q]. D is then over K + 1 outcomes, the last for all ids that were not kept. Without a
             tail the K ids hold all mass, and "reverse" is refused, since it would be infinite. A temperature outside
@@ -136,7 +136,7 @@ def _on_device(temperature: float | Tensor, device: torch.device, dtype: torch.d
 
 
 def _check_options(
-    temperature: float | Tensor, direction: str, beta: float, num_terms: int | Tensor | None, device: torch.device
+    temperature: float | Tensor, direction: str, beta: float, num_terms: float | Tensor | None, device: torch.device
 ) -> None:
     if isinstance(temperature, Tensor):
         if temperature.dim() or not temperature.dtype.is_floating_point:
@@ -154,7 +154,7 @@ def _check_options(
     if isinstance(num_terms, Tensor):
         if num_terms.dim():
             raise GramianError(f"num_terms: {list(num_terms.shape)}; expected a number or a 0-dim tensor")
-    elif num_terms is not None and num_terms <= 0:
+    elif num_terms is not None and not 0 < num_terms < float("inf"):
         raise GramianError(f"num_terms: {num_terms}; expected a number above 0")
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gramian.distill.feature_loss import FeatureLoss
 from gramian.distill.features import debiased_cka
 from gramian.distill.head import Head
 from gramian.distill.loss import distill_loss
 from gramian.distill.metrics import SUMS
-from gramian.distill.signal import Dense, Sampled, Signal, Sparse, Tail
-from gramian.distill.teacher import head_of, hidden_of, linear_of
+from gramian.distill.proof import head_of
+from gramian.distill.signal import Dense, Sampled, Signal, Sparse, Tail, refuse_inference
+from gramian.distill.teacher import hidden_of, linear_of
 from gramian.linalg.wide import wide_dtype
 
 IGNORED = -100
@@ -42,7 +42,7 @@ class DistillObjective(nn.Module):
         """Hold the student; its head is looked at once.
 
         Args:
-            model: of a family that `teacher.py` understands, on its device.
+            model: of a family that `hidden_of` understands, on its device.
             options: the weights.
             features: which layers are held to the teacher's, with projectors to be trained.
 
@@ -92,12 +92,13 @@ class DistillObjective(nn.Module):
             return similar, similar
         linear = linear_of(self.model)
         head = Head(linear.weight, linear.bias, self._scale, self._softcap)
+        student = (hidden_BTD.flatten(0, 1), head, targets_BT.flatten())
+        terms = 1.0 / coefficient
         if signal is None:
-            return _cross_entropy(head, hidden_BTD, targets_BT, coefficient)
+            alone = distill_loss(*student, kd_weight=0.0, ce_weight=1.0, ignore_index=IGNORED, num_terms=terms)
+            return alone.loss, alone.sums[SUMS.index("ce")]
         out = distill_loss(
-            hidden_BTD.flatten(0, 1),
-            head,
-            targets_BT.flatten(),
+            *student,
             **_teacher_of(signal),
             temperature=temperature,
             kd_weight=self._options.kd_weight,
@@ -105,26 +106,19 @@ class DistillObjective(nn.Module):
             direction=self._options.direction,
             beta=self._options.beta,
             ignore_index=IGNORED,
-            num_terms=1.0 / coefficient,  # type: ignore[arg-type]
+            num_terms=terms,
         )
         loss, extra = out.loss, torch.zeros((), dtype=torch.float64, device=out.sums.device)
         if self.features is not None and not feature_weight:  # DDP waits for every parameter
             loss = loss + sum((0.0 * p.sum() for p in self.features.parameters()), start=loss.new_zeros(()))
         elif self.features is not None:
             counted_BT = targets_BT != IGNORED
+            refuse_inference(signal)
             distance = self.features(streams, signal.layers, counted_BT) * counted_BT.sum()
             loss = loss + (feature_weight * coefficient) * distance
             extra = distance.detach().to(torch.float64)
         nats = out.sums[SUMS.index("ce")]
         return loss, torch.cat([nats[None], out.sums, extra[None]])
-
-
-def _cross_entropy(head: Head, hidden_BTD: Tensor, targets_BT: Tensor, coefficient: float) -> tuple[Tensor, Tensor]:
-    logits_NV = head.logits(hidden_BTD.flatten(0, 1))
-    if logits_NV.dtype in (torch.float16, torch.bfloat16):
-        logits_NV = logits_NV.float()
-    total = F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total * coefficient, total.detach()
 
 
 def _teacher_of(signal: Signal) -> dict[str, Any]:

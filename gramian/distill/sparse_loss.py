@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gramian.kernels.distill_rows import Objective, Squash, assemble_rows
+from gramian.distill.chunked import Chunk
+from gramian.kernels.distill_rows import Squash, assemble_rows
 from gramian.kernels.divergence import EMPTY, divergence
 from gramian.kernels.rest_rows import rest_gradient_, rest_rows
 
@@ -30,20 +31,12 @@ class SparseTeacher:
     rest_at_one_N: Tensor
     """l(1)."""
 
-    def rows_(
-        self,
-        tokens: slice,
-        products_nV: Tensor,
-        targets_n: Tensor,
-        temperature: Tensor,
-        objective: Objective,
-        squash: Squash,
-        gradient: bool,
-        out_Rn: Tensor,
-    ) -> None:
+    def rows_(self, chunk: Chunk) -> None:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
-        wide, vocabulary = out_Rn.dtype, products_nV.shape[1]
-        ids_nK, t_nK = self.ids_NK[tokens], self.logits_NK[tokens].to(wide)
+        products_nV, targets_n, temperature = chunk.products_nV, chunk.targets_n, chunk.temperature
+        objective, squash = chunk.objective, chunk.squash
+        wide, vocabulary = chunk.out_Rn.dtype, products_nV.shape[1]
+        ids_nK, t_nK = self.ids_NK[chunk.tokens], self.logits_NK[chunk.tokens].to(wide)
         gold_n = _gold(products_nV, targets_n, squash, wide)
         z_nK = squash(products_nV.gather(1, ids_nK).to(wide))
         products_nV.scatter_(1, ids_nK, -torch.inf)
@@ -54,24 +47,24 @@ class SparseTeacher:
             rest_mean_n = torch.zeros_like(gold_n)
         between = divergence(
             torch.cat([z_nK / temperature, rest_n[:, None]], 1),
-            torch.cat([t_nK / temperature, self.rest_N[tokens, None].to(wide)], 1),
+            torch.cat([t_nK / temperature, self.rest_N[chunk.tokens, None].to(wide)], 1),
             torch.cat([z_nK, rest_mean_n[:, None]], 1),
-            torch.cat([t_nK, self.rest_slope_N[tokens, None].to(wide)], 1),
+            torch.cat([t_nK, self.rest_slope_N[chunk.tokens, None].to(wide)], 1),
             objective.direction,
             objective.beta,
         )
         at_one_n = torch.logaddexp(z_nK.logsumexp(1), rest_at_one_n)
         hit_nK = ids_nK == targets_n[:, None]
-        teacher_at_one_n = torch.logaddexp(t_nK.logsumexp(1), self.rest_at_one_N[tokens].to(wide))
+        teacher_at_one_n = torch.logaddexp(t_nK.logsumexp(1), self.rest_at_one_N[chunk.tokens].to(wide))
         largest_n = torch.maximum(largest_n, z_nK.amax(1))
         best_nK = (z_nK == largest_n[:, None]) & (t_nK == t_nK.amax(1, keepdim=True))
         assemble_rows(
-            targets_n, objective, vocabulary, temperature, out_Rn,
+            targets_n, objective, vocabulary, temperature, chunk.out_Rn,
             ce=at_one_n - gold_n, kl=between.value_N, agreement=best_nK.any(1),
             teacher_entropy=between.teacher_entropy_N, student_entropy=between.student_entropy_N, known=hit_nK.any(1),
             teacher_gold=torch.where(hit_nK, t_nK, 0.0).sum(1) - teacher_at_one_n, slope=between.slope_N,
         )  # fmt: skip
-        if gradient:
+        if chunk.gradient:
             kd_nK = objective.kd_weight * temperature * between.gradient_NK
             rest_gradient_(
                 products_nV, targets_n, temperature, kd_nK[:, -1], rest_n, at_one_n,
@@ -93,31 +86,23 @@ class SampledTeacher:
     ids_NK: Tensor
     weights_NK: Tensor
 
-    def rows_(
-        self,
-        tokens: slice,
-        products_nV: Tensor,
-        targets_n: Tensor,
-        temperature: Tensor,
-        objective: Objective,
-        squash: Squash,
-        gradient: bool,
-        out_Rn: Tensor,
-    ) -> None:
+    def rows_(self, chunk: Chunk) -> None:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
-        wide = out_Rn.dtype
-        ids_nK, weights_nK = self.ids_NK[tokens], self.weights_NK[tokens].to(wide)
+        products_nV, targets_n, temperature = chunk.products_nV, chunk.targets_n, chunk.temperature
+        objective, squash = chunk.objective, chunk.squash
+        wide = chunk.out_Rn.dtype
+        ids_nK, weights_nK = self.ids_NK[chunk.tokens], self.weights_NK[chunk.tokens].to(wide)
         gold_n = _gold(products_nV, targets_n, squash, wide)
         z_nK = squash(products_nV.gather(1, ids_nK).to(wide))
         _, lse_n, mean_n, at_one_n = rest_rows(products_nV, temperature, squash)
         unknown_n = torch.full_like(gold_n, torch.nan)
         assemble_rows(
-            targets_n, objective, products_nV.shape[1], temperature, out_Rn,
+            targets_n, objective, products_nV.shape[1], temperature, chunk.out_Rn,
             ce=at_one_n - gold_n, kl=(weights_nK * (lse_n[:, None] - z_nK / temperature)).sum(1), agreement=unknown_n,
             teacher_entropy=unknown_n, student_entropy=lse_n - mean_n / temperature,
             known=torch.zeros_like(targets_n, dtype=torch.bool), teacher_gold=unknown_n, slope=unknown_n,
         )  # fmt: skip
-        if gradient:
+        if chunk.gradient:
             drawn_nK = objective.kd_weight * temperature * weights_nK
             rest_gradient_(
                 products_nV, targets_n, temperature, drawn_nK.sum(1), lse_n, at_one_n,
@@ -132,28 +117,20 @@ class SampledTeacher:
 class NoTeacher:
     """Cross entropy alone. Whatever concerns a teacher is not a number."""
 
-    def rows_(
-        self,
-        tokens: slice,
-        products_nV: Tensor,
-        targets_n: Tensor,
-        temperature: Tensor,
-        objective: Objective,
-        squash: Squash,
-        gradient: bool,
-        out_Rn: Tensor,
-    ) -> None:
+    def rows_(self, chunk: Chunk) -> None:
         """The rows of a chunk; with `gradient` the student's products become their gradient."""
-        gold_n = _gold(products_nV, targets_n, squash, out_Rn.dtype)
+        products_nV, targets_n, temperature = chunk.products_nV, chunk.targets_n, chunk.temperature
+        objective, squash = chunk.objective, chunk.squash
+        gold_n = _gold(products_nV, targets_n, squash, chunk.out_Rn.dtype)
         _, lse_n, mean_n, at_one_n = rest_rows(products_nV, temperature, squash)
         unknown_n = torch.full_like(gold_n, torch.nan)
         assemble_rows(
-            targets_n, objective, products_nV.shape[1], temperature, out_Rn,
+            targets_n, objective, products_nV.shape[1], temperature, chunk.out_Rn,
             ce=at_one_n - gold_n, kl=unknown_n, agreement=unknown_n, teacher_entropy=unknown_n,
             student_entropy=lse_n - mean_n / temperature, known=torch.zeros_like(targets_n, dtype=torch.bool),
             teacher_gold=unknown_n, slope=unknown_n,
         )  # fmt: skip
-        if gradient:
+        if chunk.gradient:
             rest_gradient_(
                 products_nV, targets_n, temperature, torch.zeros_like(lse_n), lse_n, at_one_n,
                 objective.ce_weight, objective.ignore_index, squash,

@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gramian.distill import loss as loss_module
 from gramian.distill.feature_loss import FeatureLoss
 from gramian.distill.live import LiveTeacher
 from gramian.distill.objective import TOLD, DistillObjective, LossOptions
 from gramian.distill.signal import Dense, Sampled, Signal, Sparse
+from gramian.errors import GramianError
 from gramian.train.objective import IGNORED, logits_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
 from tests.distill.test_features import gram_debiased_cka, standardised
@@ -77,6 +80,30 @@ def test_without_a_signal_it_is_the_cross_entropy(family: str) -> None:
     assert (loss.item(), nats.item()) == (pytest.approx(0.5 * expected.item()), pytest.approx(expected.item()))
 
 
+class Largest(TorchDispatchMode):
+    """Most rows of any tensor over the vocabulary that was made, and is no view of another."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):  # type: ignore[no-untyped-def]
+        found = function(*arguments, **(named or {}))
+        made = isinstance(found, Tensor) and not function.is_view
+        if made and found.dim() == 2 and found.shape[1] == VOCABULARY:
+            self.rows = max(self.rows, found.shape[0])
+        return found
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_logits_of_all_tokens_are_never_held(taught: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in a step nor in an evaluation, which may see as many tokens."""
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 4)
+    told, (_, signal, _) = batch(), dense()
+    module = DistillObjective(model_of("gpt"), LossOptions())
+    with Largest() as largest:
+        module(told["tokens"], told["targets"], 0.5, signal=signal if taught else None)
+    assert 0 < largest.rows <= 4
+
+
 def test_sparse_and_sampled_signals_are_read() -> None:
     """All ids kept, or all drawn with their probabilities: the dense teacher again."""
     told, (_, signal, teacher_BTV) = batch(), dense()
@@ -112,6 +139,18 @@ def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weig
     loss.backward()
     for p in features.parameters():
         assert p.grad is not None and bool(p.grad.any()) == (weight > 0)
+
+
+def test_features_of_inference_mode_are_refused_in_one_line() -> None:
+    """Autograd would save them; without features nothing of the signal is saved."""
+    told, (teacher, _, _) = batch(), dense((1,))
+    with torch.inference_mode():
+        plain = teacher(told)
+        signal = Dense(plain.hidden_BTD * 1, plain.head, {1: plain.layers[1] * 1})
+    module = DistillObjective(model_of("gpt"), LossOptions(), FeatureLoss("cka", [(2, 1)], 16, 8))
+    module(told["tokens"], told["targets"], 0.1, signal=signal)[0].backward()
+    with pytest.raises(GramianError, match="^teacher: its signal was made in inference mode"):
+        module(told["tokens"], told["targets"], 0.1, signal=signal, feature_weight=1.0)
 
 
 def test_to_compare_is_the_similarity_of_final_hidden_states() -> None:
