@@ -73,10 +73,10 @@ def distill_loss(
         ignore_index: The target of tokens that do not count.
         num_terms: By what the sums are divided: the tokens of the whole step where this is a part of it. A number above 0, or
             a 0-dim tensor; None takes the tokens of this call that count, at least 1.
-        teacher_topk: (ids [N, K], logits [N, K], tail) in place of hidden states and weight: distinct ids, and the curve of
-            the others with tensors [N, Q]. D is then over K + 1 outcomes, the last for all ids that were not kept. Without a
-            tail the K ids hold all mass, and "reverse" is refused, since it would be infinite. A temperature outside
-            the curve's knots is refused as a number, and as a tensor goes along the tangent.
+        teacher_topk: (ids [N, K], logits [N, K], tail) in place of hidden states and weight: distinct ids (a logit of −∞
+            is no mass), and the curve of the others with tensors [N, Q]. D is then over K + 1 outcomes, the last for all ids
+            that were not kept. Without a tail the K ids hold all mass, and "reverse" is refused, since it would be infinite.
+            A temperature outside the curve's knots is refused as a number, and as a tensor goes along the tangent.
         teacher_sampled: (ids [N, K], weights [N, K]) drawn from the teacher at this temperature, weights adding up to 1 (in
             expectation): D becomes −Σ w log q, "forward" only, and T may not require grad.
 
@@ -218,7 +218,9 @@ def _sparse_teacher(
         rest, slope = tail_at(tail, u)
         # A tensor: the curve may not reach T = 1, and a metric is no reason to refuse.
         rest_at_one, _ = tail_at(tail, torch.ones((), device=ids.device))
-    return SparseTeacher(ids.detach().to(torch.int64), logits.detach(), rest, slope, rest_at_one)
+    # A kept id may have no mass at all, logit −∞: 0 · log 0 is 0.
+    kept = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clamp(min=EMPTY)
+    return SparseTeacher(ids.detach().to(torch.int64), kept, rest, slope, rest_at_one)
 
 
 def _sampled_teacher(

@@ -113,6 +113,23 @@ def test_a_float_outside_the_curve_is_refused_with_the_range():
         tail_at(Tail(torch.zeros(9, 1), torch.zeros(9, 1), torch.ones(1)), 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("direction", ["forward", "jsd"])
+def test_a_kept_id_without_mass_is_one_of_hardly_any(direction, dtype):
+    """As filters of other programs write them."""
+    case = Case(dtype=torch.float64)
+    ids, logits = topk_of(case, 6)[:2]
+    found = []
+    for little in (-torch.inf, -400.0):
+        told = logits.clone().to(dtype)
+        told[:, 3] = little
+        heat = torch.tensor(2.0, dtype=torch.float64)
+        out, gradients = ours(case, heat, teacher_topk=(ids, told, None), direction=direction)
+        found.append((out.loss, out.kl, out.teacher_entropy, gradients["weight"], gradients["T"]))
+    for one, other in zip(*found, strict=True):
+        assert one.isfinite().all() and relative(one, other) < 1e-6
+
+
 def test_ids_of_any_integer_dtype_and_logits_of_two_bytes():
     case = Case(dtype=torch.float32)
     ids, logits, _ = topk_of(case, 5)
