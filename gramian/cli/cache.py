@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             manifest = build_cache(cache_folder(config), teacher, training, options, where, progress)
         if where.rank == 0:
             write_origin(cache_folder(config), teacher_mark(config.teacher.path))
-        out.print(_told(manifest, str(cache_folder(config)), time.perf_counter() - started), markup=False)
+        told = _told(manifest, str(cache_folder(config)), time.perf_counter() - started)
+        out.print(told, markup=False, soft_wrap=True)
     return 0
 
 

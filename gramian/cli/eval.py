@@ -114,6 +114,7 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
                         length=data.length,
                         stride=each,
                         pack=data.pack and not data.isolate,
+                        rows=data.micro_batch or 16,
                         limit=arguments.windows,
                         progress=progress,
                     )

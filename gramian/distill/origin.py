@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from gramian.distill.cache.files import write_whole
+from gramian.distill.cache.files import told_in_one_line, write_whole
 
 ORIGIN = "origin.json"
 SAMPLES, SAMPLE = 64, 1 << 16
@@ -28,8 +28,15 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def write_origin(cache: Path, mark: str) -> None:
-    """Beside a cache's manifest."""
-    write_whole(cache / ORIGIN, (json.dumps({"fingerprint": mark}) + "\n").encode())
+    """Beside a cache's manifest, unless it is there already: a finished cache may lie where nothing can be written.
+
+    Raises:
+        GramianError: one line on what the disk refused.
+    """
+    if read_origin(cache) == mark:
+        return
+    with told_in_one_line(cache):
+        write_whole(cache / ORIGIN, (json.dumps({"fingerprint": mark}) + "\n").encode())
 
 
 def read_origin(cache: Path) -> str | None:

@@ -1,6 +1,8 @@
 """`gramian cache`: what it writes is what `gramian train` reads, once, whatever the teacher is."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from gramian.cli import main
 from gramian.distill.cache.reader import open_cache
 from gramian.distill.origin import fingerprint, read_origin, write_origin
+from gramian.errors import GramianError
 from gramian.train.saved import find_checkpoint
 from tests.distill.teachers import contents
 from tests.kit.matrix import FULL
@@ -33,7 +36,8 @@ def test_a_cache_is_written_beside_the_run_told_in_a_line_and_made_once(
 ) -> None:
     config = written(tmp_path, teacher={"source": source}, run={"steps": 10})
     assert main(["cache", config]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
     folder = tmp_path / "run-teacher"
     cache = open_cache(folder, kind=source)
     identity = cache.manifest.identity
@@ -144,7 +148,7 @@ def test_a_cache_of_a_teacher_that_was_trained_further_is_refused(
     assert main(["train", config]) == 0
 
 
-def test_marks_follow_the_weights(tmp_path: Path) -> None:
+def test_marks_follow_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.safetensors").write_bytes(bytes(5_000_000))
     marks = {fingerprint([tmp_path / "a.safetensors"])}
     for place in (0, 2_500_000, 4_999_999):
@@ -156,3 +160,11 @@ def test_marks_follow_the_weights(tmp_path: Path) -> None:
     assert read_origin(tmp_path) is None
     write_origin(tmp_path, "mark")
     assert read_origin(tmp_path) == "mark"
+    monkeypatch.setattr(os, "open", refused)
+    write_origin(tmp_path, "mark")  # nothing to write
+    with pytest.raises(GramianError, match="^cache: .* cannot be written .Read-only file system.; expected"):
+        write_origin(tmp_path, "another")
+
+
+def refused(*_: Any) -> int:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
