@@ -192,7 +192,7 @@ BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
     ),
     "a loss of the mean of each micro-batch": (
         partial(distance, data={"micro_batch": 3, "pack": False}),
-        (Edit(OBJECTIVE, "num_terms=1.0 / coefficient", "num_terms=None"),),
+        (Edit(OBJECTIVE, "terms = 1.0 / coefficient", "terms = None"),),
     ),
     "rows of other windows": (
         cached,

@@ -527,7 +527,7 @@ _LOOP = {
         "fixed",
     ),
     "the mean of each micro-batch": (
-        Edit("gramian.distill.objective:DistillObjective.forward", "num_terms=1.0 / coefficient", "num_terms=None"),
+        Edit("gramian.distill.objective:DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),
         "fixed",
     ),
     "layers one off": (
