@@ -40,7 +40,7 @@ def generate_text_tokens(
 
 @torch.no_grad()
 def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-    """One step per token with the model's cache of keys and values.
+    """One step per token with the model's cache of keys and values; one that has none reads the text again for every token.
 
     Its own `generate` would end at an end-of-text token, mix in the sampling options of its folder, and draw from the global
     generator.
@@ -57,9 +57,10 @@ def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature
         tokens_T, unread_T, cache = prompt_T, prompt_T, None
         for _ in range(length):
             found = model(input_ids=unread_T.unsqueeze(0), past_key_values=cache, use_cache=True)
-            cache = found.past_key_values
-            unread_T = draw(found.logits[0, -1], temperature, generator).to(tokens_T)
-            tokens_T = torch.cat([tokens_T, unread_T])
+            cache = getattr(found, "past_key_values", None)
+            drawn_T = draw(found.logits[0, -1], temperature, generator).to(tokens_T)
+            tokens_T = torch.cat([tokens_T, drawn_T])
+            unread_T = tokens_T if cache is None else drawn_T
     finally:
         model.train(was_training)
     return tokens_T

@@ -1,5 +1,7 @@
 """A Goose read token by token is the Goose read at once; text of any length in memory that does not grow."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,8 +79,19 @@ def test_every_model_keeps_the_prompt_and_repeats_with_its_seed(kind: str) -> No
     assert model.training and torch.equal(state, torch.get_rng_state())
 
 
-def test_a_hugging_face_model_is_sampled_from_its_own_logits() -> None:
-    model, prompt = huggingface(), torch.tensor([1, 2, 3])
+def without_keys_and_values() -> torch.nn.Module:
+    """A model whose outputs have no `past_key_values`."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shape = MambaConfig(vocab_size=17, hidden_size=8, num_hidden_layers=2, state_size=4, time_step_rank=2)
+        return MambaForCausalLM(shape)
+
+
+@pytest.mark.parametrize("build", [huggingface, without_keys_and_values])
+def test_a_hugging_face_model_is_sampled_from_its_own_logits(build: Callable[[], torch.nn.Module]) -> None:
+    model, prompt = build(), torch.tensor([1, 2, 3])
     generator, expected = torch.Generator().manual_seed(2), prompt
     model.eval()
     for _ in range(10):
