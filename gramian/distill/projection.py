@@ -74,6 +74,8 @@ def check_sides(hidden_ND: Tensor, head: Head | Tensor, tokens: int, side: str) 
     """Refuse what cannot be multiplied."""
     head = head if isinstance(head, Head) else Head(head)
     for name, tensor, dims in (("hidden", hidden_ND, 2), ("weight", head.weight_VD, 2)):
+        if not isinstance(tensor, Tensor):
+            raise GramianError(f"{side}_{name}: {type(tensor).__name__}; expected a tensor, or a Head for a weight")
         if tensor.dim() != dims or not tensor.dtype.is_floating_point:
             raise GramianError(
                 f"{side}_{name}: {tensor.dtype} {list(tensor.shape)}; expected floating point numbers of {dims} dimensions"

@@ -202,6 +202,8 @@ REFUSED = {
     r"targets: torch.float32 \[9\]; expected integers": {"targets": torch.zeros(9)},
     "student_hidden: 9 tokens; expected 4": {"targets": torch.zeros(4, dtype=torch.int64)},
     r"student_hidden: torch.float64 \[3, 3, 6\]; expected floating": {"student_hidden": torch.ones(3, 3, 6).double()},
+    "student_weight: Linear; expected a tensor": {"student_weight": torch.nn.Linear(6, 37)},
+    "teacher_weight: Linear; expected a tensor": {"teacher_weight": torch.nn.Linear(8, 37)},
     "teacher_weight: width 5; expected 8": {"teacher_weight": torch.ones(37, 5)},
     r"teacher_weight: bias \[3\]; expected \[37\]": {"teacher_weight": Head(torch.ones(37, 8), torch.ones(3))},
     "student_weight: no rows": {"student_weight": torch.ones(0, 6), "targets": torch.full((9,), -100)},
