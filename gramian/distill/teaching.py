@@ -44,7 +44,7 @@ class Teaching:
         self.source, self.temperature, self.switch, self.world = source, temperature, switch, world
         self._least = correlation
         self._correlation: float | None = None
-        self._far = False
+        self._far = self._stuck = False
         self._step, self._now = 0, torch.ones(())
 
     @property
@@ -81,7 +81,8 @@ class Teaching:
     def heard(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:
         """The extra values of a step have arrived: events that they give rise to."""
         self._correlation = told(extra, 1)["correlation"]
-        if extra["temperature_stuck"] != STUCK_STEPS:
+        before, self._stuck = self._stuck, extra["temperature_stuck"] >= STUCK_STEPS
+        if before or not self._stuck:  # a step that the scaler skips comes twice
             return []
         low, high = self.temperature.options.low, self.temperature.options.high
         text = (
@@ -130,6 +131,7 @@ class Teaching:
             "switch": self.switch.state_dict(),
             "correlation": self._correlation,
             "far": self._far,
+            "stuck": self._stuck,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], validated: int | None = None) -> None:
@@ -143,7 +145,7 @@ class Teaching:
         self._correlation = state["correlation"]
         if validated is None:
             self.switch.load_state_dict(state["switch"])
-            self._far = state["far"]
+            self._far, self._stuck = state["far"], state["stuck"]
         else:
             self.switch.forget_after(validated)
 

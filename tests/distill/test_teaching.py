@@ -91,6 +91,15 @@ def test_a_temperature_on_its_bound_is_told_once() -> None:
     assert "1 to 5" in events[0]["text"] and "\n" not in events[0]["text"]
 
 
+def test_a_skipped_step_and_a_resume_do_not_tell_of_the_bound_again_and_leaving_it_does() -> None:
+    one, again = teaching(), teaching()
+    at = extra(stuck=float(STUCK_STEPS))  # a step that the scaler skips leaves the count as it is
+    assert [len(one.heard(at)) for _ in range(3)] == [1, 0, 0]
+    again.load_state_dict(saved(one))
+    assert again.heard(at) == []
+    assert [len(one.heard(extra(stuck=float(stuck)))) for stuck in (0, STUCK_STEPS)] == [0, 1]
+
+
 def test_a_student_that_is_far_is_told_until_it_is_near_again() -> None:
     one = teaching()
     seen = []
