@@ -77,9 +77,20 @@ def run_demo(plan: Plan, out: Path, world: World, screen: Screen) -> Result:
         Stopped: if a check failed, or a run was ended by its guard or by a signal.
     """
     runs = runs_of(plan, out)
-    with ExitStack() as held:
+    with _threads(plan.threads), ExitStack() as held:
         folders = {name: held.enter_context(_taken(config)) for name, config in vars(runs).items()}
         return _Demo(plan, runs, folders, world, screen).run()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch's, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
