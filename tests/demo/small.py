@@ -16,7 +16,7 @@ def small(**changes: Any) -> Plan:
         "warmup": 2,
         "eval_every": 6,
         "doctor": Doctor(overfit_steps=200, overfit_windows=1),
-        "scored_windows": 40,
+        "scored_windows": 20,
         "sample_tokens": 20,
     }
     return Plan(**(told | changes))
