@@ -81,7 +81,8 @@ class DistillObjective(nn.Module):
             The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone. To `compare`, the
             debiased CKA of the student's final hidden states with the teacher's, twice.
         """
-        layers = self.features.student_layers if self.features is not None and feature_weight else ()
+        # Also while the weight is 0: a compiled forward does not notice hooks that come later.
+        layers = () if self.features is None else self.features.student_layers
         hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
         if compare:
             assert isinstance(signal, Dense)

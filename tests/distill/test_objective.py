@@ -13,6 +13,7 @@ from gramian.distill.feature_loss import FeatureLoss
 from gramian.distill.live import LiveTeacher
 from gramian.distill.objective import TOLD, DistillObjective, LossOptions
 from gramian.distill.signal import Dense, Sampled, Signal, Sparse
+from gramian.distill.teacher import body_of
 from gramian.errors import GramianError
 from gramian.train.objective import IGNORED, logits_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
@@ -139,6 +140,27 @@ def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weig
     loss.backward()
     for p in features.parameters():
         assert p.grad is not None and bool(p.grad.any()) == (weight > 0)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_a_compiled_student_has_its_features_when_they_begin(family: str) -> None:
+    """A step without them, an evaluation, then a step with them: forwards that were compiled before."""
+    told, (_, signal, _) = batch(), dense((1,))
+    found = []
+    for compiled in (False, True):
+        model = model_of(family)
+        if compiled and family == "gpt":
+            model.hidden = torch.compile(model.hidden, backend="eager")
+        elif compiled:
+            body_of(model).compile(backend="eager")
+        module = DistillObjective(model, LossOptions(), FeatureLoss("cka", [(2, 1)], 16, 8))
+        step: dict[str, Any] = {"signal": signal, "temperature": 2.0}
+        module(told["tokens"], told["targets"], 0.1, **step)[0].backward()
+        with torch.no_grad():
+            module(told["tokens"], told["targets"], 0.1)
+        loss, _ = module(told["tokens"], told["targets"], 0.1, **step, feature_weight=0.5)
+        found.append(loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 def test_features_of_inference_mode_are_refused_in_one_line() -> None:
