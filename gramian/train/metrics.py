@@ -97,7 +97,7 @@ class RunLog:
             self._events.write(line)
         self._waiting.clear()
         self._started = self._last = self._clock_at_eval = time.perf_counter()
-        self._attempts_before = self._run.attempt
+        self._attempts_before, self._last_tokens = self._run.attempt, self._run.tokens
 
     def close(self) -> None:
         """No more lines."""
