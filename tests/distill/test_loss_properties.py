@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gramian
-from gramian.distill import chunked, distill_loss, loss, metrics_of
+from gramian.distill import Tail, chunked, distill_loss, loss, metrics_of, signal
 from tests.distill.loss_cases import Case, ours, relative
 
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -286,7 +286,7 @@ def test_chunks_stay_within_the_stated_bytes():
 
 
 def test_it_is_found_in_the_package():
-    assert gramian.distill.distill_loss is distill_loss
+    assert gramian.distill.distill_loss is distill_loss and Tail is signal.Tail
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         gramian.nothing  # noqa: B018
 
