@@ -242,7 +242,7 @@ class Teacher:
     cache: str = ""
     """Folder of the cache; "": beside the run, with "-teacher" behind its name."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Of hidden states in a cache; "auto": that of the teacher's weights."""
+    """Of hidden states in a cache; "auto": bf16 of a teacher in bf16, else fp16."""
     k: Count = 64
     """Largest logits of a token that a "topk" cache keeps."""
     knots: Annotated[int, msgspec.Meta(ge=2)] = 6

@@ -32,13 +32,12 @@ def load_huggingface(
         if fresh:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = causal.from_config(shape, attn_implementation="sdpa")
+                model = causal.from_config(shape)
         else:
             model, told = causal.from_pretrained(
                 path,
                 local_files_only=True,
                 use_safetensors=True,
-                attn_implementation="sdpa",
                 dtype=torch.float32,
                 output_loading_info=True,
             )
