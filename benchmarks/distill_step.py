@@ -1,11 +1,11 @@
 """A step of distillation from a cache of hidden states over a step with cross entropy alone, in one run.
 
 Steps are those of the training loop (`Stepper`: forward, backward, clip, fused AdamW) on batches that `Batches` makes; nothing
-waits for the device inside a block of steps. All variants of a student share its weights and its optimizer:
+waits for the device inside a turn, of four steps. All variants of a student share its weights and its optimizer:
 
     plain           whole logits and F.cross_entropy, as `gramian train` without a teacher
     fused           cross entropy alone through the fused loss, no teacher: what distillation is compared with
-    cache           the same student taught from a cache of hidden states, T = 2
+    cache           the same student taught from a cache of hidden states, T = 2: rows of a step are read during the one before
     cache, learned  the same, and T moves
     …, in halves    two micro-batches: rows of the second are read while the first goes back
 
@@ -41,6 +41,7 @@ from gramian.distill.teaching import Teaching
 from gramian.distill.temperature import Temperature, TemperatureOptions
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
+from gramian.train.ahead import announced
 from gramian.train.config import Optimizer, Precision
 from gramian.train.data import Batches, StepBatch, Windows
 from gramian.train.data.stream import Stream
@@ -169,6 +170,8 @@ class Student:
             objective, self.optimizer, self.numbers, WORLD, max_norm=1.0, seed=0, teaching=teaching
         )  # fmt: skip
         batches = self.steps(self.size.batch // 2 if halves else 0)
+        if teaching is not None and isinstance(teaching.source, Cache):
+            batches = announced(batches, teaching.source)
 
         def step() -> None:
             batch = next(batches)
@@ -280,7 +283,7 @@ def main() -> None:
     """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--only", help="sizes whose name contains this; others stay as they are in the JSON")
     parser.add_argument("--no-autocast", action="store_true", help="leave out the first size with float32 weights")
     arguments = parser.parse_args()

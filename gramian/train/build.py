@@ -11,12 +11,14 @@ from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.curvature.precondition import KL_CLIP
+from gramian.distill.cache.reader import Cache
 from gramian.distill.teaching import Teaching
 from gramian.errors import GramianError
 from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
 from gramian.parallel.wrap import spread
+from gramian.train.ahead import announced
 from gramian.train.config import Config
 from gramian.train.data import Batches, StepBatch, Windows, load_windows
 from gramian.train.models import build_model, recompute
@@ -47,9 +49,11 @@ class Parts:
     """None of a private run, whose stepper draws its own."""
 
     def batches_from(self, position: int, skipped: Collection[int]) -> Iterator[StepBatch] | Iterator[Draw]:
-        """Batches from a position of the data on."""
+        """Batches from a position of the data on; rows of a cached teacher are read a step ahead."""
         if self.batches is not None:
-            return self.batches.from_position(position, skipped)
+            batches = self.batches.from_position(position, skipped)
+            source = None if self.teaching is None else self.teaching.source
+            return announced(batches, source) if isinstance(source, Cache) else batches
         assert isinstance(self.stepper, PrivateStepper)
         return self.stepper.batches()
 

@@ -1,6 +1,8 @@
 """Caches of every kind: row i is window i, errors are those that the manifest states, other inputs are refused by name."""
 
 import json
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +87,70 @@ def test_any_order_and_batch_reads_the_same_rows(
     for row, window in enumerate(index):
         for one, other in zip(rows_of(signal, row), rows_of(cache(batch_of(DATA, [window])), 0), strict=True):
             assert torch.equal(one, other)
+    cache.close()
+
+
+def test_batches_are_announced_and_asked_for_in_any_order(built: Callable[[str], Path]) -> None:
+    """Two at once, of equal windows too: each is read once, and none is another's."""
+    cache, reads = opened(built("hidden")), []
+    plain = cache._gathered
+    cache._gathered = lambda windows_B: (reads.append(windows_B), plain(windows_B))[1]  # type: ignore[method-assign,func-returns-value]
+    batches = [batch_of(DATA, index) for index in ([3, 22], [5, 1], [5, 1])]
+    expected = [list(tensors_of(opened(built("hidden"))(batch))) for batch in batches]
+    for order in ([0, 1, 2], [2, 0, 1]):
+        reads.clear()
+        for batch in batches:
+            cache.upcoming(batch)
+        for number in order:
+            for one, other in zip(tensors_of(cache(batches[number])), expected[number], strict=True):
+                assert torch.equal(one, other)
+        assert len(reads) == 3 and all(one is batch["windows"] for one, batch in zip(reads, batches, strict=True))
+        assert len(cache._ahead) == 0
+    cache.close()
+
+
+def test_rows_that_were_announced_are_gone_with_their_batch(built: Callable[[str], Path]) -> None:
+    cache = opened(built("hidden"))
+    kept, left = batch_of(DATA, [3, 22]), batch_of(DATA, [5, 1])
+    cache.upcoming(kept)
+    cache.upcoming(left)
+    rows = weakref.ref(cache._ahead[left["windows"]].result()["hidden"])
+    assert cache._thread is not None
+    cache._thread.submit(int).result()  # the thread holds nothing of the read before
+    assert len(cache._ahead) == 2
+    del left
+    assert len(cache._ahead) == 1 and rows() is None
+    cache.close()
+    assert len(cache._ahead) == 0
+
+
+def test_closing_does_not_read_what_was_announced(built: Callable[[str], Path]) -> None:
+    cache, begun, go = opened(built("hidden")), threading.Event(), threading.Event()
+    reads, plain = [], cache._gathered
+
+    def gathered(windows_B: Tensor) -> dict[str, Tensor]:
+        reads.append(windows_B)
+        begun.set()
+        go.wait()
+        return plain(windows_B)
+
+    cache._gathered = gathered  # type: ignore[method-assign]
+    batches = [batch_of(DATA, [row]) for row in (0, 1)]
+    for batch in batches:
+        cache.upcoming(batch)
+    begun.wait()
+    threading.Timer(0.2, go.set).start()
+    cache.close()
+    assert len(reads) == 1
+    assert cache(batches[1]) is not None and len(reads) == 2  # a closed cache can be read all the same
+
+
+def test_a_window_that_is_not_there_is_refused_when_it_is_asked_for(built: Callable[[str], Path]) -> None:
+    cache = opened(built("hidden"))
+    batch = {"windows": torch.tensor([len(DATA)])}
+    cache.upcoming(batch)
+    with pytest.raises(GramianError, match=r"^windows: the cache .* has no window"):
+        cache(batch)
     cache.close()
 
 

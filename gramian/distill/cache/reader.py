@@ -4,7 +4,7 @@ Legend: B windows, T tokens, D width.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gramian.distill.cache.files import damage
 from gramian.distill.cache.layout import Column
@@ -28,7 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 class Cache:
     """A teacher's signal on disk, by window; made by `open_cache`.
 
-    Rows are read from memory maps into page-locked memory and copied without waiting, where there is a GPU. Cost of a call:
+    Rows are read from memory maps into page-locked memory and copied without waiting, where there is a GPU. Every read has
+    memory of its own, which torch gives to no other before the copies from it are over. Cost of a call:
     `manifest.bytes_per_token` for every token.
     """
 
@@ -38,7 +40,7 @@ class Cache:
         self._heads: dict[torch.device, Head] = {} if head is None else {head.weight_VD.device: head}
         self._maps: dict[tuple[str, int], Bytes] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[Tensor, Future[_Rows]] | None = None
+        self._ahead: MutableMapping[Tensor, Future[_Rows]] = WeakTensorKeyDictionary()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -73,26 +75,27 @@ class Cache:
             GramianError: if there is no such window.
         """
         windows_B = batch["windows"]
-        ahead = self._ahead
-        if ahead is not None and ahead[0] is windows_B:
-            self._ahead = None
-            raw = ahead[1].result()
-        else:
-            raw = self._gathered(windows_B)
+        ahead = self._ahead.pop(windows_B, None)
+        raw = self._gathered(windows_B) if ahead is None else ahead.result()
         device = batch["tokens"].device if "tokens" in batch else windows_B.device
         return self._signal(raw, len(windows_B), device)
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Begin to read the rows of a batch that will be asked for next, in a thread."""
+        """Begin to read the rows of a batch that will be asked for soon, in a thread: one read after another.
+
+        They are told from others by the very tensor of "windows", and are kept until the batch is asked for or is gone. What
+        goes wrong is raised when it is asked for.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher-cache")
-        self._ahead = (batch["windows"], self._thread.submit(self._gathered, batch["windows"]))
+        self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
     def close(self) -> None:
         """End the thread, and let go of the files."""
         if self._thread is not None:
-            self._thread.shutdown()
-        self._thread, self._ahead = None, None
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = None
+        self._ahead.clear()
         self._maps.clear()
 
     def _gathered(self, windows_B: Tensor) -> _Rows:
