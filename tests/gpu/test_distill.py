@@ -108,7 +108,7 @@ def test_equal_sides_have_no_divergence_and_no_gradient(dtype, direction):
     objective = Objective(**direction, ce_weight=0.0)
     products = student.clone()
     rows = distill_rows_kernel(products, student, targets, torch.tensor(3.0, device="cuda"), objective, gradient=True)
-    assert rows[1].abs().max() < 1e-12 and products.abs().max() < 1e-10
+    assert float(rows[1].abs().max()) < 1e-12 and float(products.abs().max()) < 1e-10  # in float16 1e-10 would be 0
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

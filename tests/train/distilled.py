@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from gramian.cli import main
 from gramian.parallel.world import World
 from gramian.train.build import Parts, build
 from gramian.train.config import Config
+from gramian.train.objective import Measured
 from gramian.train.record import write_record
 from gramian.train.run_folder import RunFolder, read_lines
 from gramian.train.trainer import Ended, Trainer
@@ -119,3 +121,15 @@ def evaluations(folder: Path | str) -> list[dict[str, Any]]:
 def events(folder: Path | str, kind: str) -> list[dict[str, Any]]:
     """Events of a kind."""
     return [event for event in read_lines(Path(folder) / "events.jsonl") if event["event"] == kind]
+
+
+def validating(monkeypatch: pytest.MonkeyPatch, losses: Callable[[int], float]) -> None:
+    """Validation losses by the number of evaluations before; the teacher, which has its own, is trained first."""
+    teacher_run()
+    asked: list[int] = []
+
+    def evaluate(parts: Parts, windows: int) -> Measured:
+        asked.append(1)
+        return Measured(100 * losses(len(asked) - 1), 100)
+
+    monkeypatch.setattr("gramian.train.trainer.evaluate", evaluate)

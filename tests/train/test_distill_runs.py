@@ -22,7 +22,6 @@ from gramian.train.config import Config
 from gramian.train.data import load_windows
 from gramian.train.data.order import windows_at
 from gramian.train.models import build_model
-from gramian.train.objective import Measured
 from gramian.train.saved import load_run
 from gramian.train.stepper import Stepper
 from gramian.verify.runs.resume import Kill, check_resume, random_kills
@@ -38,6 +37,7 @@ from tests.train.distilled import (
     student,
     teacher_run,
     train,
+    validating,
 )
 
 pytestmark = pytest.mark.xdist_group("distill")
@@ -358,17 +358,6 @@ def spoiled(positions: set[int], seen: list[tuple[int, float, float]]) -> Callab
         stepper._backward = backward  # type: ignore[method-assign]
 
     return fault
-
-
-def validating(monkeypatch: pytest.MonkeyPatch, losses: Callable[[int], float]) -> None:
-    """Validation losses by the number of evaluations before."""
-    asked: list[int] = []
-
-    def evaluate(parts: Parts, windows: int) -> Measured:
-        asked.append(1)
-        return Measured(100 * losses(len(asked) - 1), 100)
-
-    monkeypatch.setattr("gramian.train.trainer.evaluate", evaluate)
 
 
 def test_a_rollback_restores_the_temperature_and_keeps_what_evaluations_said(

@@ -146,7 +146,7 @@ def test_memory_of_shapes_that_are_gone_is_freed() -> None:
     snapshots.take(0, {"factor": torch.zeros(5, 5)}, {})
     snapshots.take(1, {"factor": torch.zeros(6, 6)}, {})
     snapshots.take(2, {"factor": torch.zeros(6, 6)}, {})
-    assert {key[0] for key in snapshots._free} <= {torch.Size([6, 6])}
+    assert {tensor[1] for state in snapshots._free for tensor in state} <= {torch.Size([6, 6])}
 
 
 def test_a_snapshot_dies_with_its_last_holder() -> None:
@@ -220,3 +220,23 @@ def test_a_part_gives_the_box_that_another_process_needs() -> None:
 def test_keep_is_a_number_of_at_least_one(keep: object) -> None:
     with pytest.raises(GramianError, match="^keep: .*; expected an integer of at least 1"):
         Snapshots(keep)
+
+
+@pytest.mark.parametrize("piece", [1, 64, 10**9])
+def test_a_copy_is_the_same_in_pieces_of_any_size(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gramian.train.snapshot.PIECE", piece)
+    tensors = {
+        "matrix": torch.arange(6.0).reshape(2, 3).T,
+        "scalar": torch.tensor(7.0),
+        "nothing": torch.empty(0, 3),
+        "count": torch.tensor([1, 2], dtype=torch.int64),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "double": torch.ones(9, dtype=torch.float64),
+    }
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    snapshot = Snapshots(1).take(0, tensors, {})
+    for tensor in tensors.values():
+        tensor.zero_()
+    restore_into(snapshot, tensors)
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+    assert snapshot.nbytes == sum(tensor.nbytes for tensor in tensors.values())
