@@ -1,10 +1,12 @@
 """Runs of the training loop for `distill_evidence.py`: a config in, one dictionary of figures out, kept beside the run.
 
-A run that a folder has already is not repeated, so that the parts of the evidence can be measured at different times.
+A run that a folder has already is not repeated, so that the parts of the evidence can be measured at different times, or by
+several processes at once.
 """
 
 import functools
 import json
+import os
 import shutil
 import statistics
 import time
@@ -191,7 +193,7 @@ class Bench:
             {"teacher": {"source": "hidden", "cache": config.teacher.cache}} if config.teacher is not None else {}
         )
         shape = {key: value for key, value in vars(config.model).items() if value is not None}
-        self._trained(self.config("warm", shape, 3, batch=config.data.batch, **sections), None)
+        self._trained(self.config(f"warm-{os.getpid()}", shape, 3, batch=config.data.batch, **sections), None)
 
     def _trained(self, config: Config, change: Change | None) -> dict[str, Any]:
         shutil.rmtree(config.run.folder, ignore_errors=True)
