@@ -126,8 +126,11 @@ class Teaching:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
+        return {"temperature": self.temperature.state_dict(), **self.heard_state()}
+
+    def heard_state(self) -> dict[str, Any]:
+        """The part of it that follows from numbers that were heard, not from steps that were taken."""
         return {
-            "temperature": self.temperature.state_dict(),
             "switch": self.switch.state_dict(),
             "correlation": self._correlation,
             "far": self._far,

@@ -102,15 +102,13 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
-    """The state after `step` steps. Its memory is used again once neither it nor one of its parts is held by anyone."""
+class Copied:
+    """The tensors after `step` steps. Their memory is used again once neither this nor one of its parts is held by anyone."""
 
     step: int
     held: dict[str, Part] = field(repr=False)
     """The copies, which may still be under way; `parts` waits for them."""
-    facts_text: str = field(repr=False)
-    """The facts as JSON: a rollback gets what a resume from disk would get."""
-    arrivals: tuple[torch.cuda.Event, ...] = field(default=(), repr=False)
+    arrivals: tuple[torch.cuda.Event, ...] = field(repr=False)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -118,6 +116,14 @@ class Snapshot:
         for arrival in self.arrivals:
             arrival.synchronize()
         return self.held
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot(Copied):
+    """The state after `step` steps."""
+
+    facts_text: str = field(repr=False)
+    """The facts as JSON: a rollback gets what a resume from disk would get."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -169,21 +175,28 @@ class Snapshots:
     def take(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str] = ()
     ) -> Snapshot:
-        """Copy the state.
-
-        Args:
-            step: steps done; not less than that of the newest copy, which an equal one replaces.
-            tensors: the state's tensors; of a DTensor the local shard is copied.
-            facts: the rest of the state, in values that JSON can hold; tuples come back as lists.
-            steady: names of tensors that nothing changes before `settle`, and that stay allocated.
-
-        Returns:
-            The copy: later changes of the state do not reach it.
+        """Copy the state, and keep the copy: `copy` and `keep` in one.
 
         Raises:
             GramianError: naming a fact that is no plain value, or a step that goes back.
         """
-        text = json.dumps(_plain("facts", facts))
+        _plain("facts", facts)
+        return self.keep_copy(self.copy(step, tensors, steady), facts)
+
+    def copy(self, step: int, tensors: Mapping[str, Tensor], steady: Collection[str] = ()) -> Copied:
+        """Copy the tensors of a state whose facts are not all known yet; the oldest copy makes room for it.
+
+        Args:
+            step: steps done; not less than that of the newest copy, which an equal one replaces.
+            tensors: the state's tensors; of a DTensor the local shard is copied.
+            steady: names of tensors that nothing changes before `settle`, and that stay allocated.
+
+        Returns:
+            The copy: later changes of the state do not reach it. It is forgotten unless `keep_copy` gets it.
+
+        Raises:
+            GramianError: for a step that goes back.
+        """
         if self._ring and step < self._ring[-1].step:
             raise GramianError(
                 f"step: {step}, but there is a snapshot of step {self._ring[-1].step}; expected drop_after before it"
@@ -203,7 +216,20 @@ class Snapshots:
         arrivals = self._copy({name: view.local for name, view in views.items()}, pieces)
         buffers = {name: buffer for piece in pieces for name, buffer in piece.buffers.items()}
         held = {name: Part(view.extent, buffers[name], lease) for name, view in views.items()}
-        self._ring.append(Snapshot(step, held, text, arrivals))
+        return Copied(step, held, arrivals)
+
+    def keep_copy(self, copied: Copied, facts: Mapping[str, Any]) -> Snapshot:
+        """Make a copy the newest snapshot.
+
+        Args:
+            copied: by `copy`, the last one.
+            facts: the rest of the state, in values that JSON can hold; tuples come back as lists.
+
+        Raises:
+            GramianError: naming a fact that is no plain value.
+        """
+        text = json.dumps(_plain("facts", facts))
+        self._ring.append(Snapshot(copied.step, copied.held, copied.arrivals, text))
         return self._ring[-1]
 
     def settle(self) -> None:

@@ -7,12 +7,13 @@ because everything else is a function of the config and these integers.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from gramian.distill.teaching import EXTRA
 from gramian.errors import GramianError
@@ -29,7 +30,7 @@ from gramian.train.private import PrivateStepper
 from gramian.train.replay import first_nonfinite
 from gramian.train.run_folder import RunFolder
 from gramian.train.schedule import learning_rate
-from gramian.train.snapshot import Part, Snapshot, Snapshots
+from gramian.train.snapshot import Copied, Part, Snapshot, Snapshots
 from gramian.train.state import extents, facts_of, load, tensors_of
 
 SNAPSHOTS = 3
@@ -85,6 +86,8 @@ class Trainer:
         )
         self._batches: Iterator[Any] = iter(())
         self._snapshot_due = self._flagged = False
+        self._copies: deque[tuple[Copied, dict[str, Any]]] = deque()
+        """After steps whose numbers are on their way, with what else was known when they were taken."""
         self._evaluated = self._written = self._deaths = 0
         self._unhealthy = False
         self._repeats_until = 0
@@ -122,6 +125,9 @@ class Trainer:
         while self.step < self.config.run.steps and not self._budget_spent():
             self._attempt(interrupts.requested is not None)
             due = self._due()
+            if self._snapshot_due and not due:
+                self._copies.append(self._copy())
+                self._snapshot_due = False
             went_on, ended = self._look(wait=due)
             if ended is None and self._flagged:  # on any process; all of them see it here
                 _, ended = self._look(wait=True)
@@ -146,6 +152,7 @@ class Trainer:
             self.tokens += outcome.tokens
             if outcome.attempt.repeated:
                 self._flagged = self._flagged or outcome.flagged
+                self._keep_copy(outcome)
                 continue
             verdict = self.guard.observe(self._observation(outcome))
             self.log.outcome(outcome)
@@ -161,6 +168,7 @@ class Trainer:
             if isinstance(verdict, Rollback):
                 self._roll_back(verdict)
                 return False, None
+            self._keep_copy(outcome)
         return True, None
 
     def _attempt(self, flag: bool) -> None:
@@ -212,23 +220,33 @@ class Trainer:
     # ---- what is due -------------------------------------------------------------------------------------------------
 
     def _due(self) -> bool:
-        """True if this step's numbers are needed now: a copy is taken, or the model evaluated, of sound states alone."""
-        on_grid = self.step % self.config.checkpoint.snapshot_every == 0
-        if (
-            on_grid and self.step not in self.snapshots.steps
-        ):  # else the scaler skipped the step: the copy is from before
-            self._snapshot_due = True
-        return self._snapshot_due or self._eval_due() or self.step >= self.config.run.steps
+        """True if this step's numbers are needed now: the model is evaluated, or it is the last. Copies are begun before."""
+        held = [*self.snapshots.steps, *(copied.step for copied, _ in self._copies)]
+        if self.step % self.config.checkpoint.snapshot_every == 0 and self.step not in held:
+            self._snapshot_due = True  # else the scaler skipped the step: the copy is from before
+        return self._eval_due() or self.step >= self.config.run.steps
 
     def _keep_up(self) -> None:
         """Evaluate, copy and write what is due; what was found out by the first is in the others."""
         ends = self.step >= self.config.run.steps or self._budget_spent()
         better = self._evaluate() if self._eval_due() or ends else False
-        if not better and not (self._snapshot_due and self.guard.calm):
+        if better or (self._snapshot_due and self.guard.calm):
+            self._snapshot_due = False
+            self._write_if_due(self._snapshot(), better)
+
+    def _keep_copy(self, outcome: Outcome) -> None:
+        """The numbers of a step are there: a copy that was taken after it becomes a snapshot, if it is sound."""
+        if not self._copies or self._copies[0][1]["position"] != outcome.attempt.position + 1:
             return
-        self._snapshot_due = False
-        snapshot, every = self._snapshot(), self.config.checkpoint.every
-        if better or self.step // every > self._written // every:
+        copied, facts = self._copies.popleft()
+        if self.guard.calm:
+            self._write_if_due(self.snapshots.keep_copy(copied, self._with_heard(facts)))
+        else:
+            self._snapshot_due = True
+
+    def _write_if_due(self, snapshot: Snapshot, better: bool = False) -> None:
+        every = self.config.checkpoint.every
+        if better or snapshot.step // every > self._written // every:
             self._write(snapshot, best=better)
 
     def _write(self, snapshot: Snapshot, best: bool = False) -> None:
@@ -253,7 +271,8 @@ class Trainer:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _copy(self) -> tuple[Copied, dict[str, Any]]:
+        """Copy the tensors of the state; with it the facts that the next step changes."""
         parts = self.parts
         tensors = tensors_of(parts.module, parts.optimizer)
         scaler = parts.stepper.scaler
@@ -264,15 +283,9 @@ class Trainer:
             "step": self.step,
             "position": self.position,
             "attempt": self.attempt,
-            "tokens": self.tokens,
             "skipped": sorted(self.skipped),
             "trail": [list(entry) for entry in self.trail],
-            "best": self.best,
-            "evaluated": self._evaluated,
-            "unhealthy": self._unhealthy,
             "repeats_until": self._repeats_until,
-            "clipped": list(self.log.clipped),
-            "guard": self.guard.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": facts_of(parts.module, parts.optimizer),
         }
@@ -282,12 +295,27 @@ class Trainer:
             facts["kfac"] = split("kfac", parts.stepper.kfac.state_dict(), tensors)
         if parts.teaching is not None:
             facts["teaching"] = split("teaching", parts.teaching.state_dict(), tensors)
-        return tensors, facts
+        steady = {name for name, t in tensors.items() if isinstance(t, nn.Parameter) or name.startswith("optimizer.")}
+        return self.snapshots.copy(self.step, tensors, steady), facts
+
+    def _with_heard(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """With what the numbers up to that step have told; those of later steps must not have been read yet."""
+        more: dict[str, Any] = {
+            "tokens": self.tokens,
+            "best": self.best,
+            "evaluated": self._evaluated,
+            "unhealthy": self._unhealthy,
+            "clipped": list(self.log.clipped),
+            "guard": self.guard.state_dict(),
+        }
+        if self.parts.teaching is not None:
+            more["teaching"] = {**facts["teaching"], **split("teaching", self.parts.teaching.heard_state(), {})}
+        return {**facts, **more}
 
     def _snapshot(self) -> Snapshot:
-        tensors, facts = self._state()
-        steady = {name for name, t in tensors.items() if isinstance(t, nn.Parameter) or name.startswith("optimizer.")}
-        return self.snapshots.take(self.step, tensors, facts, steady)
+        """The state now, when all numbers were read."""
+        copied, facts = self._copy()
+        return self.snapshots.keep_copy(copied, self._with_heard(facts))
 
     def _restore(self, saved: dict[str, Part], facts: dict[str, Any], validated: int | None = None) -> None:
         """Model, optimizer, scaler, factors and position; not the guard, the best, nor what privacy has spent.
@@ -357,6 +385,7 @@ class Trainer:
     def _roll_back(self, verdict: Rollback) -> None:
         """Restore the state from before the first suspicious step, and leave the data of all of them out from now on."""
         self.late.clear()
+        self._copies.clear()
         bad = sorted({position for step, position in self.trail if step in verdict.skip})
         at = self.step
         self._restore(*self._state_before(verdict.to_before), verdict.to_before)
