@@ -5,7 +5,8 @@ state, by the non-overlapping perplexity on the first windows of the validation 
 least and the most of the seeds. Parts, each callable by itself with --only, all in one JSON:
 
     teacher       a GPT, and the cache of its hidden states; all other parts but "scan" need it
-    student       a small GPT distilled, the same with cross entropy alone, and that again for as long as distillation took
+    student       a small GPT distilled at T = 2 and at 1, the same with cross entropy alone, and that again for as long as
+                  distillation took
     temperature   fixed at 1, 1.5, 2 and 4, a schedule, learned, an adversary's; final T beside what rates alone would give
     goose         Goose, its dense twin and the GPT of the same shape, each distilled and not: the ternary tax
     scan          Goose with the seed's recurrence put back: {eps, exact} scan × {one, log-spaced} decays × {spikes, identity}
@@ -56,14 +57,19 @@ def teacher(bench: Bench) -> dict[str, Any]:
 def student(bench: Bench) -> dict[str, Any]:
     steps, seeds = bench.scale.steps["student"], range(bench.scale.seeds["student"])
     best = bench.require_teacher()["cache"]
+    told: dict[str, dict[str, Any]] = {
+        "distilled": {"distilled": True},
+        "distilled, T = 1": {"distilled": True, "temperature": 1.0},
+        "CE": {"distilled": False},
+    }
     both = {
         name: over_seeds(
             [
-                bench.run(bench.student_config(f"student-{name}-{s}", steps, s, distilled=name == "distilled"))
+                bench.run(bench.student_config(f"student-{name.replace(', T = ', '-')}-{s}", steps, s, **how))
                 for s in seeds
             ]
         )
-        for name in ("distilled", "CE")
+        for name, how in told.items()
     }
     # As many steps with cross entropy alone as fit into the time of distillation; its schedule is stretched with them.
     slower = both["distilled"]["seconds"]["mean"] / both["CE"]["seconds"]["mean"]
@@ -176,7 +182,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         return
     if "student" not in results or "goose" not in results:
         return
-    colours = {"distilled": "#0b6fa4", "CE": "#9a9a9a", "CE, as long": "#d1812a"}
+    colours = {"distilled": "#0b6fa4", "distilled, T = 1": "#4fa36c", "CE": "#9a9a9a", "CE, as long": "#d1812a"}
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2))
     for axis, (unit, place) in zip(axes, (("steps", 0), ("seconds of training", 1)), strict=False):
         for name, row in results["student"]["rows"].items():
