@@ -1,0 +1,182 @@
+"""Collectives of curvature: sums, and rows that move between processes which hold tokens and processes which hold features.
+
+Legend: W processes of a group, T this process's tokens, N features, n_r of them on process r, K columns.
+
+All processes call the same methods in the same order with the same `counts`, also those that hold nothing; nothing is decided
+here that is not the same everywhere. Tensors go to the device that the group's backend wants and come back to their own; what
+only moves travels as bytes, so every dtype does.
+
+Bytes that leave this process (`sent`), with B for those of one tensor:
+
+| kind | model | bytes |
+|---|---|---|
+| all_reduce | ring: reduce-scatter, then all-gather | ⌊2·B·(W−1)/W⌋ |
+| all_gather | its own piece, to each of the others | (W−1)·B of the piece |
+| all_to_all | to each of the others what is for it | Σ_{d≠rank} T·n_d·itemsize |
+"""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gramian.errors import GramianError
+
+
+class Exchange:
+    """One group of more than one process."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """Remember who is in it.
+
+        Args:
+            group: a process group that this process belongs to; None: the default one.
+            device: where tensors mostly are.
+        """
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.sent = {"all_reduce": 0, "all_gather": 0, "all_to_all": 0}
+        self._wire = _device_for(group, device)
+
+    def features(self, n: int) -> list[slice]:
+        """Who holds which of n features: contiguous, even up to one, those with one more first."""
+        each, more = divmod(n, self.size)
+        bounds = [r * each + min(r, more) for r in range(self.size + 1)]
+        return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+    # ---- sums ------------------------------------------------------------------------------------------------------
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Σ over processes, a new tensor like this one. Half precision is added up in float32."""
+        wide = t.dtype if t.dtype.itemsize > 2 else torch.promote_types(t.dtype, torch.float32)
+        return self._all_reduce(t, wide, dist.ReduceOp.SUM).to(t.dtype)
+
+    def largest(self, t: Tensor) -> Tensor:
+        """The largest over processes, entry by entry, a new tensor. NaN: of no fixed outcome."""
+        return self._all_reduce(t, t.dtype, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, t: Tensor, dtype: torch.dtype, op: Any) -> Tensor:
+        total = torch.empty(t.shape, dtype=dtype, device=self._wire).copy_(t.detach())
+        dist.all_reduce(total, op=op, group=self.group)
+        self.sent["all_reduce"] += 2 * total.nbytes * (self.size - 1) // self.size
+        return total.to(t.device)
+
+    # ---- moves -----------------------------------------------------------------------------------------------------
+
+    def tell(self, message: Any) -> list[Any]:
+        """What each process says, in the order of ranks. Two all-gathers: of lengths, of texts padded to the longest.
+
+        Args:
+            message: what JSON can say (tuples arrive as lists, numbers as they are).
+        """
+        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        lengths = self._gather_even(torch.tensor([len(text)])).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = text
+        texts = self._gather_even(padded).view(self.size, -1)
+        return [json.loads(bytes(said[:length].tolist())) for said, length in zip(texts, lengths, strict=True)]
+
+    def gather_rows(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
+        """All rows, [ΣT, N], in the order of ranks. One all-gather; where counts differ, one broadcast of each piece.
+
+        Args:
+            rows_TN: this process's rows; [0, N] in the same dtype where it has none.
+            counts: rows of each process.
+        """
+        self._check(rows_TN, counts)
+        if len({*counts}) == 1:
+            return self._gather_even(rows_TN)
+        whole = torch.empty(sum(counts), *rows_TN.shape[1:], dtype=rows_TN.dtype, device=self._wire)
+        pieces = whole.split(counts)
+        pieces[self.rank].copy_(rows_TN.detach())
+        broadcasts = [
+            dist.broadcast(_bytes(piece), group=self.group, group_src=r, async_op=True)
+            for r, piece in enumerate(pieces)
+            if piece.numel()
+        ]
+        for broadcast in broadcasts:
+            broadcast.wait()
+        self.sent["all_gather"] += (self.size - 1) * rows_TN.nbytes
+        return whole.to(rows_TN.device)
+
+    def reshard(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
+        """This process's features of all tokens, [ΣT, n_r], tokens in the order of ranks. One all-to-all.
+
+        Args:
+            rows_TN: this process's tokens with all features; [0, N] in the same dtype where it has none.
+            counts: tokens of each process.
+        """
+        self._check(rows_TN, counts)
+        tokens, n = rows_TN.shape
+        widths = [part.stop - part.start for part in self.features(n)]
+        item = rows_TN.dtype.itemsize
+        given = torch.cat([part.flatten() for part in rows_TN.detach().to(self._wire).split(widths, dim=1)])
+        taken = torch.empty(sum(counts), widths[self.rank], dtype=rows_TN.dtype, device=self._wire)
+        leaving = [tokens * width * item for width in widths]
+        arriving = [count * widths[self.rank] * item for count in counts]
+        dist.all_to_all_single(_bytes(taken), _bytes(given), arriving, leaving, group=self.group)
+        self.sent["all_to_all"] += sum(leaving) - leaving[self.rank]
+        return taken.to(rows_TN.device)
+
+    def gather_features(self, part_nK: Tensor, n: int) -> Tensor:
+        """The whole [n, K] of each process's rows `features(n)[rank]`. One all-gather of pieces of ⌈n/W⌉ rows."""
+        each, more = divmod(n, self.size)
+        if not more:
+            return self._gather_even(part_nK)
+        piece = part_nK.new_zeros(each + 1, *part_nK.shape[1:])
+        piece[: len(part_nK)] = part_nK
+        whole = self._gather_even(piece)
+        pieces = whole.split(each + 1)
+        return torch.cat([whole[: more * (each + 1)], *(piece[:each] for piece in pieces[more:])])
+
+    def _gather_even(self, piece: Tensor) -> Tensor:
+        """Pieces of one shape, joined along dim 0."""
+        whole = torch.empty(self.size * len(piece), *piece.shape[1:], dtype=piece.dtype, device=self._wire)
+        if piece.numel():
+            given = piece.detach().to(self._wire).contiguous()
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(given), group=self.group)
+        self.sent["all_gather"] += (self.size - 1) * piece.nbytes
+        return whole.to(piece.device)
+
+    def _check(self, rows_TN: Tensor, counts: list[int]) -> None:
+        if len(counts) != self.size or len(rows_TN) != counts[self.rank]:
+            raise GramianError(f"counts: {len(rows_TN)} rows on process {self.rank} of {self.size}; expected {counts}")
+
+
+def exchange_of(group: Any, device: torch.device) -> Exchange | None:
+    """What joins this process with the others now.
+
+    Args:
+        group: a process group; None: the default one, if there is one.
+        device: where tensors mostly are.
+
+    Returns:
+        None if there is one process only.
+
+    Raises:
+        GramianError: if this process does not belong to the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise GramianError("process_group: torch.distributed is not initialised; expected None")
+        return None
+    if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+        raise GramianError(f"process_group: got {group!r}; expected a group that this process belongs to, or None")
+    return Exchange(group, device) if dist.get_world_size(group) > 1 else None
+
+
+def _device_for(group: Any, device: torch.device) -> torch.device:
+    """Where the group's backend wants tensors: on this device if it serves it, and on the CPU for gloo."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    if backends.get(device.type, "gloo") != "gloo":
+        return device
+    return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
+
+
+def _bytes(contiguous: Tensor) -> Tensor:
+    """The same memory, [bytes]."""
+    return contiguous.view(-1).view(torch.uint8)
