@@ -1,11 +1,14 @@
-"""Thin products with a stored U [n, r], a block of rows at a time: never more than one wide copy of a block."""
+"""Thin products with a stored U [n, r], a block of rows at a time: never more than one wide copy of a block.
+
+Products are written for the rows of U that lie here; three hooks say how they become those of all rows. Here all rows do.
+"""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gramian.linalg.stored import HALF, Stored
+from gramian.linalg.stored import HALF, Others, Stored, join_columns, store_columns
 from gramian.linalg.wide import wide_mm
 
 BLOCK = 2**25
@@ -15,12 +18,48 @@ BLOCK = 2**25
 class Columns:
     """U and its products."""
 
+    others: Others | None = None
+    """Who holds the rows that do not lie here; None: nobody."""
+
     def __init__(self, stored: Stored) -> None:
-        """Keep the stored matrix."""
+        """Keep the stored matrix: the rows of U that lie here."""
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
         self._exact = False
+
+    # ---- where rows lie --------------------------------------------------------------------------------------------
+
+    @property
+    def dim(self) -> int:
+        """n."""
+        return self.stored.body.shape[0]
+
+    def whole(self) -> "Columns":
+        """All rows."""
+        return self
+
+    def alike(self, columns: "Columns") -> "Columns":
+        """Columns of as many rows, held as these are."""
+        return columns
+
+    def _with(self, stored: Stored) -> "Columns":
+        """Other columns, held as these are."""
+        return Columns(stored)
+
+    def _rows(self, y: Tensor) -> Tensor:
+        """What meets the rows here, of a tensor that the caller gives."""
+        return y
+
+    def _added(self, part: Tensor) -> Tensor:
+        """A sum over all rows, of the sum over those here."""
+        return part
+
+    def _given(self, rows: Tensor) -> Tensor:
+        """What the caller gets, of a result's rows here."""
+        return rows
+
+    # ---- products --------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -35,13 +74,17 @@ class Columns:
 
     def transposed_times(self, y_NK: Tensor) -> Tensor:
         """Uᵀ Y, [r, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
+        y_NK = self._rows(y_NK)
         total = y_NK.new_zeros(self.count, y_NK.shape[1])
         for rows in self.blocks():
             total += self.stored.load(rows, y_NK.dtype, y_NK.device).mT @ y_NK[rows]
-        return total
+        return self._added(total)
 
     def times(self, c_RK: Tensor) -> Tensor:
         """U C, [n, k], in C's dtype and on its device. 2·n·r·k FLOPs."""
+        return self._given(self._times(c_RK))
+
+    def _times(self, c_RK: Tensor) -> Tensor:
         out = c_RK.new_empty(self.stored.body.shape[0], c_RK.shape[1])
         for rows in self.blocks():
             torch.mm(self.stored.load(rows, c_RK.dtype, c_RK.device), c_RK, out=out[rows])
@@ -58,16 +101,18 @@ class Columns:
         coarse = not exact and weights_N is None and self.stored.body.is_cuda and self.stored.body.dtype in HALF
         if weights_N is None and self._gram is not None and (self._exact or coarse):
             return self._gram.clone()
+        weights = None if weights_N is None else self._rows(weights_N).double()
         total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.stored.body.device)
         for rows in self.blocks():
             if coarse:
                 total += wide_mm(self.stored.body[rows].mT, self.stored.body[rows])
             else:
                 block = self.stored.load(rows, torch.float64)
-                total += block.mT @ (block if weights_N is None else block * weights_N[rows].double()[:, None])
+                total += block.mT @ (block if weights is None else block * weights[rows, None])
         if coarse and self.stored.right is not None:
             scale_R = self.stored.right.double()
             total *= scale_R[:, None] * scale_R[None, :]
+        total = self._added(total)
         if weights_N is None:
             self._gram, self._exact = total.clone(), not coarse
         return total
@@ -78,5 +123,39 @@ class Columns:
 
     def squares_N(self) -> Tensor:
         """Squared norms of the rows, [n], float64."""
+        return self._given(self._squares())
+
+    def square(self) -> Tensor:
+        """‖U‖_F², 0-dim float64."""
+        return self._added(self._squares().sum())
+
+    def _squares(self) -> Tensor:
         parts = [self.stored.load(rows, torch.float64).square().sum(1) for rows in self.blocks()]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self.stored.body.device)
+
+    # ---- other columns from these ----------------------------------------------------------------------------------
+
+    def scaled(self, factor: float) -> "Columns":
+        """factor·U, nothing rounded a second time."""
+        return self._with(self.stored.scaled(factor))
+
+    def select(self, chosen: Tensor, scale: float) -> "Columns":
+        """Some of the columns, times a factor."""
+        return self._with(self.stored.select(chosen, scale))
+
+    def join(self, other: "Columns") -> "Columns":
+        """[U, U'] side by side, held as the one of them is whose rows are spread, and stored as U is."""
+        mine = other.alike(self)
+        return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
+
+    def mixed(self, c_RK: Tensor) -> "Columns":
+        """U C, stored as U is. 2·n·r·k FLOPs."""
+        product = self._times(c_RK).to(self.stored.dtype)
+        return self._with(store_columns(product, self.stored.body.dtype, self.others))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
+        """Moved, or stored again."""
+        if dtype is None or dtype == self.stored.body.dtype:
+            return self._with(self.stored.to(device))
+        wide = self.stored.load(dtype=torch.promote_types(self.stored.dtype, dtype), device=device)
+        return self._with(store_columns(wide, dtype, self.others))

@@ -119,7 +119,7 @@ class Diagonal(Spectral):
         if isinstance(other, DiagonalLowRank):
             return other.merge(self, theirs, mine)
         if isinstance(other, LowRank) and (other.rank < self.dim or self.dim > WIDEST_DENSE):
-            return DiagonalLowRank(mine * self.values_N.to(other.device), other.columns.stored.scaled(theirs**0.5), +1)
+            return DiagonalLowRank(mine * self.values_N.to(other.device), other.columns.scaled(theirs**0.5), +1)
         return Dense.of_sum(
             mine * torch.diag(self.values_N).to(other.device, other.dtype) + theirs * other.dense(), other.storage_dtype
         )

@@ -17,7 +17,7 @@ from gramian.linalg.diagonal import Diagonal
 from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
 from gramian.linalg.low_rank import LowRank
 from gramian.linalg.rational import rational_power
-from gramian.linalg.stored import AtRest, Stored, join_columns, store_columns
+from gramian.linalg.stored import AtRest, Stored, store_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
@@ -26,15 +26,17 @@ CG_TOLERANCE = 1e-12
 class DiagonalLowRank(AtRest, Factor):
     """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
 
-    def __init__(self, values_N: Tensor, stored: Stored, sign: int) -> None:
+    def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
         """Keep d and U.
 
         Args:
-            values_N: d.
-            stored: U [n, r].
+            values_N: d, all of it.
+            columns: U [n, r].
             sign: +1 or -1.
         """
-        self.values_N, self.stored, self.columns, self.sign = values_N, stored, Columns(stored), sign
+        self.values_N, self.sign = values_N, sign
+        self.columns = Columns(columns) if isinstance(columns, Stored) else columns
+        self.stored = self.columns.stored
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
         self.dim = len(values_N)
         self.work = Work()
@@ -50,14 +52,18 @@ class DiagonalLowRank(AtRest, Factor):
 
     @classmethod
     def softmax(cls, weighted_p_NR: Tensor, storage: torch.dtype) -> "DiagonalLowRank":
+        """`softmax_of` columns that are stored here."""
+        return cls.softmax_of(Columns(store_columns(weighted_p_NR, storage)))
+
+    @classmethod
+    def softmax_of(cls, columns: Columns) -> "DiagonalLowRank":
         """Σ_t (p̃_t-scaled diagonal) − U Uᵀ for columns u_t = √w_t p_t, positive semi-definite also after rounding.
 
         diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
         d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t. It stays in float64: M is what is left
         of d, and for confident columns that is little.
         """
-        stored = store_columns(weighted_p_NR, storage)
-        return cls(_row_sums(Columns(stored)), stored, -1)
+        return cls(_row_sums(columns), columns, -1)
 
     @property
     def rank(self) -> int:
@@ -85,7 +91,7 @@ class DiagonalLowRank(AtRest, Factor):
 
     def trace(self) -> Tensor:
         """Σ d ± ‖U‖²."""
-        return self.values_N.double().sum() + self.sign * self.columns.squares_N().sum()
+        return self.values_N.double().sum() + self.sign * self.columns.square()
 
     def diagonal(self) -> Tensor:
         """d ± squared row norms of U."""
@@ -267,7 +273,7 @@ class DiagonalLowRank(AtRest, Factor):
             raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
         if isinstance(other, Diagonal):
             total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
-            return DiagonalLowRank(total, self.columns.stored.scaled(mine**0.5), self.sign)
+            return DiagonalLowRank(total, self.columns.scaled(mine**0.5), self.sign)
         if isinstance(other, Dense):
             return Dense.of_sum(
                 mine * self.to_dense() + theirs * other.dense().to(self.device, self.dtype), self.storage_dtype
@@ -280,20 +286,20 @@ class DiagonalLowRank(AtRest, Factor):
         else:
             raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
         total = mine * self.values_N + theirs * d_N.to(self.values_N)
-        stored = join_columns(self.columns.stored.scaled(mine**0.5), columns.stored.scaled(theirs**0.5))
+        both = self.columns.scaled(mine**0.5).join(columns.scaled(theirs**0.5))
         if columns.stored.body.dtype != self.storage_dtype:
-            stored = _within(total, stored, self.sign)
-        joined = DiagonalLowRank(total, stored, self.sign)
+            both = _within(total, both, self.sign)
+        joined = DiagonalLowRank(total, both, self.sign)
         if joined.rank >= self.dim <= WIDEST_DENSE:
             return Dense.of_sum(joined.dense(), self.storage_dtype)
         return joined
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""
-        low = LowRank(self.columns.stored).compress(rank, energy)
+        low = LowRank(self.columns).compress(rank, energy)
         assert isinstance(low.factor, LowRank)
-        stored = _within(self.values_N, low.factor.columns.stored, self.sign)
-        return Compressed(DiagonalLowRank(self.values_N, stored, self.sign), low.discarded_trace)
+        columns = _within(self.values_N, low.factor.columns, self.sign)
+        return Compressed(DiagonalLowRank(self.values_N, columns, self.sign), low.discarded_trace)
 
     def thin(self, chosen: Tensor) -> "DiagonalLowRank":
         """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices.
@@ -301,45 +307,40 @@ class DiagonalLowRank(AtRest, Factor):
         Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
         semi-definite.
         """
-        stored = self.columns.stored.select(chosen, (self.rank / len(chosen)) ** 0.5)
+        columns = self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5)
         d_N = self.values_N
         if self.sign < 0:
             rest = self.values_N.double() - _row_sums(self.columns)
-            d_N = rest.clamp(min=0) + _row_sums(Columns(stored))
-        return DiagonalLowRank(d_N, stored, self.sign)
+            d_N = rest.clamp(min=0) + _row_sums(columns)
+        return DiagonalLowRank(d_N, columns, self.sign)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
         """Moved, or stored again."""
+        columns = self.columns.to(device, dtype)
         if dtype is None or dtype == self.storage_dtype:
-            return DiagonalLowRank(self.values_N.to(device=device), self.columns.stored.to(device), self.sign)
-        wide = self.columns.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
-        stored = store_columns(wide, dtype)
-        values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, stored.dtype))
-        return DiagonalLowRank(values_N, _within(values_N, stored, self.sign), self.sign)
+            return DiagonalLowRank(self.values_N.to(device=device), columns, self.sign)
+        values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, columns.stored.dtype))
+        return DiagonalLowRank(values_N, _within(values_N, columns, self.sign), self.sign)
 
     def dense(self) -> Tensor:
         """diag(d) ± U Uᵀ."""
-        whole = self.columns.stored.load()
+        whole = self.columns.whole().stored.load()
         return torch.diag(self.values_N.to(whole)) + self.sign * (whole @ whole.mT)
 
 
-def _within(values_N: Tensor, stored: Stored, sign: int) -> Stored:
+def _within(values_N: Tensor, columns: Columns, sign: int) -> Columns:
     """U, a little smaller where rounding it made diag(d) − U Uᵀ indefinite. 2·n·r² FLOPs.
 
     It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.
     """
-    columns = Columns(stored)
     if sign > 0 or not columns.count:
-        return stored
+        return columns
     d_N = values_N.double()
     largest = float(torch.linalg.eigvalsh(columns.gram(torch.where(d_N > 0, 1 / d_N, 0.0))).max())
-    return stored.scaled(largest**-0.5) if largest > 1 + 1e-14 else stored
+    return columns.scaled(largest**-0.5) if largest > 1 + 1e-14 else columns
 
 
 def _row_sums(columns: Columns) -> Tensor:
     """Σ_t u_t (1ᵀu_t), [n], float64: the diagonal that makes diag − U Uᵀ positive semi-definite for every U ≥ 0."""
-    stored = columns.stored
-    sums_R = torch.zeros(columns.count, dtype=torch.float64, device=stored.body.device)
-    for rows in columns.blocks():
-        sums_R += stored.load(rows, torch.float64).sum(0)
-    return torch.cat([stored.load(rows, torch.float64) @ sums_R for rows in columns.blocks()])
+    one_N1 = torch.ones(columns.dim, 1, dtype=torch.float64, device=columns.stored.body.device)
+    return columns.times(columns.transposed_times(one_N1))[:, 0]

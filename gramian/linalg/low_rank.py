@@ -14,7 +14,7 @@ from gramian.linalg.columns import Columns
 from gramian.linalg.dense import Dense
 from gramian.linalg.eigen import eigendecompose, singular_pairs
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import AtRest, Stored, join_columns, store_columns
+from gramian.linalg.stored import AtRest, Stored, store_columns
 
 
 class LowRank(AtRest, Spectral):
@@ -22,10 +22,10 @@ class LowRank(AtRest, Spectral):
 
     kind = "low rank"
 
-    def __init__(self, stored: Stored) -> None:
-        """Keep the stored columns; nothing is computed."""
-        self.stored, self.columns = stored, Columns(stored)
-        self.dim = stored.body.shape[0]
+    def __init__(self, columns: Stored | Columns) -> None:
+        """Keep the columns; nothing is computed."""
+        self.columns = Columns(columns) if isinstance(columns, Stored) else columns
+        self.stored, self.dim = self.columns.stored, self.columns.dim
         self.work = Work()
         self._eigen: tuple[Tensor, Tensor] | None = None
         self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
@@ -71,7 +71,7 @@ class LowRank(AtRest, Spectral):
 
     def trace(self) -> Tensor:
         """‖U‖_F²."""
-        return self.columns.squares_N().sum()
+        return self.columns.square()
 
     def diagonal(self) -> Tensor:
         """Squared norms of U's rows."""
@@ -176,29 +176,26 @@ class LowRank(AtRest, Spectral):
             return other.merge(self, theirs, mine)
         if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
             return Dense.of_sum(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
-        return LowRank(join_columns(self.columns.stored.scaled(mine**0.5), other.columns.stored.scaled(theirs**0.5)))
+        return LowRank(self.columns.scaled(mine**0.5).join(other.columns.scaled(theirs**0.5)))
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Q√σ = U W √σ for the leading directions. 2·n·r·s FLOPs."""
         values, small = self._decomposed()
         descending = values.flip(0)
         kept = kept_rank(descending, rank, energy)
-        columns = self.columns.times((small * values.sqrt()).flip(1)[:, :kept].contiguous()).to(self.dtype)
+        columns = self.columns.mixed((small * values.sqrt()).flip(1)[:, :kept].contiguous())
         lost = float(descending[kept:].double().sum())
-        return Compressed(LowRank.of(columns, self.storage_dtype), lost)
+        return Compressed(LowRank(columns), lost)
 
     def thin(self, chosen: Tensor) -> "LowRank":
         """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices."""
-        return LowRank(self.columns.stored.select(chosen, (self.rank / len(chosen)) ** 0.5))
+        return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Moved, or stored again."""
-        if dtype is not None and dtype != self.storage_dtype:
-            wide = self.columns.stored.load(dtype=torch.promote_types(self.dtype, dtype), device=device)
-            return LowRank(store_columns(wide, dtype))
-        return LowRank(self.columns.stored.to(device))
+        return LowRank(self.columns.to(device, dtype))
 
     def dense(self) -> Tensor:
         """U Uᵀ."""
-        whole = self.columns.stored.load()
+        whole = self.columns.whole().stored.load()
         return whole @ whole.mT

@@ -5,6 +5,7 @@ column (or, of a symmetric matrix, every row and column) carries a scale of its 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +67,16 @@ class Stored:
         return Stored(self.body, self.left, right, self.relative_error)
 
 
+class Others(Protocol):
+    """The other holders of a matrix's rows: what all have together is the same for each of them."""
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Σ over holders."""
+
+    def largest(self, t: Tensor) -> Tensor:
+        """The largest over holders, entry by entry."""
+
+
 class AtRest:
     """What a factor says of itself that follows from the matrix it stores."""
 
@@ -87,15 +98,23 @@ class AtRest:
         return self.stored.body.device
 
 
-def store_columns(matrix_NR: Tensor, dtype: torch.dtype) -> Stored:
-    """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact."""
+def store_columns(matrix_NR: Tensor, dtype: torch.dtype, others: Others | None = None) -> Stored:
+    """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
+
+    Args:
+        matrix_NR: U, or the rows of it that lie here.
+        dtype: of the body.
+        others: who holds the other rows; scales and the error are then those of all of U.
+    """
     if dtype not in HALF:
-        return _plain(matrix_NR, dtype)
+        return _plain(matrix_NR, dtype, others)
     matrix_NR = wide(matrix_NR)
-    top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_ones(matrix_NR.shape[1]).double()
+    top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_zeros(matrix_NR.shape[1]).double()
+    if others is not None:
+        top_R = others.largest(top_R.nan_to_num(torch.inf, torch.inf))
     scale_R = _powers_of_two(top_R / 2**10)
     body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype).contiguous()
-    return _with_error(matrix_NR, body, None, scale_R.float())
+    return _with_error(matrix_NR, body, None, scale_R.float(), others)
 
 
 def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
@@ -109,10 +128,10 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
     return _with_error(matrix_NN, body, scale_N.float(), scale_N.float())
 
 
-def join_columns(left: Stored, right: Stored) -> Stored:
+def join_columns(left: Stored, right: Stored, others: Others | None = None) -> Stored:
     """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
     if left.body.dtype != right.body.dtype:
-        right = store_columns(right.load(dtype=torch.promote_types(right.dtype, left.dtype)), left.body.dtype)
+        right = store_columns(right.load(dtype=torch.promote_types(right.dtype, left.dtype)), left.body.dtype, others)
     right = right.to(left.body.device)
     parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
     scales = torch.cat([part.right.double() for part in parts if part.right is not None])
@@ -120,17 +139,21 @@ def join_columns(left: Stored, right: Stored) -> Stored:
     return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error)
 
 
-def _plain(matrix: Tensor, dtype: torch.dtype) -> Stored:
+def _plain(matrix: Tensor, dtype: torch.dtype, others: Others | None = None) -> Stored:
     body = matrix.to(dtype).contiguous()
     if body.dtype.itemsize >= matrix.dtype.itemsize:
         return Stored(body, None, None, torch.zeros((), device=body.device))
-    return _with_error(matrix, body, None, None)
+    return _with_error(matrix, body, None, None, others)
 
 
-def _with_error(matrix: Tensor, body: Tensor, left: Tensor | None, right: Tensor | None) -> Stored:
+def _with_error(
+    matrix: Tensor, body: Tensor, left: Tensor | None, right: Tensor | None, others: Others | None = None
+) -> Stored:
     stored = Stored(body, left, right, torch.zeros(()))
     size = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     error = torch.linalg.vector_norm(matrix - stored.load(dtype=matrix.dtype), dtype=torch.float64)
+    if others is not None:
+        size, error = others.sum(torch.stack([size, error]).square()).sqrt()
     return Stored(body, left, right, error / size.clamp(min=torch.finfo(torch.float64).tiny))
 
 
