@@ -15,7 +15,7 @@ from gramian.curvature.estimate import BlockSums
 from gramian.curvature.keyed import token_keys
 from gramian.curvature.moments import Moment, same_tokens
 from gramian.curvature.options import Options
-from gramian.curvature.policy import Side, low_rank_up_to
+from gramian.curvature.policy import representation
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factor import fetch_traces
@@ -46,25 +46,24 @@ class Builder:
         if not linear and sums.table_gradients is None:
             return None
         dtype = self.options.storage_dtype(spec.dtype)
-        facts = Facts(terms=self.terms, estimate=self.estimate)
+        facts = Facts(terms=self.terms, estimate=self.estimate, most_columns=_most_columns(sums))
         A: Factor | None = None
         G: Factor | None = None
         if linear:
             assert sums.inputs is not None
-            is_head = self.head in spec.layers
             facts.tokens, facts.kept_tokens = sums.inputs.seen, sums.inputs.kept
-            A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, is_head, dtype, place)
+            A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, dtype, place)
             if sums.probabilities is not None:
-                G, facts.reason_G = self._softmax_factor(sums.probabilities, is_head, dtype)
+                G, facts.reason_G = self._softmax_factor(sums.probabilities, dtype)
                 facts.estimate = "exact softmax"
             else:
                 assert sums.gradients is not None
-                G, facts.reason_G = self._gradient_factor(sums.gradients, is_head, dtype)
+                G, facts.reason_G = self._gradient_factor(sums.gradients, dtype)
             G = place(G)
         if sums.table_gradients is not None:
             assert sums.counts_V is not None
             counts = Diagonal(sums.counts_V / sums.table_weight)
-            gradients, reason = self._gradient_factor(sums.table_gradients, False, dtype)
+            gradients, reason = self._gradient_factor(sums.table_gradients, dtype)
             if A is None or G is None:
                 A, G = place(counts), place(gradients)
                 facts.tokens, facts.kept_tokens = sums.table_gradients.seen, sums.table_gradients.kept
@@ -92,32 +91,28 @@ class Builder:
     # ---- sides -----------------------------------------------------------------------------------------------------
 
     def _input_factor(
-        self, spec: Spec, moment: Moment, is_head: bool, dtype: torch.dtype, place: "Placement"
+        self, spec: Spec, moment: Moment, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
         """A, the name of the layer it is shared with, and why it has its form."""
         for other, bias, factor, name in self._inputs:
             if bias == spec.has_bias and _same_sums(moment, other):
                 return factor, name, "the same inputs"
-        factor, reason = self._moment_factor(
-            "A", moment, is_head, dtype, 1.0 / _scalar(moment.kept_weight()), spec.has_bias
-        )
+        factor, reason = self._moment_factor(moment, dtype, 1.0 / _scalar(moment.kept_weight()), spec.has_bias)
         factor = place(factor)
         self._inputs.append((moment, spec.has_bias, factor, spec.name))
         return factor, "", reason
 
-    def _gradient_factor(self, moment: Moment, is_head: bool, dtype: torch.dtype) -> tuple[Factor, str]:
+    def _gradient_factor(self, moment: Moment, dtype: torch.dtype) -> tuple[Factor, str]:
         scale = moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0
-        return self._moment_factor("G", moment, is_head, dtype, scale / self.terms, bias=False)
+        return self._moment_factor(moment, dtype, scale / self.terms, bias=False)
 
-    def _moment_factor(
-        self, side: Side, moment: Moment, is_head: bool, dtype: torch.dtype, scale: float, bias: bool
-    ) -> tuple[Factor, str]:
+    def _moment_factor(self, moment: Moment, dtype: torch.dtype, scale: float, bias: bool) -> tuple[Factor, str]:
         width = moment.width + bias
         if moment.diagonal_N is not None:
             values = moment.diagonal_N * scale
             values = torch.cat([values, values.new_ones(1)]) if bias else values
-            return Diagonal(values), f"wider than {WIDEST_DENSE} and low rank is off"
-        subset = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
+            return Diagonal(values), moment.keep.why or f"wider than {WIDEST_DENSE} and low rank is off"
+        subset = _subset_note(moment)
         if moment.matrix is not None:
             assert moment.first_N is not None
             matrix = _augmented(moment.matrix, moment.first_N, _scalar(moment.weight)) if bias else moment.matrix
@@ -125,27 +120,26 @@ class Builder:
         rows, roots, factor = moment.rows()
         assert factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
         rows = torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows
-        allowed = low_rank_up_to(side, width, is_head, self.options)
-        if moment.kept <= allowed or width > WIDEST_DENSE:
-            wide = f"wider than {WIDEST_DENSE}" if width > WIDEST_DENSE else f"T ≤ {allowed}"
+        if representation(moment.keep, moment.kept) == "low rank":
+            wide = f"wider than {WIDEST_DENSE}" if width > WIDEST_DENSE else f"T ≤ {moment.keep.rows_up_to}"
             return LowRank.of(rows.mT, dtype, factor * scale**0.5), wide + subset
         return Dense.of(wide_mm(rows.mT, rows) * (factor**2 * scale), dtype), "T does not allow low rank" + subset
 
-    def _softmax_factor(self, moment: Moment, is_head: bool, dtype: torch.dtype) -> tuple[Factor, str]:
+    def _softmax_factor(self, moment: Moment, dtype: torch.dtype) -> tuple[Factor, str]:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
         scale = (moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0) / self.terms
         if moment.diagonal_N is not None:
             assert moment.first_N is not None
-            reason = f"exact, its diagonal: wider than {WIDEST_DENSE} and low rank is off"
-            return Diagonal((moment.first_N - moment.diagonal_N) * scale), reason
-        subset = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
+            reason = moment.keep.why or f"wider than {WIDEST_DENSE} and low rank is off"
+            return Diagonal((moment.first_N - moment.diagonal_N) * scale), f"exact, its diagonal: {reason}"
+        subset = _subset_note(moment)
         if moment.matrix is not None:
             assert moment.first_N is not None
             return Dense.of(
                 (torch.diag(moment.first_N) - moment.matrix) * scale, dtype
             ), "exact, T does not allow low rank"
         rows, roots, _ = moment.rows()
-        if moment.kept <= low_rank_up_to("G", moment.width, is_head, self.options) or moment.width > WIDEST_DENSE:
+        if representation(moment.keep, moment.kept) == "low rank":
             return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype), "exact" + subset
         first = (rows * roots[:, None]).sum(0)
         return Dense.of(
@@ -263,8 +257,9 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
 
     The average starts anew where the kind of estimate changed (empirical, drawn, exact): it would be one of nothing.
     Low-rank sides grow by the columns of the new estimate while these are fewer than the rows and than `most_columns`, and are
-    dense from there on. Sides too wide for that keep `most_columns` of them, drawn anew at every refresh: of the old and of
-    the new ones as many as their shares of the average, rescaled. So the average is unbiased and no column's weight grows.
+    dense from there on. Sides too wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every
+    refresh: of the old and of the new ones as many as their shares of the average, rescaled. So the average is unbiased and
+    no column's weight grows.
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
@@ -278,7 +273,8 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
         before = old.factors[side]
         pair = (id(before), id(factor))
         if pair not in merged:
-            merged[pair] = _mixed(before.to(factor.device), factor, share, most_columns, k)
+            columns = facts.most_columns or most_columns
+            merged[pair] = _mixed(before.to(factor.device), factor, share, columns, k, facts.most_columns is None)
         sides[side], lost = merged[pair]
         facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
     G = sides["G"]
@@ -286,12 +282,14 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
     return new.with_factors(sides["A"], G, facts)
 
 
-def _mixed(before: Factor, factor: Factor, share: float, most_columns: int, key: int) -> tuple[Factor, float]:
+def _mixed(
+    before: Factor, factor: Factor, share: float, most_columns: int, key: int, may_be_dense: bool
+) -> tuple[Factor, float]:
     """(1-share)·before + share·factor, and the trace that taking a subset of columns cost it (in the mean none)."""
     thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     if not thin or before.rank + factor.rank <= most_columns:
         return before.merge(factor, 1 - share, share), 0.0
-    if factor.dim <= WIDEST_DENSE:
+    if factor.dim <= WIDEST_DENSE and may_be_dense:
         dtype = torch.promote_types(before.dtype, factor.dtype)
         whole = (1 - share) * before.dense().to(dtype) + share * factor.dense().to(dtype)
         return Dense.of_sum(whole, factor.storage_dtype), 0.0
@@ -323,6 +321,18 @@ def _same_sums(left: Moment, right: Moment) -> bool:
     if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
         return all(map(same_tokens, left.chunks, right.chunks))
     return False
+
+
+def _most_columns(sums: BlockSums) -> int | None:
+    """What memory_budget allows a low-rank side of this block."""
+    limits = [moment.keep.limit for moment in sums.moments() if moment.keep.why and moment.keep.limit is not None]
+    return min(limits) if limits else None
+
+
+def _subset_note(moment: Moment) -> str:
+    """What was left out, and because of what, in words."""
+    note = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
+    return note + (f" ({moment.keep.why})" if moment.keep.why else "")
 
 
 def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:

@@ -17,7 +17,7 @@ from gramian.curvature.blocks import Spec
 from gramian.curvature.keyed import token_keys
 from gramian.curvature.moments import Keep, Moment, Products, Tokens
 from gramian.curvature.options import Options
-from gramian.curvature.policy import keep_for
+from gramian.curvature.planning import Keeps, keeps_of
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
@@ -108,6 +108,7 @@ class KroneckerSums(SumsOfOneCapture):
     needs: Needs = "layer"
     per_sample: bool = False
     _by_layer: dict[str, Spec] = field(default_factory=dict)
+    _keeps: Keeps | None = None
     _products: Products = field(default_factory=Products)
     _chosen: dict[Any, Chosen] = field(default_factory=dict)
     forwards: dict[int, int] = field(default_factory=dict)
@@ -134,6 +135,9 @@ class KroneckerSums(SumsOfOneCapture):
             return
         if self.find_head is not None:
             self.head, self.find_head = self.find_head(), None
+        if self._keeps is None:
+            self._keeps = keeps_of(self.specs, self.options, self.head, self.exact_head)
+        keeps = self._keeps[spec.name]
         info = record.info
         assert isinstance(info, RefreshPass)
         sides, block = record.sides(), sums[spec.name]
@@ -142,19 +146,17 @@ class KroneckerSums(SumsOfOneCapture):
             self._see_ignored(sides, info)
         self._note_padding(sides, info, record.layer)
         if is_table:
-            self._add_table(block, spec, sides, info, record)
+            self._add_table(block, spec, sides, info, record, keeps["table"])
             return
         whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
         is_head = record.layer == self.head
-        block.inputs = block.inputs or Moment(
-            spec.inputs - spec.has_bias, keep_for("A", spec.inputs, is_head, self.options)
-        )
+        block.inputs = block.inputs or Moment(spec.inputs - spec.has_bias, keeps["A"])
         chosen = self._choose(sides, info, record.layer, block.inputs.keep)
         inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
         block.inputs.add(inputs, self._products)
-        keep = keep_for("G", spec.outputs, is_head, self.options)
+        keep = keeps["G"]
         if is_head and self.exact_head:
             self._add_head(block, spec, whole, info, record, keep)
             return
@@ -189,11 +191,12 @@ class KroneckerSums(SumsOfOneCapture):
             }  # held, so its address stays its own
         return self._last_rows[key][1]
 
-    def _add_table(self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord) -> None:
+    def _add_table(
+        self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: Keep
+    ) -> None:
         """A lookup: inputs are one-hot, so A is a count per row."""
         tied = spec.layout != "table"
         rows, width = (spec.outputs, spec.inputs) if tied else (spec.inputs, spec.outputs)
-        keep = keep_for("G", width, False, self.options)
         chosen = self._choose(sides, info, record.layer, Keep(rows_up_to=0))
         index = sides.inputs_BT.reshape(-1)
         index = index if chosen.index is None else index[chosen.index]

@@ -20,11 +20,13 @@ class Keep:
     """What a moment keeps."""
 
     rows_up_to: int = 0
-    """Tokens up to which rows are kept; beyond, a matrix."""
+    """Tokens up to which the rows become a low-rank factor; beyond, a matrix."""
     limit: int | None = None
-    """Tokens of the keyed subset; None: all."""
+    """Tokens of the keyed subset, kept as rows; None: all."""
     diagonal: bool = False
     """Only Σ w x²."""
+    why: str = ""
+    """What memory_budget has changed; empty: nothing."""
 
 
 @dataclass

@@ -9,7 +9,7 @@
 
 A of width m is low rank while T < m and T ≤ kfac_auto_t_max, unless low rank is off. Elsewhere a side is dense. A side wider
 than `WIDEST_DENSE` cannot be: it is low rank on a keyed, rescaled subset of kfac_auto_t_max tokens, or, with low rank off,
-its diagonal.
+its diagonal. `planning` may choose less than that where memory_budget asks for it; `representation` is the last word of both.
 """
 
 from typing import Literal
@@ -19,6 +19,14 @@ from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
 
 Side = Literal["A", "G"]
+Representation = Literal["dense", "low rank", "diagonal"]
+
+
+def representation(keep: Keep, kept: int) -> Representation:
+    """What a side becomes of which so many tokens were kept: on all processes together, where there are several."""
+    if keep.diagonal:
+        return "diagonal"
+    return "low rank" if kept <= keep.rows_up_to else "dense"
 
 
 def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> int:
@@ -38,7 +46,6 @@ def keep_for(side: Side, width: int, is_head: bool, options: Options) -> Keep:
     if width > WIDEST_DENSE:
         if not options.low_rank:
             return Keep(diagonal=True)
-        return Keep(limit=min(options.max_tokens or options.kfac_auto_t_max, options.kfac_auto_t_max))
-    if options.max_tokens is not None:
-        return Keep(limit=options.max_tokens)
-    return Keep(rows_up_to=low_rank_up_to(side, width, is_head, options))
+        limit = min(options.max_tokens or options.kfac_auto_t_max, options.kfac_auto_t_max)
+        return Keep(rows_up_to=limit, limit=limit)
+    return Keep(rows_up_to=low_rank_up_to(side, width, is_head, options), limit=options.max_tokens)
