@@ -17,6 +17,7 @@ All processes do the same with it in the same order, and keep it on the same kin
 import torch
 from torch import Tensor
 
+from gramian.errors import GramianError
 from gramian.linalg.columns import Columns
 from gramian.linalg.stored import Stored, store_columns
 from gramian.parallel.exchange import Exchange
@@ -84,6 +85,7 @@ class ShardedColumns(Columns):
         return type(self)(stored, self._dim, self.others)
 
     def _rows(self, y: Tensor) -> Tensor:
+        _expect(y, self._dim)
         return y[self.part]
 
     def _added(self, part: Tensor) -> Tensor:
@@ -94,10 +96,16 @@ class ShardedColumns(Columns):
 
 
 class LocalRows(ShardedColumns):
-    """Sharded columns for callers whose tensors are sharded alike: no [n, k] is ever whole."""
+    """Sharded columns for callers whose tensors are sharded alike: no [n, k] is ever whole. A `LowRank` may stand on them."""
 
     def _rows(self, y: Tensor) -> Tensor:
+        _expect(y, len(self.stored.body))
         return y
 
     def _given(self, rows: Tensor) -> Tensor:
         return rows
+
+
+def _expect(y: Tensor, rows: int) -> None:
+    if len(y) != rows:
+        raise GramianError(f"y: {len(y)} rows; expected {rows}")
