@@ -30,8 +30,8 @@ class Facts:
     """Refreshes in its average."""
     reason_A: str = ""
     reason_G: str = ""
-    most_columns: int | None = None
-    """Columns that memory_budget allows a low-rank side; None: as the policy does."""
+    most_columns: dict[str, int] = field(default_factory=dict)
+    """{side: columns that memory_budget allows it}; as many as the policy does where it is not in there."""
     discarded_trace_A: float = 0.0
     discarded_trace_G: float = 0.0
     seconds: float = 0.0

@@ -46,7 +46,7 @@ class Builder:
         if not linear and sums.table_gradients is None:
             return None
         dtype = self.options.storage_dtype(spec.dtype)
-        facts = Facts(terms=self.terms, estimate=self.estimate, most_columns=_most_columns(sums))
+        facts = Facts(terms=self.terms, estimate=self.estimate, most_columns=_most_columns(spec, sums))
         A: Factor | None = None
         G: Factor | None = None
         if linear:
@@ -273,8 +273,8 @@ def average(old: Block | None, new: Block, decay: float, most_columns: int, merg
         before = old.factors[side]
         pair = (id(before), id(factor))
         if pair not in merged:
-            columns = facts.most_columns or most_columns
-            merged[pair] = _mixed(before.to(factor.device), factor, share, columns, k, facts.most_columns is None)
+            columns, free = facts.most_columns.get(side, most_columns), side not in facts.most_columns
+            merged[pair] = _mixed(before.to(factor.device), factor, share, columns, k, may_be_dense=free)
         sides[side], lost = merged[pair]
         facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
     G = sides["G"]
@@ -323,10 +323,15 @@ def _same_sums(left: Moment, right: Moment) -> bool:
     return False
 
 
-def _most_columns(sums: BlockSums) -> int | None:
-    """What memory_budget allows a low-rank side of this block."""
-    limits = [moment.keep.limit for moment in sums.moments() if moment.keep.why and moment.keep.limit is not None]
-    return min(limits) if limits else None
+def _most_columns(spec: Spec, sums: BlockSums) -> dict[str, int]:
+    """{side: columns} where memory_budget sets a limit."""
+    moments = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
+    moments.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
+    found: dict[str, int] = {}
+    for side, moment in moments:
+        if moment is not None and moment.keep.why and moment.keep.limit is not None:
+            found[side] = moment.keep.limit
+    return found
 
 
 def _subset_note(moment: Moment) -> str:

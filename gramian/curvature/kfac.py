@@ -32,6 +32,7 @@ from gramian.curvature.consistency import (
 )
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.options import Options
+from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
 from gramian.errors import GramianError
 from gramian.taps.capture import check_arguments
 from gramian.taps.coverage import Cover, Coverage
@@ -109,13 +110,13 @@ class KFACNaturalGradient:
             seed: of subsets and drawn labels.
             strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
             ekfac: not yet.
-            memory_budget: not yet.
+            memory_budget: most bytes, or "8GB", that curvature may hold on any one device; see docs/concepts/kfac_memory.md.
             process_group: not yet.
 
         Raises:
             GramianError: naming the first option that is not acceptable.
         """
-        for name, given in (("ekfac", ekfac), ("memory_budget", memory_budget), ("process_group", process_group)):
+        for name, given in (("ekfac", ekfac), ("process_group", process_group)):
             if given is not None and given is not False:
                 raise GramianError(f"{name}: is not available yet; expected it to be left out")
         self.options = Options(
@@ -142,6 +143,7 @@ class KFACNaturalGradient:
             max_tokens=max_tokens,
             seed=seed,
             strict=strict,
+            memory_budget=memory_budget,
         )
         self.kfac_factors: dict[str, Block] = {}
         """{layer: its block, with `.A` and `.G` undamped and unclipped}; other blocks by parameter, `.A` None."""
@@ -234,6 +236,7 @@ class KFACNaturalGradient:
             raise GramianError(
                 f"head: {found!r} is no trained layer with K-FAC factors; expected the linear layer that makes the logits"
             )
+        keeps_of(specs, self.options, found, exact_head)  # a budget that cannot be met is refused before any token
         kronecker = KroneckerSums(
             specs, self.options, self._draw_seed(), exact_head, head=found, check_softmax=not self._softmax_checked
         )
@@ -583,6 +586,54 @@ class KFACNaturalGradient:
         """Read what `save` wrote."""
         state.load(self, state.read(path), None if model is None else unwrap(model))
 
+    def plan(
+        self,
+        model: nn.Module,
+        tokens: int | Mapping[str, int] | None = None,
+        *,
+        inputs: Any = None,
+        head: str | None = None,
+        fisher_type: str = "empirical",
+        power: float = -1.0,
+        algebra: torch.dtype = torch.float64,
+        activations: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        free: int | None = None,
+    ) -> CurvaturePlan:
+        """What a refresh and its use will hold, from shapes alone: bytes per layer, stage and device.
+
+        Args:
+            model: on any device, the meta device among them; nothing is allocated.
+            tokens: T of a refresh, for all layers or {layer: T}; None: the most that any number of tokens can take.
+            inputs: in place of tokens, the arguments of one forward over a whole refresh (meta tensors do): tells every
+                layer's own tokens, and which layers share one A.
+            head: name of the layer whose outputs are the logits; None: the model's own word, or the last linear layer.
+            fisher_type: as of `collect_kfac_factors`; "true" makes the head exact.
+            power: that will be asked for; any but -1 needs eigenvectors.
+            algebra: dtype of small systems: float64, or float32 where κ is known to let it do.
+            activations: their dtype, where autocast makes it another than the parameters'.
+            device: where the model will run; None: where it is.
+            free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
+
+        Returns:
+            `.rows`, `.total(device)`; `str()` is the table.
+        """
+        check_number("power", power)
+        root = module_of(model)
+        return plan(
+            root,
+            self.options,
+            tokens,
+            inputs=inputs,
+            head=self._known_head(root, head),
+            exact_head=fisher_type == "true" or self.options.kfac_true_fisher_head,
+            power=power,
+            algebra=algebra,
+            activations=activations,
+            device=device,
+            free=free,
+        )
+
     # ---- not yet ---------------------------------------------------------------------------------------------------
 
     def compute_capacity_metrics(self, damping: float | None = None, n: int | None = None) -> dict[str, Any]:
@@ -600,11 +651,3 @@ class KFACNaturalGradient:
             GramianError: always.
         """
         raise GramianError("top_eigenvalues: is not available yet")
-
-    def plan(self, model: nn.Module, tokens: int) -> Any:
-        """Not yet.
-
-        Raises:
-            GramianError: always.
-        """
-        raise GramianError("plan: is not available yet")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gramian.errors import GramianError
+from gramian.plan.amounts import parse_bytes
 
 POLICIES = ("all", "auto", "hybrid", "small_only")
 DAMPING_MODES = ("pi", "factored", "joint")
@@ -45,6 +46,7 @@ class Options:
     max_tokens: int | None
     seed: int
     strict: bool
+    memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would not work, naming the option and what would be accepted.
@@ -85,6 +87,8 @@ class Options:
             _one_of("woodbury_dtype", self.woodbury_dtype, tuple(DTYPES))
         if self.woodbury_store_device == "cuda" and not torch.cuda.is_available():
             raise GramianError('woodbury_store_device: "cuda", but no CUDA device is here; expected "auto" or "cpu"')
+        if self.budget == 0:
+            raise GramianError(f"memory_budget: expected bytes above 0, got {self.memory_budget!r}")
         self._check_damping()
 
     def _check_damping(self) -> None:
@@ -98,6 +102,11 @@ class Options:
                 f"damping_A, damping_G: joint damping has one λ, got {self.lambda_A} and {self.lambda_G}; "
                 'expected equal numbers, or damping_mode="factored"'
             )
+
+    @property
+    def budget(self) -> int | None:
+        """memory_budget in bytes; None: no limit."""
+        return parse_bytes("memory_budget", self.memory_budget)
 
     @property
     def lambda_A(self) -> float:

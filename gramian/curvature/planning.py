@@ -1,26 +1,544 @@
-"""What every block of the Fisher keeps."""
+"""What every block of the Fisher will be, and how many bytes it takes at which stage: before anything is allocated.
 
-from collections.abc import Mapping
+`keeps_of` decides what a block keeps while tokens arrive. A run asks it and a plan asks it, so they cannot differ.
+It knows shapes and options only, no data and no free memory: all processes come to the same answer, whatever tokens they have.
 
-from gramian.curvature.blocks import Spec
+Under `memory_budget` a model that could take more than that, with however many tokens, gives in step by step:
+1. low rank: sides that would be written out keep L tokens instead, and as long as no more come nothing is lost;
+2. fewer tokens: L is the largest number for which everything fits; of more tokens a keyed subset of L is kept, rescaled;
+3. diagonal: where not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
+4. refused, with the totals.
+L is one number for all blocks, so a budget that the plan for T tokens fits into leaves T tokens as they are. With low rank
+switched off the next step after dense is the diagonal.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gramian.curvature.blocks import Spec, find_blocks
+from gramian.curvature.footprint import MANY, Footprint, Form, Outline, bound, outline
 from gramian.curvature.moments import Keep
 from gramian.curvature.options import Options
 from gramian.curvature.policy import keep_for
+from gramian.curvature.tracing import Trace, trace
+from gramian.errors import GramianError
+from gramian.linalg.eigen import fits
+from gramian.plan.clipping import megabytes
 
 Keeps = Mapping[str, Mapping[str, Keep]]
-"""{block: {"A", "G" and, of a table, "table": what is kept of it}}."""
+"""{block: {"A", "G" and, of a table's gradients, "table": what is kept of it}}."""
+SIDES = ("A", "G", "table")
+DIAGONAL = Keep(diagonal=True, why="memory_budget: its diagonal")
+FEWEST = 32
+"""Tokens below which a subset says less than a diagonal."""
+STAGES = ("collect", "build", "rest", "use", "apply")
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 def keeps_of(specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool) -> Keeps:
-    """What every K-FAC block keeps while tokens arrive."""
-    found: dict[str, Mapping[str, Keep]] = {}
+    """What every K-FAC block keeps while tokens arrive, within the budget if there is one.
+
+    Args:
+        specs: the model's blocks.
+        options: policy and budget.
+        head: the layer whose outputs are the logits.
+        exact_head: whether its Fisher is the exact one.
+
+    Raises:
+        GramianError: if not even diagonals fit.
+    """
+    policy = {name: _policy(spec, options, head) for name, spec in specs.items() if spec.kind == "kronecker"}
+    if options.budget is None:
+        return policy
+    return _Budget(specs, options, head, exact_head, policy).keeps()
+
+
+def _policy(spec: Spec, options: Options, head: str | None) -> dict[str, Keep]:
+    is_head = head in spec.layers
+    return {
+        "A": keep_for("A", spec.inputs, is_head, options),
+        "G": keep_for("G", spec.outputs, is_head, options),
+        "table": keep_for("G", spec.outputs if spec.layout == "table" else spec.inputs, False, options),
+    }
+
+
+class _Budget:
+    """The search for what fits, over any number of tokens. Blocks of one form are looked at once."""
+
+    def __init__(
+        self, specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, policy: Keeps
+    ) -> None:
+        assert options.budget is not None
+        self.options, self.policy, self.limit = options, policy, options.budget
+        exact = head if exact_head else None
+        self.kinds: dict[_Kind, list[str]] = {}
+        for name, spec in specs.items():
+            form, home = form_of(spec, options, exact=exact in spec.layers), _type(spec.device)
+            kind = _Kind(form, _three(policy.get(name, {})), home, _store(options, home))
+            self.kinds.setdefault(kind, []).append(name)
+
+    def keeps(self) -> Keeps:
+        """The first step that fits."""
+        if self._fits(None, 0):
+            return self.policy
+        most = min(self.options.kfac_auto_t_max, self.options.max_tokens or MANY)
+        fewest, blocks = min(FEWEST, most), len(self.policy)
+        flat = _first(blocks, lambda count: self._fits(fewest, count))
+        if flat is None:
+            raise GramianError(self._refusal(fewest, blocks))
+        fewer = _first(most - fewest, lambda less: self._fits(most - less, flat))
+        return self._degraded(most - (most - fewest if fewer is None else fewer), flat)
+
+    def _degraded(self, tokens: int, flat: int) -> Keeps:
+        found: dict[str, Mapping[str, Keep]] = {}
+        for kind, names, diagonals in self._split(flat, tokens):
+            limited = dict(zip(SIDES, self._limited(kind, tokens), strict=True))
+            for i, name in enumerate(names):
+                found[name] = dict.fromkeys(SIDES, DIAGONAL) if i < diagonals else limited
+        return {name: found[name] for name in self.policy}
+
+    def _split(self, flat: int, tokens: int | None) -> Iterator[tuple["_Kind", list[str], int]]:
+        """Every kind of Kronecker block with its blocks and how many of them are diagonal: the largest are, first."""
+        kinds = [(kind, names) for kind, names in self.kinds.items() if names[0] in self.policy]
+        if tokens is not None:
+            kinds.sort(key=lambda pair: -_weight(pair[0].form, self._limited(pair[0], FEWEST)))
+        for kind, names in kinds:
+            diagonals = min(flat, len(names))
+            flat -= diagonals
+            yield kind, names, diagonals
+
+    def _limited(self, kind: "_Kind", tokens: int) -> tuple[Keep, Keep, Keep]:
+        """Every side as the policy has it, or on a subset of so many tokens: whichever takes less."""
+        found = list(kind.policy)
+        subset = Keep(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
+        for i, keep in enumerate(kind.policy):
+            trial = (*found[:i], subset, *found[i + 1 :])
+            less = _weight(kind.form, trial) < _weight(kind.form, tuple(found))  # type: ignore[arg-type]
+            if self.options.low_rank and not keep.diagonal and less:
+                found[i] = subset
+        return found[0], found[1], found[2]
+
+    def _fits(self, tokens: int | None, flat: int) -> bool:
+        return all(total.peak <= self.limit for total in self._totals(tokens, flat).values())
+
+    def _totals(self, tokens: int | None, flat: int) -> dict[str, "Total"]:
+        """Of all blocks; tokens None: as the policy has it."""
+        totals: dict[str, Total] = {}
+        counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
+        for kind, names, diagonals in self._split(flat, tokens):
+            keeps = kind.policy if tokens is None else self._limited(kind, tokens)
+            counted += [(kind, keeps, len(names) - diagonals), (kind, (DIAGONAL,) * 3, diagonals)]
+        for kind, keeps, count in counted:
+            if count:
+                one = bound(kind.form, keeps)
+                add(totals, one, kind.home, (kind.store,) * 2, bool(self.options.ema_decay), count)
+        return totals
+
+    def _refusal(self, tokens: int, flat: int) -> str:
+        device, total = max(self._totals(tokens, flat).items(), key=lambda pair: pair[1].peak)
+        parts = ", ".join(f"{stage} {megabytes(held)}" for stage, held in total.stages().items())
+        return (
+            f"memory_budget: {megabytes(self.limit)}, but curvature takes {megabytes(total.peak)} on {device} with the least "
+            f"that every block can keep ({parts}); expected at least {total.peak} bytes"
+        )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What blocks of the same bytes have in common."""
+
+    form: Form
+    policy: tuple[Keep, Keep, Keep]
+    home: str
+    store: str
+
+
+def _weight(form: Form, keeps: tuple[Keep, Keep, Keep]) -> int:
+    """Bytes by which blocks are compared: what a refresh of one alone takes."""
+    one = bound(form, keeps)
+    return one.collect + one.rest + one.settled_A + one.settled_G + one.use_A + one.use_G
+
+
+def _first(count: int, holds: Any) -> int | None:
+    """The first of 0…count for which a condition that stays true once it is holds; None: for none."""
+    if not holds(count):
+        return None
+    low, high = -1, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _three(keeps: Mapping[str, Keep]) -> tuple[Keep, Keep, Keep]:
+    plain = Keep()
+    A, G, table = (keeps.get(side, plain) for side in SIDES)
+    return A, G, table
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Total:
+    """Bytes of all blocks on one device."""
+
+    collect: int = 0
+    build: int = 0
+    rest: int = 0
+    settled: int = 0
+    use: int = 0
+    work: int = 0
+    held: int = 0
+    apply: int = 0
+    averaged: bool = False
+
+    @property
+    def first(self) -> int:
+        """The most at any time of one refresh without factors from before, and of its use."""
+        used = self.rest + max(self.use + self.work, self.held + self.apply)
+        return max(self.collect + self.build + self.rest, used)
+
+    @property
+    def peak(self) -> int:
+        """The most at any time, when factors from before, and what their use holds, are there while new ones are made."""
+        used = self.settled + max(self.use + self.work, self.held + self.apply)
+        fresh = self.rest + (self.settled if self.averaged else 0)
+        return max(self.settled + self.held + self.collect + self.build + fresh, used)
+
+    def stages(self) -> dict[str, int]:
+        """As the table shows them."""
+        found = (self.collect, self.build, self.rest, self.use + self.work, self.apply)
+        return dict(zip(STAGES, found, strict=True))
+
+
+def add(
+    totals: dict[str, Total], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
+) -> None:
+    """Take one block, or several alike, into the totals of its devices.
+
+    Args:
+        totals: {device: sums so far}.
+        one: the block's bytes.
+        home: where its layer runs.
+        stores: where A and G are kept.
+        averaged: whether factors are averaged over refreshes.
+        count: of such blocks.
+    """
+    here = totals.setdefault(home, Total(averaged=averaged))
+    here.collect += count * one.collect
+    away = sum(rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home)
+    here.build, here.apply = max(here.build, one.build + away), max(here.apply, one.apply)
+    for store, rest, settled, use, held in (
+        (stores[0], one.rest_A, one.settled_A, one.use_A, one.held_A),
+        (stores[1], one.rest_G, one.settled_G, one.use_G, one.held_G),
+    ):
+        there = totals.setdefault(store, Total(averaged=averaged))
+        there.rest += count * rest
+        there.settled += count * settled
+        there.use += count * use
+        there.held += count * held
+        there.work = max(there.work, one.work)
+        there.apply = max(there.apply, one.apply)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One block."""
+
+    layer: str
+    inputs: int
+    """m, the bias included."""
+    outputs: int
+    """o."""
+    tokens: int | None
+    """T of the refresh; None: any number."""
+    A: str
+    """Representation of the inputs' side; "" where the block has one side."""
+    G: str
+    why: str
+    bytes: Mapping[str, Mapping[str, int]]
+    """{stage: {device: bytes}}: "collect" while tokens arrive, "build" on top while factors are made, "rest", "use" on top
+    while they are factorised, "apply" on top while a vector is multiplied."""
+
+    @property
+    def representation(self) -> str:
+        """Both sides."""
+        return f"{self.A} ⊗ {self.G}" if self.A else self.G
+
+
+@dataclass(frozen=True)
+class CurvaturePlan:
+    """What a refresh and its use will hold; `str()` is the table."""
+
+    rows: tuple[Row, ...]
+    totals: Mapping[str, Total]
+    budget: int | None
+    keeps: Keeps
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where anything is held."""
+        return tuple(self.totals)
+
+    def total(self, device: str | torch.device | None = None) -> int:
+        """The most bytes at any time on a device, from the second refresh on; None: on the one that holds most."""
+        if device is None:
+            return max(total.peak for total in self.totals.values())
+        found = self.totals.get(torch.device(device).type)
+        return 0 if found is None else found.peak
+
+    def __str__(self) -> str:
+        """One line per block, then the totals of every device."""
+        head = ("layer", "m", "o", "T", "A", "G", *STAGES, "why")
+        lines: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            tokens = "any" if row.tokens is None else f"{row.tokens:,}"
+            cells = [_cell(row.bytes[stage], next(iter(self.totals))) for stage in STAGES]
+            lines.append((row.layer, f"{row.inputs:,}", f"{row.outputs:,}", tokens, row.A, row.G, *cells, row.why))
+        for device, total in self.totals.items():
+            sums = (megabytes(held) for held in total.stages().values())
+            lines.append((f"all on {device}", "", "", "", "", "", *sums, ""))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        for device, total in self.totals.items():
+            limit = "" if self.budget is None else f" of a budget of {megabytes(self.budget)}"
+            table.append(
+                f"{device}: {megabytes(total.peak)} at most{limit}; {megabytes(total.first)} in the first refresh"
+            )
+        return "\n".join(table)
+
+
+def _cell(held: Mapping[str, int], home: str) -> str:
+    return " + ".join(
+        megabytes(count) + ("" if device == home else f" {device}") for device, count in held.items() if count
+    ) or "-"  # fmt: skip
+
+
+def plan(
+    model: nn.Module,
+    options: Options,
+    tokens: int | Mapping[str, int] | None = None,
+    *,
+    inputs: Any = None,
+    head: str | None = None,
+    exact_head: bool = False,
+    power: float = -1.0,
+    algebra: torch.dtype = torch.float64,
+    activations: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    free: int | None = None,
+) -> CurvaturePlan:
+    """What K-FAC will hold for a model, from shapes alone; the model may be on the meta device.
+
+    Args:
+        model: the user's module, unwrapped.
+        options: of the K-FAC object.
+        tokens: T of a refresh, for all layers or {layer: T}; None: the most that any number of tokens can take.
+        inputs: in place of tokens, the arguments of one forward over all of a refresh (meta tensors do): tells every layer's
+            own tokens, and which layers share one A. Without it every A counts by itself.
+        head: the layer whose outputs are the logits; None: the last linear one.
+        exact_head: whether its Fisher is the exact one.
+        power: that will be asked for; other than -1 needs eigenvectors.
+        algebra: dtype of small systems: float64, or float32 where κ is known to let it do.
+        activations: their dtype, where autocast makes it another than the parameters'.
+        device: where the model will run; None: where it is (of the meta device: "cuda").
+        free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
+
+    Raises:
+        GramianError: if memory_budget cannot be met, or an argument makes no sense.
+    """
+    specs = find_blocks(model, options)
+    seen = _seen(model, specs, tokens, inputs)
+    head = head if head is not None else _last_linear(specs, seen)
+    keeps = keeps_of(specs, options, head, exact_head)
+    shares = {} if seen is None else _shared(specs, seen, keeps)
+    exact = head if exact_head else None
+    rows: list[Row] = []
+    totals: dict[str, Total] = {}
+    left = None if free is None else free // 2
     for name, spec in specs.items():
-        if spec.kind == "kronecker":
-            is_head = head in spec.layers
-            rows = spec.inputs if spec.layout != "table" else spec.outputs
-            found[name] = {
-                "A": keep_for("A", spec.inputs, is_head, options),
-                "G": keep_for("G", spec.outputs, is_head, options),
-                "table": keep_for("G", rows, False, options),
-            }
+        home = torch.device(device).type if device is not None else _type(spec.device)
+        form = form_of(
+            spec,
+            options,
+            exact in spec.layers,
+            shared=name in shares,
+            powers=power != -1,
+            activation=activations,
+            algebra=algebra,
+        )
+        mine = _three(keeps.get(name, {}))
+        counts = _tokens(spec, tokens, seen)
+        found = outline(form, mine, *(MANY if count is None else count for count in counts))
+        one = bound(form, mine) if None in counts else found.footprint
+        stores = (_store(options, home),) * 2
+        if left is not None and options.woodbury_store_device == "auto" and home == "cuda":
+            left -= one.rest
+            stores = stores if left >= 0 else ("cpu", "cpu")
+        add(totals, one, home, stores, bool(options.ema_decay))
+        elsewhere = power != -1 or options.damping_mode == "joint"
+        on_cpu = elsewhere and free is not None and home == "cuda" and not _decomposes(found, free)
+        why = _why(spec, mine, found, shares.get(name, ""), counts, on_cpu)
+        rows.append(_row(spec, form, found, one, counts, home, stores, why, shares.get(name, "")))
+    return CurvaturePlan(tuple(rows), totals, options.budget, keeps)
+
+
+def form_of(
+    spec: Spec,
+    options: Options,
+    exact: bool,
+    shared: bool = False,
+    powers: bool = False,
+    activation: torch.dtype | None = None,
+    algebra: torch.dtype = torch.float64,
+) -> Form:
+    """What the bytes of a block follow from."""
+    activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
+    wide = 8 if activation == torch.float64 else 4
+    linear = len(spec.tables) < len(spec.layers)
+    return Form(
+        kind=spec.kind,
+        inputs=spec.inputs,
+        outputs=spec.outputs,
+        bias=spec.has_bias,
+        linear=linear,
+        table=bool(spec.tables),
+        transposed=bool(spec.tables) and spec.layout != "table",
+        exact=exact and linear,
+        shared=shared,
+        activation=wide if options.weight_sharing == "reduce" else activation.itemsize,
+        wide=wide,
+        storage=options.storage_dtype(spec.dtype),
+        algebra=8 if spec.dtype == torch.float64 else algebra.itemsize,
+        averaged=options.kfac_auto_t_max if options.ema_decay else 0,
+        decomposed=powers or options.damping_mode == "joint",
+    )
+
+
+def _seen(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any) -> Trace | None:
+    layers = [layer for spec in specs.values() if spec.kind == "kronecker" for layer in spec.layers]
+    counts = list(tokens.values()) if isinstance(tokens, Mapping) else [] if tokens is None else [tokens]
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise GramianError(f"tokens: expected an integer of at least 1, or {{layer: tokens}}, got {count!r}")
+    if isinstance(tokens, Mapping):
+        missing = [layer for layer in layers if layer not in tokens]
+        unknown = [layer for layer in tokens if layer not in layers]
+        if missing or unknown:
+            what = f"has no {missing[0]!r}" if missing else f"{unknown[0]!r} is no layer with factors"
+            raise GramianError(f"tokens: {what}; expected every layer with factors, or one number for all")
+    if inputs is None:
+        return None
+    if tokens is not None:
+        raise GramianError("tokens: were given beside inputs, which tell them; expected one of the two")
+    return trace(model, layers, inputs)
+
+
+def _tokens(spec: Spec, tokens: Any, seen: Trace | None) -> tuple[int | None, int | None]:
+    """T that meet the weight as a matrix, and as a table; None: any number."""
+    if spec.kind != "kronecker":
+        return 0, 0
+    if tokens is None and seen is None:
+        return None, None
+    counts = [0, 0]
+    for layer in spec.layers:
+        told = (
+            seen.tokens.get(layer, 0) if seen is not None else tokens[layer] if isinstance(tokens, Mapping) else tokens
+        )
+        counts[layer in spec.tables] += told
+    return counts[0], counts[1]
+
+
+def _shared(specs: Mapping[str, Spec], seen: Trace, keeps: Keeps) -> dict[str, str]:
+    """{block: the block whose A it uses}: the same inputs, kept alike, with a bias or without."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, spec in specs.items():
+        if spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel":
+            key = (seen.inputs.get(spec.layers[0]), spec.has_bias, keeps[name]["A"])
+            if key[0] is not None and first.setdefault(key, name) != name:
+                found[name] = first[key]
     return found
+
+
+def _last_linear(specs: Mapping[str, Spec], seen: Trace | None) -> str | None:
+    linear = [
+        layer
+        for spec in specs.values()
+        if spec.kind == "kronecker"
+        for layer in spec.layers
+        if layer not in spec.tables and spec.layout != "kernel"
+    ]
+    if seen is not None and seen.last in linear:
+        return seen.last
+    return linear[-1] if linear else None
+
+
+def _decomposes(found: Outline, free: int) -> bool:
+    """Whether the GPU does all eigendecompositions of a block."""
+    shapes = [shape for shape in (found.A, found.G) if shape is not None and shape.kind != "diagonal"]
+    return all(fits(shape.columns, 8, free) for shape in shapes)
+
+
+def _why(
+    spec: Spec,
+    keeps: tuple[Keep, Keep, Keep],
+    found: Outline,
+    shared: str,
+    counts: tuple[int | None, int | None],
+    on_cpu: bool,
+) -> str:
+    if spec.kind != "kronecker":
+        return spec.why or "no matrix between tokens"
+    reasons = [keep.why for keep in keeps if keep.why]
+    limits = [keep.limit for keep in keeps[:2] if keep.limit is not None and (counts[0] or 0) > keep.limit]
+    if limits and not reasons:
+        reasons.append(f"subset of {min(limits):,} tokens")
+    if shared:
+        reasons.append(f"A of {shared}")
+    if found.G.kind == "diagonal minus low rank":
+        reasons.append("exact head")
+    if on_cpu:
+        reasons.append("eigenvectors on the CPU")
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _row(
+    spec: Spec,
+    form: Form,
+    found: Outline,
+    one: Footprint,
+    counts: tuple[int | None, int | None],
+    home: str,
+    stores: tuple[str, str],
+    why: str,
+    shared: str,
+) -> Row:
+    single: dict[str, Total] = {}
+    add(single, one, home, stores, form.averaged > 0)
+    by_stage = {stage: {device: total.stages()[stage] for device, total in single.items()} for stage in STAGES}
+    tokens = None if None in counts else (counts[0] or counts[1])
+    A = "shared" if shared else "" if found.A is None else str(found.A)
+    G = str(found.G)
+    if tokens is None:
+        A, G = (f"{text.rstrip('0123456789,').rstrip()}" for text in (A, G))
+    return Row(spec.name, spec.inputs, spec.outputs, tokens if spec.kind == "kronecker" else 0, A, G, why, by_stage)
+
+
+def _type(device: torch.device) -> str:
+    """Where a layer will run; a model that is only shapes is taken to be meant for a GPU."""
+    return "cuda" if device.type == "meta" else device.type
+
+
+def _store(options: Options, home: str) -> str:
+    return home if options.woodbury_store_device == "auto" else options.woodbury_store_device

@@ -5,11 +5,26 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 
+WORKSPACE = 3
+"""Copies of the matrix that a decomposition needs beside it: the eigenvectors and twice that of work."""
+
+
+def fits(side: int, itemsize: int, free: int) -> bool:
+    """True if a decomposition takes no more than half of so many free bytes."""
+    return WORKSPACE * side**2 * itemsize <= free // 2
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that this process could still get, what its allocator keeps ready included."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
 
 def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
     """M = Q diag(σ) Qᵀ, σ ascending.
 
-    Tried in turn: where and as the matrix is, in float64, in float64 on the CPU. Cost: about 9 n³ FLOPs and 3 n² numbers.
+    Tried in turn: where and as the matrix is, in float64, in float64 on the CPU; on the CPU at once where it would take more
+    than half of a GPU's free memory. Cost: about 9 n³ FLOPs and 3 n² numbers.
 
     Args:
         matrix_NN: symmetric, [n, n].
@@ -23,6 +38,8 @@ def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigh: the matrix holds NaN or infinity; expected finite numbers")
     here, cpu = matrix_NN.device, torch.device("cpu")
+    if here.type == "cuda" and not fits(len(matrix_NN), matrix_NN.element_size(), free_bytes(here)):
+        here = cpu
     reason = ""
     for dtype, device in dict.fromkeys([(matrix_NN.dtype, here), (torch.float64, here), (torch.float64, cpu)]):
         try:

@@ -32,7 +32,7 @@ from tests.curvature.small import (
 )
 
 NAN, INF = math.nan, math.inf
-NOT_YET = ("ekfac", "memory_budget", "process_group")
+NOT_YET = ("ekfac", "process_group")
 LINEAR = ("q", "k", "v", "fc", "head")
 SHOWN: set[str] = set()
 """Options whose effect a test of this file shows."""
@@ -74,6 +74,7 @@ WRONG: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 10.0, True, "all"],
     "seed": [0.5, None, True, "0", 2**63, -(2**63) - 1],
     "strict": [1, 0, None, "no"],
+    "memory_budget": [0, -1, True, 1.5e9, "much", "0GB", "-8GB", "8 bananas"],
 }
 ACCEPTED = {
     "kfac_policy": ('"all"', '"auto"', '"hybrid"', '"small_only"'),
@@ -101,7 +102,7 @@ def test_every_option_has_wrong_values_in_the_list() -> None:
 
 @pytest.mark.parametrize(
     "option, value",
-    [("ekfac", True), ("ekfac", 1), ("memory_budget", "8GB"), ("memory_budget", 0), ("process_group", "nccl")],
+    [("ekfac", True), ("ekfac", 1), ("process_group", "nccl")],
     ids=str,
 )
 def test_what_is_not_there_yet_is_refused_by_name(option: str, value: Any) -> None:
@@ -110,9 +111,7 @@ def test_what_is_not_there_yet_is_refused_by_name(option: str, value: Any) -> No
     one_line(caught.value, option, "not available", "expected")
 
 
-@pytest.mark.parametrize(
-    "method, arguments", [("compute_capacity_metrics", ()), ("top_eigenvalues", (3,)), ("plan", (None, 128))], ids=str
-)
+@pytest.mark.parametrize("method, arguments", [("compute_capacity_metrics", ()), ("top_eigenvalues", (3,))], ids=str)
 def test_methods_that_are_not_there_yet_are_refused_by_name(method: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(gramian.GramianError) as caught:
         getattr(refresh(make(), net()), method)(*arguments)
@@ -581,6 +580,15 @@ def test_a_parameter_without_data_is_recorded_or_refused(strict: bool) -> None:
     natural = kfac.compute_natural_gradient(model)
     assert torch.equal(natural["idle.weight"], model.idle.weight.grad)
     assert kfac.record()["identity"] == ["idle.weight"]
+
+
+@shows("memory_budget")
+def test_a_budget_bounds_what_is_held_and_the_record_says_what_it_cost() -> None:
+    free = make().plan(net())
+    kfac = refresh(make(memory_budget=free.total("cpu") * 9 // 10), net(), words(MANY))
+    assert kfac.plan(net()).total("cpu") <= kfac.options.budget < free.total("cpu")
+    told = [side["reason"] for layer in kfac.record()["layers"].values() for side in layer["sides"].values()]
+    assert any("memory_budget" in reason for reason in told)
 
 
 def test_no_option_is_without_a_test_that_shows_what_it_does() -> None:
