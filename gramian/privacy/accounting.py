@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 from gramian.errors import GramianError
@@ -129,7 +130,7 @@ class Accounting:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a history. The mechanism stays: a history may be read by any accountant."""
         try:
-            history = [(float(sigma), float(rate), int(steps)) for sigma, rate, steps in state["history"]]
+            history = [(float(sigma), float(rate), index(steps)) for sigma, rate, steps in state["history"]]
         except (KeyError, TypeError, ValueError):
             raise GramianError(
                 "accounting: the state has no history; expected (noise_multiplier, sample_rate, steps) of every run"

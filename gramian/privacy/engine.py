@@ -551,6 +551,7 @@ class PrivacyEngine:
         if self._installed is None:
             raise GramianError("engine: makes no model private; expected make_private before")
         self._installed.close()
+        self._ledger.end_replay()
         self._installed, self._clipping = None, None
         if self._passes_since_step or self._sums.moved:
             self._sums.forget()  # clipped, but without noise

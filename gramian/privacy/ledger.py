@@ -1,5 +1,6 @@
 """The account of a private run: its key, the numbers of its releases, their ε, and the options they were made with."""
 
+import copy
 import os
 import warnings
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from gramian.errors import GramianError
 from gramian.parallel.gradients import DataParallel
 from gramian.privacy.accounting import Accounting
 from gramian.privacy.options import digest
-from gramian.privacy.secrets import ReleaseCounter, Secrets
+from gramian.privacy.secrets import ReleaseCounter, Secrets, is_count
 
 SCHEMA = 1
 
@@ -38,8 +39,9 @@ class Ledger:
         self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
         self.counter = ReleaseCounter()
         self._marks: dict[str, int] = {}
-        self._replays: dict[str, int] | None = None
-        self._unknown = False
+        self._kind = (0.0, 1.0)
+        self._replays: dict[str, int] | None = None  # what a replay is held to, from the load to the detach
+        self._lost = False  # releases may have been begun that nobody counted
         self._parallel: DataParallel | None = None
         self._device = torch.device("cpu")
 
@@ -65,16 +67,23 @@ class Ledger:
         """
         self._parallel, self._device = parallel, device
         data = {} if known is None else {"data_loader": known}  # first: the rate follows from it
-        self._marks = {field: digest(value) for field, value in {**data, **told}.items()}
-        self._check_replay()
-        self._renew_key()
+        marks = {field: digest(value) for field, value in {**data, **told}.items()}
+        if self._replays is not None:
+            _check_replay(self._replays, marks)  # raising, it leaves the replay due
+        self._marks, self._kind = marks, kind
+        self._warn_of_lost()
         self._agree()
         self.accounting.record(*kind)
         self.accounting.set_steps(self.counter.spent)  # a counter file may have been there before
 
     def close(self) -> None:
-        """The run is over; the account stays."""
+        """The run is over, or did not begin; the account stays."""
         self._parallel = None
+
+    def end_replay(self) -> None:
+        """What follows is no replay any more, unless a state is loaded for another one."""
+        if self._replays is not None:
+            self._move_on()
 
     def begin(self) -> int:
         """Number of a new release, counted before it exists."""
@@ -89,7 +98,10 @@ class Ledger:
         parallel = self._parallel
         first = parallel.rank == 0 if parallel is not None else not dist.is_initialized() or dist.get_rank() == 0
         if first:
+            released = self.counter.released
             self.counter.bind(os.fspath(path), must_exist=must_exist)
+            if self._replays is not None:
+                self.counter.restore(released, replay=True)
             self.accounting.catch_up(self.counter.about)
         if parallel is not None:  # else `open` does
             self._share_counter()
@@ -102,58 +114,62 @@ class Ledger:
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
-            "config": self._marks,
+            "config": self._marks if self._replays is None or self._parallel is not None else self._replays,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
         """Take over an account; where `replay` is False the counter moves past every release begun, under a new key.
 
         Raises:
-            GramianError: if the state is none of ours, or not of a run that can be replayed here.
+            GramianError: if the state is none of ours, or not of a run that can be replayed here; nothing has changed then.
         """
-        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
-            raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
-        missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
-        if missing:
-            raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
-        if not isinstance(state["nonfinite"], int) or not isinstance(state["config"], Mapping):
-            raise GramianError("state: is damaged (nonfinite, config); expected what engine.state_dict() gave")
+        _check_state(state)
         is_open = self._parallel is not None
-        self._replays = dict(state["config"]) if replay else None
+        secrets, accounting, begun = Secrets(), copy.copy(self.accounting), ReleaseCounter()
+        secrets.load_state_dict(state["secrets"])
+        accounting.load_state_dict(state["accountant"])
+        begun.load_state_dict(state["counter"], replay=True)
+        if accounting.steps > begun.spent:
+            raise GramianError(
+                f"state: its counter has {begun.spent} releases and its account {accounting.steps}; expected as many"
+            )
+        marks = dict(state["config"])
+        if replay and not marks:
+            raise GramianError(
+                "replay: the state does not say what followed it; expected one saved after make_private, or replay=False"
+            )
+        if replay and is_open:
+            _check_replay(marks, self._marks)
+        if is_open and not state["accountant"]["history"]:
+            accounting.record(*self._kind)
+        accounting.catch_up(self.counter.about)
+        self.counter.load_state_dict(state["counter"], replay=replay)  # last: it may write a file, and fail
+        self.secrets, self.accounting, self._replays, self._lost = secrets, accounting, marks, False
+        if not replay:
+            self._move_on()
         if is_open:
-            self._check_replay()
-        self.secrets.load_state_dict(state["secrets"])
-        self.accounting.load_state_dict(state["accountant"])
-        self.counter.load_state_dict(state["counter"], replay=replay)
-        self.accounting.catch_up(self.counter.about)
-        self._unknown = not replay
-        if is_open:
-            self._renew_key()
+            self._warn_of_lost()
             self._share_key()
             self._share_counter()
         self._count()
 
-    def _check_replay(self) -> None:
-        """Raise unless what follows can be a replay of what followed the state."""
-        before, self._replays = self._replays or {}, None
-        changed = [field for field, mark in before.items() if mark != self._marks.get(field)]
-        if changed:
-            raise GramianError(
-                f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
-            )
+    def _move_on(self) -> None:
+        """Past every release begun, and to another key: nobody knows which noise was drawn with this one, here or elsewhere."""
+        self.counter.move_on()
+        self.secrets.renew()
+        self._replays, self._lost = None, True
+        if self._parallel is None:  # else what follows is what `open` was told
+            self._marks = {}
 
-    def _renew_key(self) -> None:
-        """After a resume that is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
-        first = self._parallel is not None and self._parallel.rank == 0  # the others get its key
-        if self._unknown and first:
-            if not self.counter.bound:
-                warnings.warn(
-                    "state: steps begun after it was saved are not known, so they are not in epsilon; "
-                    "expected bind_counter(path) beside the checkpoint",
-                    stacklevel=4,
-                )
-            self.secrets.renew()
-        self._unknown = False
+    def _warn_of_lost(self) -> None:
+        first = self._parallel is not None and self._parallel.rank == 0
+        if self._lost and first and not self.counter.bound:
+            warnings.warn(
+                "state: steps begun after it was saved are not known, so they are not in epsilon; "
+                "expected bind_counter(path) beside the checkpoint",
+                stacklevel=4,
+            )
+        self._lost = False
 
     def _agree(self) -> None:
         """One data set and one set of options on all processes, and the first one's key and counter."""
@@ -193,3 +209,29 @@ class Ledger:
         """What the counter knows, in ε; a counter file alone does not say of which kind its releases were."""
         if self.accounting.history or self._parallel is not None:
             self.accounting.set_steps(self.counter.spent)
+
+
+def _check_state(state: Any) -> None:
+    """Raise unless the fields are there that `Ledger` and the engine read themselves."""
+    if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
+        raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
+    missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
+    if missing:
+        raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
+    config = state["config"]
+    damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
+    if not is_count(state["nonfinite"]):
+        damaged.append("nonfinite")
+    if not isinstance(config, Mapping) or not all(isinstance(k, str) and is_count(v) for k, v in config.items()):
+        damaged.append("config")
+    if damaged:
+        raise GramianError(f"state: its {damaged[0]} is damaged; expected what engine.state_dict() gave")
+
+
+def _check_replay(before: Mapping[str, int], marks: Mapping[str, int]) -> None:
+    """Raise unless what these options mark can be a replay of what followed the state."""
+    changed = [field for field in {**before, **marks} if before.get(field) != marks.get(field)]
+    if changed:
+        raise GramianError(
+            f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"
+        )

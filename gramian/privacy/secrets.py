@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import torch
 
@@ -79,11 +79,13 @@ class Secrets:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the key of a checkpoint or of rank 0."""
-        key = state.get("key")
+        key, insecure = state.get("key"), state.get("insecure_reproducible")
         if not isinstance(key, torch.Tensor) or key.dtype != torch.uint8 or list(key.shape) != [KEY_BYTES]:
             raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
+        if not isinstance(insecure, bool):
+            raise GramianError(f"insecure_reproducible: {insecure!r} in the state; expected True or False")
         self._key = bytes(key.tolist())
-        self.insecure_reproducible = bool(state.get("insecure_reproducible", False))
+        self.insecure_reproducible = insecure
 
     def __repr__(self) -> str:
         return f"Secrets(insecure_reproducible={self.insecure_reproducible})"
@@ -166,18 +168,19 @@ class ReleaseCounter:
         self._next = release + 1
         return release
 
-    def restore(self, released: int, replay: bool) -> None:
+    def restore(self, released: int, replay: bool, spent: int = 0) -> None:
         """Go on after a resume, a rollback or a skipped step.
 
         Args:
             released: `released` at the checkpoint.
             replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers from
                 `released` on are given again and counted once. False in every other case: the next number is past all begun.
+            spent: at the checkpoint, where a mark that is higher is not known.
         """
         if released < 0:
             raise GramianError(f"released: {released}; expected at least 0")
         recorded = 0 if self._path is None else _read_mark(self._path) or 0
-        mark = max(self._spent, released, recorded)
+        mark = max(self._spent, spent, released, recorded)
         if self._path is not None and mark > recorded:
             _write_mark(self._path, mark, self.about)
         self._spent = mark
@@ -189,17 +192,24 @@ class ReleaseCounter:
 
     def load_state_dict(self, state: dict[str, int], *, replay: bool = False) -> None:
         """`restore` from a state, whose own mark counts too."""
-        try:
-            released, spent = int(state["released"]), int(state["spent"])
-        except (KeyError, TypeError, ValueError):
+        released, spent = state.get("released"), state.get("spent")
+        if not is_count(released) or not is_count(spent) or released > spent:
             raise GramianError(
-                "release counter: the state lacks a field; expected integers released and spent"
-            ) from None
-        self._spent = max(self._spent, spent)
-        self.restore(released, replay)
+                f"release counter: the state has released={released!r}, spent={spent!r}; expected integers, the first no larger"
+            )
+        self.restore(released, replay, spent)
+
+    def move_on(self) -> None:
+        """The next number is past all begun: a replay ends here."""
+        self._next = self._spent
 
     def __repr__(self) -> str:
         return f"ReleaseCounter(released={self._next}, spent={self._spent}, path={str(self._path) if self._path else None})"
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """An integer of at least 0; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def save_private(path: str | os.PathLike[str], state: Any) -> None:
@@ -249,7 +259,7 @@ def _read_mark(path: Path) -> int | None:
         mark = json.loads(text)["begun"]
     except (ValueError, KeyError, TypeError):
         mark = None
-    if not isinstance(mark, int) or isinstance(mark, bool) or mark < 0:
+    if not is_count(mark):
         raise GramianError(f'{path}: damaged; expected {{"begun": number}}, the releases begun so far')
     return mark
 

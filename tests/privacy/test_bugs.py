@@ -1090,9 +1090,9 @@ BUGS = (
         "one noise for two copies of a run",
         (
             Edit(
-                f"{_LEDGER}._renew_key",
-                "if self._unknown and first:",
-                "if self._unknown and first and not self.counter.bound:",
+                f"{_LEDGER}._move_on",
+                "self.secrets.renew()",
+                "self.counter.bound or self.secrets.renew()",
             ),
         ),
         _in_folder(test_regressions.test_a_resume_that_is_no_replay_has_another_key_also_with_a_counter),
@@ -1112,8 +1112,8 @@ BUGS = (
         (
             Edit(
                 f"{_PRIVACY}.secrets:ReleaseCounter.restore",
-                "mark = max(self._spent, released, recorded)",
-                "mark = max(released, recorded)",
+                "mark = max(self._spent, spent, released, recorded)",
+                "mark = max(spent, released, recorded)",
             ),
         ),
         test_engine.test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothing,
