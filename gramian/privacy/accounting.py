@@ -6,9 +6,8 @@ once and nothing is refunded.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from operator import index
 from typing import Any
 
 from gramian.errors import GramianError
@@ -127,19 +126,19 @@ class Accounting:
         """The history, in plain values."""
         return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a history. The mechanism stays: a history may be read by any accountant."""
-        try:
-            history = [(float(sigma), float(rate), index(steps)) for sigma, rate, steps in state["history"]]
-        except (KeyError, TypeError, ValueError):
+        history = state.get("history") if isinstance(state, Mapping) else None
+        if not isinstance(history, list | tuple) or not all(map(_is_run, history)):
             raise GramianError(
                 "accounting: the state has no history; expected (noise_multiplier, sample_rate, steps) of every run"
-            ) from None
-        for sigma, rate, steps in history:
+            )
+        runs = [(float(sigma), float(rate), steps) for sigma, rate, steps in history]
+        for sigma, rate, steps in runs:
             _check_kind(sigma, rate)
             if steps < 0:
                 raise GramianError(f"accounting: {steps} steps in the history; expected at least 0")
-        self._history = history
+        self._history = runs
 
     def __repr__(self) -> str:
         return f'Accounting("{self.mechanism}", {self.steps} steps)'
@@ -186,6 +185,13 @@ def find_noise_multiplier(
         )
 
     return _through_opacus(mechanism, f"target_epsilon {target_epsilon}", "a larger target, or prv", search)
+
+
+def _is_run(run: Any) -> bool:
+    """Two numbers and an integer; True and False are none."""
+    if not isinstance(run, list | tuple) or len(run) != 3 or any(isinstance(value, bool) for value in run):
+        return False
+    return all(isinstance(value, int | float) for value in run[:2]) and isinstance(run[2], int)
 
 
 def _first(history: History, steps: int) -> History:

@@ -213,7 +213,7 @@ class Ledger:
 
 def _check_state(state: Any) -> None:
     """Raise unless the fields are there that `Ledger` and the engine read themselves."""
-    if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
+    if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
         raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
     if missing:
