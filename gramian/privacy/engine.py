@@ -27,6 +27,7 @@ from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, is_number
 from gramian.privacy.parameters import trained_parameters
+from gramian.privacy.population import population
 from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
 from gramian.privacy.whole import WholeGradient
@@ -205,7 +206,8 @@ class PrivacyEngine:
             options.get("sample_rate"),
             options.get("poisson_sampling", True),
         )
-        size = len(data_loader.dataset) if hasattr(data_loader.dataset, "__len__") else batch / rate
+        poisson, given = options.get("poisson_sampling", True), options.get("sample_rate") is not None
+        size = population(data_loader, world, poisson=poisson, rate_given=given) or batch / rate
         yielded = epochs * max(1, round(size / batch))
         steps = math.ceil(max(epochs / rate, yielded))
         noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._ledger.accounting.mechanism)

@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from gramian.errors import GramianError
 from gramian.plan.amounts import parse_bytes
+from gramian.privacy.population import population
 from gramian.taps.capture import check_arguments
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
@@ -101,10 +102,7 @@ def batch_and_rate(
             raise GramianError(f"{field}: expected a number above 0, got {value!r}")
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
-    try:
-        size: int | None = len(loader.dataset)
-    except (AttributeError, TypeError):
-        size = None
+    size = population(loader, world, poisson=poisson, rate_given=sample_rate is not None)
     if size == 0:
         raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = getattr(loader, "batch_size", None)
