@@ -49,6 +49,7 @@ from tests.privacy import (
     test_regressions,
     test_sampling,
     test_secrets,
+    test_whole,
 )
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import problem
@@ -760,11 +761,20 @@ BUGS = (
     ),
     Mutation(
         "gradients of a backward that broke off",
-        (Swap(f"{_PRIVACY}.whole:WholeGradient.recover", lambda self: None),),
+        (Edit(f"{_PRIVACY}.whole:WholeGradient._take", "p.grad = self._aside.pop(p)", "pass"),),
+        test_whole.test_a_backward_that_breaks_off_leaves_no_gradient_even_for_a_moment,
+    ),
+    Mutation(
+        "two forwards clipped as one sample",
+        (Edit(f"{_PRIVACY}.whole:WholeGradient.reach", "if self._reached is not None:", "if False:"),),
         functools.partial(
-            test_contract.test_a_backward_that_breaks_off_leaves_nothing_behind,
-            {"max_physical_batch": 1, "batch_size": 1},
+            test_whole.test_a_backward_through_two_forwards_is_refused_and_adds_nothing, test_whole.plain
         ),
+    ),
+    Mutation(
+        "backward of no forward clipped as one sample",
+        (Edit(f"{_PRIVACY}.whole:WholeGradient._end", "self._reached,", "self._reached or max(self._open),"),),
+        test_whole.test_a_graph_that_is_of_no_forward_is_refused_after_a_forward_too,
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",
@@ -790,7 +800,7 @@ BUGS = (
     ),
     Mutation(
         "raw gradients of parameters outside the optimizer",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient._give_back", "p.grad = earlier", "pass"),),
+        (Edit(f"{_PRIVACY}.whole:WholeGradient.__init__", "if p.requires_grad:", "if p in names:"),),
         functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, 1),
     ),
     Mutation(
@@ -816,7 +826,7 @@ BUGS = (
     ),
     Mutation(
         "layers that carry samples on accepted one sample at a time",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient.count_rows", "if reason is not None:", "if False:"),),
+        (Edit(f"{_PRIVACY}.whole:WholeGradient.enter_root", "if reason is not None:", "if False:"),),
         _on_a_new(
             lambda: nn.Embedding(9, 5, max_norm=1.0),
             test_regressions.test_layers_that_carry_samples_on_are_refused_at_single_samples_too,
@@ -935,7 +945,7 @@ BUGS = (
         "model that cannot run on no rows, one sample at a time",
         (
             Edit(
-                f"{_PRIVACY}.whole:WholeGradient.count_rows",
+                f"{_PRIVACY}.whole:WholeGradient.enter_root",
                 "return None if self._batch else with_a_row((args, kwargs))",
                 "return None",
             ),
