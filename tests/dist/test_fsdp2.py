@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import gramian
 from tests.dist import bodies
@@ -200,14 +200,24 @@ def test_frozen_shards_are_left_alone(rank: int, world_size: int) -> None:
     assert_norms(norms.values, torch.cat(kept, 1).norm(dim=1), p.tolerance)
 
 
+@ways
 @distributed(world_size=2)
-def test_a_layer_without_a_formula_is_refused_by_name_when_it_is_sharded(rank: int, world_size: int) -> None:
-    model = wrap("fsdp2", problem("mha", 2).model())
+def test_a_layer_without_a_formula_runs_again_on_whole_weights(rank: int, world_size: int, way: str) -> None:
+    bodies.own_norms(rank, way, "mha", (3, 1), "mean", torch.float64)
+
+
+@distributed(world_size=2)
+def test_a_layer_without_a_formula_is_refused_by_name_where_its_weights_stay_sharded(
+    rank: int, world_size: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4))
+    mesh = dist.init_device_mesh("cpu", (2,))
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Shard(0)]))
     with (
-        pytest.raises(gramian.GramianError, match=r"attention.*sharded.*register_site"),
+        pytest.raises(gramian.GramianError, match=r"^1 \(PReLU\) .*a part of its weights; expected fully_shard"),
         gramian.per_sample_norms(model),
     ):
-        pass
+        model(torch.randn(3, 4))
 
 
 @distributed(world_size=2)

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 import gramian
 from gramian.privacy.clipping import Tuning
 from tests.dist import private_bodies as bodies
+from tests.dist import unknown_layers as layers
 from tests.dist.bodies import Bypassed
 from tests.dist.test_private_ddp import (
     ACCEPTS_EMPTY,
@@ -182,6 +183,178 @@ def test_adam_steps_on_shards_as_on_a_whole_model(rank: int, world_size: int, op
     private.optimizer.step()
     assert_tensors(bodies.parameters_of(model), bodies.parameters_of(plain), 1e-7)
     private.engine.detach()
+
+
+# ---- layers without a formula ------------------------------------------------------------------------------------------
+
+UNKNOWN = [
+    (*pair, *rest)
+    for pair, *rest in itertools.product(
+        layers.ACCEPTED, CLIPPING, [*UNEVEN[:1], *EMPTY[1:]], ("mean", "sum"), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize("kind, units, clipping, sizes, reduction, checkpoint", sample(UNKNOWN, 14))
+@distributed(world_size=2)
+def test_steps_of_layers_without_a_formula(
+    rank: int,
+    world_size: int,
+    kind: str,
+    units: str,
+    clipping: str,
+    sizes: tuple[int, ...],
+    reduction: str,
+    checkpoint: bool,
+) -> None:
+    layers.two_steps(rank, kind, units, sizes, reduction, clipping, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "kind, units, sizes, checkpoint",
+    sample([(*pair, *rest) for pair, *rest in itertools.product(layers.ACCEPTED, UNEVEN, (False, True))], 12),
+)
+@distributed(world_size=2)
+def test_norms_of_layers_without_a_formula(
+    rank: int, world_size: int, kind: str, units: str, sizes: tuple[int, ...], checkpoint: bool
+) -> None:
+    layers.own_norms(rank, kind, units, sizes, "mean", checkpoint)
+
+
+@pytest.mark.parametrize("kind", layers.LAYERS if FULL else ["lstm", "raw block"])
+@distributed(world_size=2)
+def test_mixed_precision_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:
+    sizes = (3, 2)
+    p, rows = layers.layered(kind, sum(sizes), torch.bfloat16), mine(rank, sizes)
+    units = "root" if kind == "raw root" else "blocks"
+    model = layers.sharded(p.model().float(), units, mp_policy=BFLOAT16)
+    private = bodies.make_private(p, model)
+    private.backward(rows)
+    got, want = bodies.gradients_of(model), layers.expected(p, bodies.limit_of(p))
+    size = sum(float(g.square().sum()) for g in want.values()) ** 0.5
+    off = sum(float((got[key].double() - g).square().sum()) for key, g in want.items()) ** 0.5
+    assert off < 3e-2 * size
+    private.engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention", "raw"] if FULL else ["raw"])
+@distributed(world_size=2, timeout=300)
+def test_a_compiled_model_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:
+    torch.compiler.reset()
+    sizes = (3, 2)
+    p, rows = layers.layered(kind, sum(sizes)), mine(rank, sizes)
+    private = bodies.make_private(p, torch.compile(layers.sharded(p.model(), "blocks"), backend="aot_eager"))
+    private.backward(rows)
+    private.optimizer.step()
+    bodies.assert_moved(private.model, p, bodies.clipped_sum(p, bodies.limit_of(p)))
+    private.engine.detach()
+
+
+@pytest.mark.parametrize("kind, units", sorted(layers.UNITS_BELOW))
+@distributed(world_size=2)
+def test_a_parameter_of_a_module_with_units_below_is_refused(rank: int, world_size: int, kind: str, units: str) -> None:
+    p, name = layers.layered(kind, 4), {"raw block": r"blocks\.0 \(", "raw root": r"model \("}[kind]
+    model = layers.sharded(p.model(), units)
+    complaint = rf"^{name}.*fully_shard units below it \(.*expected its own parameters in a module apart"
+    for pieces in (None, 1):
+        with pytest.raises(gramian.GramianError, match=complaint):
+            bodies.make_private(p, model, max_physical_batch=pieces)
+    with pytest.raises(gramian.GramianError, match=complaint), gramian.per_sample_norms(model):
+        pass
+
+
+@distributed(world_size=2)
+def test_attention_that_is_sharded_in_part_is_refused(rank: int, world_size: int) -> None:
+    p = layers.layered("attention", 4)
+    model = p.model()
+    fully_shard(model.get_submodule("blocks.1.layer.out_proj"))
+    with pytest.raises(
+        gramian.GramianError, match=r"^blocks\.1\.layer .*\(out_proj\).*expected no fully_shard below it$"
+    ):
+        bodies.make_private(p, fully_shard(model))
+
+
+class Aside(nn.Module):
+    """A unit that leaves a tensor on itself and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.linear = nn.PReLU(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = self.act(x)
+        return self.linear(x)
+
+
+class Outside(nn.Module):
+    """Goes on with what a unit left, so that nothing gathers the unit's weights in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unit, self.head = nn.Linear(4, 4), fully_shard(Aside()), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unit(self.first(x))
+        return self.head(self.unit.left)
+
+
+@distributed(world_size=2)
+def test_a_tensor_that_leaves_its_unit_unseen_is_refused(rank: int, world_size: int) -> None:
+    model = fully_shard(Outside())
+    engine, _ = bodies.private_squares(model)
+    with pytest.raises(
+        gramian.GramianError, match=r"^unit\.act \(PReLU\) .*expected fully_shard with units that return"
+    ):
+        model(torch.randn(3, 4)).square().sum().backward()
+    assert all(q.grad is None for q in model.parameters())
+    engine.detach()
+    dist.barrier()
+
+
+class Penalty(nn.Module):
+    """Keeps a loss of its own on itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.scale.square().sum()
+        return x * self.scale
+
+
+class Penalised(nn.Module):
+    """A recurrent layer whose weight is looked at from outside, or which adds to the loss past its outputs."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer, self.scale = way, nn.GRU(4, 4, batch_first=True), Penalty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale(self.layer(x[:, None])[0])
+        return y + self.scale.kept if self.way == "past" else y @ self.layer.weight_ih_l0[:4]
+
+
+@pytest.mark.parametrize(
+    "way, complaint",
+    [
+        ("past", r"^scale\.scale: gets a gradient past what its layer returns"),
+        ("around", r"^layer\.weight_ih_l0: got a gradient that did not come through"),
+    ],
+)
+@distributed(world_size=2)
+def test_gradients_past_a_layer_without_a_formula_are_named(
+    rank: int, world_size: int, way: str, complaint: str
+) -> None:
+    model = Penalised(way)
+    fully_shard(model.scale)
+    engine, _ = bodies.private_squares(fully_shard(model))
+    for _ in range(2):
+        with pytest.raises(gramian.GramianError, match=complaint):
+            model(torch.randn(3, 4)).square().sum().backward()
+        assert all(q.grad is None for q in model.parameters())
+    engine.detach()
+    dist.barrier()
 
 
 # ---- what stays on its rank, what all agree on -------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 Used for parameters that hang on a parent module, unknown layers, attention blocks and recurrent layers. The layer's forward
 and backward run once more per step (vectorised over samples where `vmap` can), and the outputs are compared with those of
 the first run: a layer that is random, mixes samples or treats the batch axis in its own way cannot pass unnoticed.
+
+Under FSDP2 it runs again on the whole weights that stand in it while its unit's backward runs; nothing more is gathered.
 """
 
 import warnings
@@ -12,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -77,12 +80,16 @@ class Generic(Site):
         return tuple(own_parameters(module, self.whole))
 
     def check(self, module: nn.Module) -> str | None:
-        """Sharded children cannot be run again."""
-        if any(hasattr(p, "placements") for p in module.parameters()):
-            return (
-                "cannot be run again sample by sample while it is sharded; expected a registered site (register_site)"
-            )
-        return None
+        """FSDP2 has gathered a unit's own weights when it runs, and not those of units below it."""
+        below = (name for name, child in module.named_modules() if name and isinstance(child, FSDPModule))
+        unit = next(below, None)
+        if unit is None:
+            return None
+        apart = "" if self.whole else "its own parameters in a module apart, or "
+        return (
+            f"has fully_shard units below it ({unit}) and cannot be run again sample by sample; expected {apart}no "
+            "fully_shard below it"
+        )
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
         """Where the inputs may have their samples, most likely first; what does not give the same outputs is dropped.
@@ -120,6 +127,7 @@ class Generic(Site):
         """Keep a copy of every input, a digest of every output, and the call itself."""
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
+        _refuse_parts(module)
         output = forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         arguments = [str(i) for i, value in enumerate(args) for _ in pytree.tree_leaves(value)]
@@ -150,6 +158,7 @@ class Generic(Site):
     ) -> dict[str, PerSampleGradient]:
         """One vector-Jacobian product per sample."""
         call: Call = extra
+        _refuse_parts(module)
         inputs, digests = kept[: len(call.places)], kept[len(call.places) :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
@@ -289,6 +298,15 @@ def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> N
         raise GramianError(
             "gives other outputs when its samples are run one by one (dropout, mixing of samples, another batch axis?); "
             "expected a deterministic layer, its parameters in a module of their own, or a registered site (register_site)"
+        )
+
+
+def _refuse_parts(module: nn.Module) -> None:
+    """Raise if this process has only a part of a weight now; FSDP2 gathers a unit's for its forward and its backward."""
+    if any(hasattr(p, "placements") for p in module.parameters()):
+        raise GramianError(
+            "cannot be run again sample by sample on a part of its weights; expected fully_shard with units that return "
+            "their tensors, alone or in tuples, lists and dicts, or a registered site (register_site)"
         )
 
 
