@@ -83,7 +83,8 @@ class Ledger:
     def end_replay(self) -> None:
         """What follows is no replay any more, unless a state is loaded for another one."""
         if self._replays is not None:
-            self._move_on()
+            self.counter.move_on()
+            self._renew_key()
 
     def begin(self) -> int:
         """Number of a new release, counted before it exists."""
@@ -114,7 +115,7 @@ class Ledger:
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
-            "config": self._marks if self._replays is None or self._parallel is not None else self._replays,
+            "config": dict(self._marks if self._replays is None or self._parallel is not None else self._replays),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
@@ -146,16 +147,15 @@ class Ledger:
         self.counter.load_state_dict(state["counter"], replay=replay)  # last: it may write a file, and fail
         self.secrets, self.accounting, self._replays, self._lost = secrets, accounting, marks, False
         if not replay:
-            self._move_on()
+            self._renew_key()
         if is_open:
             self._warn_of_lost()
             self._share_key()
             self._share_counter()
         self._count()
 
-    def _move_on(self) -> None:
-        """Past every release begun, and to another key: nobody knows which noise was drawn with this one, here or elsewhere."""
-        self.counter.move_on()
+    def _renew_key(self) -> None:
+        """Where a resume is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
         self.secrets.renew()
         self._replays, self._lost = None, True
         if self._parallel is None:  # else what follows is what `open` was told

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.data import SubsetRandomSampler
 
 import gramian
 from gramian.kernels import direct_squares, gram_squares
@@ -40,11 +41,13 @@ from tests.privacy import (
     test_clipping,
     test_contract,
     test_engine,
+    test_ledger,
     test_loader,
     test_noise,
     test_opacus_cases,
     test_peft,
     test_plan,
+    test_population,
     test_properties,
     test_regressions,
     test_sampling,
@@ -351,6 +354,17 @@ def _sums(
 
 def _cancelling(storage: str, algorithm: str) -> Callable[[], None]:
     return functools.partial(test_clipping.test_norms_survive_cancellation_in_float32, storage, algorithm, 1e4)
+
+
+def _after_a_run(test: Callable[..., None], *case: Any) -> Callable[[], None]:
+    """A test that wants what a run left."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            test(test_ledger.past_run(Path(folder)), *case)
+
+    return check
 
 
 def _in_folder(test: Callable[..., None]) -> Callable[[], None]:
@@ -1100,7 +1114,7 @@ BUGS = (
         "one noise for two copies of a run",
         (
             Edit(
-                f"{_LEDGER}._move_on",
+                f"{_LEDGER}._renew_key",
                 "self.secrets.renew()",
                 "self.counter.bound or self.secrets.renew()",
             ),
@@ -1111,6 +1125,48 @@ BUGS = (
         "replay on other data",
         (Edit(f"{_ENGINE}.make_private", "fingerprint(records) if drawn else None", "None"),),
         test_regressions.test_a_replay_on_other_data_is_refused,
+    ),
+    Mutation(
+        "refused replay forgotten",
+        (
+            Edit(
+                f"{_LEDGER}.open",
+                "_check_replay(self._replays, marks)",
+                "before, self._replays = self._replays, None\n        _check_replay(before, marks)",
+            ),
+        ),
+        _after_a_run(test_ledger.test_a_refused_replay_stays_refused_until_it_is_one, {"noise_multiplier": 2.0}),
+    ),
+    Mutation(
+        "noise of a replay after its end",
+        (Edit(f"{_ENGINE}.detach", "self._ledger.end_replay()", "pass"),),
+        _after_a_run(test_ledger.test_a_replay_ends_with_detach, 2, True),
+    ),
+    Mutation(
+        "key of a state that was refused",
+        (Edit(f"{_LEDGER}.load_state_dict", "secrets.load_state_dict(", "self.secrets.load_state_dict("),),
+        _after_a_run(test_ledger.test_after_a_refused_state_the_key_is_the_engines_own),
+    ),
+    Mutation(
+        "counter bound late ends a replay",
+        (Edit(f"{_LEDGER}.bind", "self.counter.restore(released, replay=True)", "pass"),),
+        _after_a_run(test_ledger.test_a_counter_may_be_bound_after_a_replay_was_loaded),
+    ),
+    Mutation(
+        "draws past the user's sampler",
+        (Edit(f"{_PRIVACY}.population:population", "_goes_over(sampler) != size", "False"),),
+        functools.partial(
+            test_population.test_poisson_draws_do_not_replace_a_sampler_that_chooses, SubsetRandomSampler(range(10))
+        ),
+    ),
+    Mutation(
+        "rate of a subset from the whole data set",
+        (Edit(f"{_PRIVACY}.population:population", "None if yielded is None else min(size, yielded)", "size"),),
+        functools.partial(
+            test_population.test_without_poisson_the_rate_is_not_below_that_of_any_record,
+            SubsetRandomSampler(range(12)),
+            12,
+        ),
     ),
     Mutation(
         "noise used again in the next step",

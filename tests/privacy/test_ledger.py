@@ -52,14 +52,18 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, atol=1e-3)
 
 
-@pytest.fixture
-def before(tmp_path: Path) -> tuple[Path, dict[str, Any], list[Tensor]]:
+def past_run(folder: Path) -> tuple[Path, dict[str, Any], list[Tensor]]:
     """The counter file of a run, its state before the first step, and the noises of three steps."""
-    trial, path = Trial(), tmp_path / "releases.json"
+    trial, path = Trial(), folder / "releases.json"
     trial.engine.bind_counter(path)
     trial.make_private()
     saved = copy.deepcopy(trial.engine.state_dict())
     return path, saved, trial.noises(3)
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> tuple[Path, dict[str, Any], list[Tensor]]:
+    return past_run(tmp_path)
 
 
 def replaying(before: tuple[Path, dict[str, Any], list[Tensor]]) -> Trial:
