@@ -14,6 +14,7 @@ import gramian
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.secrets import load_private, save_private
 from gramian.privacy.sums import Scaling
+from gramian.verify.clipped_sum import clipped_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
 
@@ -659,4 +660,24 @@ def test_a_disabled_scaler_is_none() -> None:
     scaler.scale(loss_of(model, torch.randn(4, 5).double())).backward()
     scaler.step(optimizer)
     assert engine.steps == 1
+    engine.detach()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels_last", "every second"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_convolutions_take_maps_of_any_layout(size: int, layout: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, size, size).double()
+    if layout == "transposed":
+        x = x.flatten(2).mT.contiguous().mT.unflatten(2, (size, size))
+    elif layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    else:
+        x = x.repeat_interleave(2, 1)[:, ::2]
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Flatten(), nn.Linear(6 * size**2, 2)).double()
+    want = clipped_sum(model, loss_of, (x,), 0.01)
+    engine, *_ = private(model, poisson_sampling=False)
+    loss_of(model, x).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want.totals[name])
     engine.detach()

@@ -102,6 +102,11 @@ def _weight_gradient(images: Tensor, gradients: Tensor, geometry: Geometry) -> T
     slide = (geometry.stride, geometry.padding, geometry.dilation, False, [0] * len(geometry.stride), geometry.groups)
     with torch.backends.cudnn.flags(allow_tf32=False):  # sums stay in float32
         gradient: Tensor = torch.ops.aten.convolution_backward(
-            gradients, images, weight, None, *slide, [False, True, False]
+            _restrided(gradients), _restrided(images), weight, None, *slide, [False, True, False]
         )[1]
     return gradient
+
+
+def _restrided(t: Tensor) -> Tensor:
+    """The usual strides on axes of one element, where any are right: PyTorch reads others as channels_last, and fails."""
+    return t.view(-1).view(t.shape) if t.is_contiguous() else t
