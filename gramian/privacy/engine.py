@@ -35,6 +35,8 @@ from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
 
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
+"""A graph would hold key and number of one release as constants, and draw the same noise again."""
 
 
 class PrivacyEngine:
@@ -279,7 +281,7 @@ class PrivacyEngine:
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
         self._clipping.on_begin, self._clipping.on_done = self._before_sums, self._after_backward
-        handle = optimizer.register_step_pre_hook(self._before_step)
+        handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step, reason=EAGER))
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # others see what is private already
         stack.callback(handle.remove)
