@@ -310,6 +310,7 @@ class PrivacyEngine:
             GramianError: naming what is there too often.
         """
         assert self._clipping is not None
+        self._sums.refuse_changes()
         limit = self._options.max_physical_batch
         if limit is not None and rows > limit:
             raise GramianError(
@@ -378,6 +379,7 @@ class PrivacyEngine:
         if isinstance(self._clipping, WholeGradient):
             self._clipping.recover()
         scaling = self._scaling_at(optimizer)
+        self._sums.refuse_changes()
         if self._options.poisson_sampling:
             if len(self._draws) != 1 or self._piece is None:
                 raise GramianError(

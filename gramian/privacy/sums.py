@@ -37,15 +37,6 @@ class Scaling:
     """A scale that a GradScaler has divided `p.grad` by already."""
 
 
-@dataclass(frozen=True)
-class Behind:
-    """The wide sum of which a `p.grad` is the rounded copy; this process's part."""
-
-    total: Tensor
-    version: int
-    """Of that copy, as long as nobody wrote into it."""
-
-
 class GradientSums:
     """Where clipped sums go. In `p.grad` they are in the parameter's dtype; what is released comes from wide ones."""
 
@@ -57,7 +48,11 @@ class GradientSums:
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
         self._behind = WeakTensorKeyDictionary()
-        """{p.grad: what stands behind it}: gone when the user drops the gradient."""
+        """{p.grad: the wide sum of which it is the rounded copy, this process's part}: gone when the user drops it."""
+        self._versions = WeakTensorKeyDictionary()
+        """{p.grad as the last backward of this step left it: its version, as long as nobody wrote into it}."""
+        self._settled = False
+        """True if there was such a backward."""
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -83,6 +78,27 @@ class GradientSums:
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
             first.grad = torch.zeros_like(first)
+        self._settled = True
+        for p in self.trained.values():
+            if p.grad is not None:
+                self._versions[p.grad] = local(p.grad)._version
+
+    def refuse_changes(self) -> None:
+        """Between backward and step `p.grad` must be what the backward left, or nothing. Cost: no look at the device.
+
+        Raises:
+            GramianError: if somebody put another gradient there, or wrote into it.
+        """
+        for name, p in self.trained.items() if self._settled else ():
+            gradient = p.grad
+            if gradient is None or self._versions.get(gradient) == local(gradient)._version:
+                continue
+            if bool(local(gradient).any()):
+                raise GramianError(
+                    f"{name}: its .grad was changed between backward and step, where it is not private yet; "
+                    "expected it as the backward left it, or zero_grad() (a hook before the optimizer's step may write)"
+                )
+            self._behind.pop(gradient, None)  # zero_grad(set_to_none=False)
 
     def _land(self) -> None:
         name, shard = self._arriving.popleft()
@@ -103,42 +119,31 @@ class GradientSums:
             part = self._wide(name, Scaling()).add_(part)
         part = _laid_out(wide(part), local(p.detach()))
         p.grad = placed(part.to(p.dtype), p)  # at once: the device still sums the next ones while the host does this
-        self._behind[p.grad] = Behind(part, local(p.grad)._version)
+        self._behind[p.grad] = part
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
-        """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to.
-
-        Raises:
-            GramianError: if somebody wrote into a half-precision `p.grad`.
-        """
+        """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to."""
         p = self.trained[name]
         assert p.grad is not None
         part, behind = local(p.grad), self._behind.pop(p.grad, None)
-        if behind is None:
-            part = wide(part) if part.dtype != wide_dtype(part) else part.clone()
-        elif scaling.undone != 1.0:  # which no version tells of
-            part = behind.total.div_(scaling.undone)
-        elif part._version == behind.version:
-            part = behind.total
-        elif not bool(part.any()):  # zero_grad(set_to_none=False)
-            part = wide(part)
+        if behind is not None:
+            part = behind if scaling.undone == 1.0 else behind.div_(scaling.undone)
         else:
-            raise GramianError(
-                f"{name}: its .grad was changed between backward and step, where it is not private yet; "
-                "expected it as the backward left it, or zero_grad()"
-            )
+            part = wide(part) if part.dtype != wide_dtype(part) else part.clone()
         return part if scaling.left == 1.0 else part.div_(scaling.left)
 
     # ---- step ------------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop sums that no step has released."""
+        self._settled = False
         self.moved.clear()
         for p in self.trained.values():
             p.grad = None
 
     def move(self, scaling: Scaling) -> None:
         """Take the gradients of a piece out of `p.grad`, so that the optimizer sees none and zero_grad() loses none."""
+        self._settled = False
         for name, p in self.trained.items():
             if p.grad is not None:
                 part = self._wide(name, scaling)
@@ -188,6 +193,7 @@ class GradientSums:
         while waiting:
             finish()
         self.moved.clear()
+        self._settled = False  # what is in `p.grad` now has its noise: anybody may write
 
     def _whole(self, name: str, scaling: Scaling) -> Tensor:
         """This process's sum over the pieces of the draw: wide where anything is still to be added or rounded."""

@@ -681,3 +681,78 @@ def test_convolutions_take_maps_of_any_layout(size: int, layout: str) -> None:
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, want.totals[name])
     engine.detach()
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_gradient_that_was_written_to_before_the_step_is_refused(dtype: torch.dtype, physical: int | None) -> None:
+    model = net().to(dtype)
+    engine, _, optimizer, _ = private(model, poisson_sampling=False, max_physical_batch=physical, batch=1)
+    x, weight = torch.ones(1, 5).to(dtype), model[0].weight
+
+    def larger() -> None:
+        weight.grad.mul_(3.0)
+
+    def another() -> None:
+        weight.grad = torch.ones_like(weight)
+
+    def clipped() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
+
+    before = copy.deepcopy(dict(model.named_parameters()))
+    for change in (larger, another, clipped):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        change()
+        with pytest.raises(gramian.GramianError, match="0.weight: its .grad was changed between backward and step"):
+            optimizer.step()
+        with pytest.raises(gramian.GramianError, match="0.weight: its .grad was changed between backward and step"):
+            loss_of(model, x).backward()
+    assert engine.steps == 0
+    assert moved(before, model) == 0
+    engine.detach()
+
+
+def test_a_gradient_may_be_written_to_where_it_has_its_noise() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, _, optimizer, _ = private(model, optimizer=optimizer, poisson_sampling=False, noise_multiplier=1.0)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    optimizer.register_step_pre_hook(lambda *_: [p.grad.zero_() for p in model.parameters()] and None)
+    for _ in range(2):  # without zero_grad: the next backward adds to what the step left
+        loss_of(model, torch.ones(8, 5).double()).backward()
+        optimizer.step()
+        model[0].weight.grad.mul_(0.5)
+    assert moved(before, model) == 0
+    engine.detach()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_may_be_dropped_before_the_step(to_none: bool) -> None:
+    model = net()
+    engine, _, optimizer, _ = private(model, poisson_sampling=False)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    loss_of(model, torch.ones(8, 5).double()).backward()
+    optimizer.zero_grad(set_to_none=to_none)
+    optimizer.step()
+    assert moved(before, model) == 0
+    engine.detach()
+
+
+def test_a_compiled_step_draws_the_noise_of_an_eager_one() -> None:
+    torch._dynamo.reset()
+    steps = []
+    for compiled in (False, True):
+        engine = gramian.PrivacyEngine(insecure_reproducible=True, seed=1)
+        model = net()
+        engine, _, optimizer, _ = private(model, engine, poisson_sampling=False, noise_multiplier=1.0)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model, torch.zeros(8, 5).double()).backward()
+            step()
+            steps.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert engine.steps == 3
+        engine.detach()
+    assert all(torch.equal(eager, other) for eager, other in zip(steps[:3], steps[3:], strict=True))
+    assert not any(torch.equal(steps[3], later) for later in steps[4:])
