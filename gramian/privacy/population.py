@@ -69,9 +69,10 @@ def _sampler_of(loader: Any) -> Any:
 
 def _goes_over(sampler: Any) -> int | None:
     """Records of which a sampler yields each, but for what makes the processes even; None: not known."""
-    if type(sampler) is DistributedSampler:
+    kind = type(sampler)
+    if kind is DistributedSampler:
         return len(sampler.dataset)
-    if type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement):
+    if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement):
         return len(sampler.data_source) if len(sampler) == len(sampler.data_source) else None
     return None
 
