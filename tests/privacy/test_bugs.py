@@ -658,7 +658,7 @@ BUGS = (
         (
             Edit(
                 f"{_SUMS}:GradientSums._add",
-                "self._behind[p.grad] = Behind(part, local(p.grad)._version)",
+                "self._behind[p.grad] = part",
                 "pass",
             ),
         ),
@@ -671,8 +671,20 @@ BUGS = (
     ),
     Mutation(
         "wide sum released after its gradient was zeroed",
-        (Edit(f"{_SUMS}:GradientSums._wide", "elif part._version == behind.version:", "elif True:"),),
+        (Edit(f"{_SUMS}:GradientSums.refuse_changes", "self._behind.pop(gradient, None)", "pass"),),
         functools.partial(test_regressions.test_half_precision_sums_follow_what_becomes_of_the_gradient, False),
+    ),
+    Mutation(
+        "gradient written to before its noise",
+        (Edit(f"{_SUMS}:GradientSums.refuse_changes", "if bool(local(gradient).any()):", "if False:"),),
+        functools.partial(
+            test_regressions.test_a_gradient_that_was_written_to_before_the_step_is_refused, torch.float32, None
+        ),
+    ),
+    Mutation(
+        "private step traced by a compiler",
+        (Edit(f"{_ENGINE}._install", "torch.compiler.disable(self._before_step, reason=EAGER)", "self._before_step"),),
+        test_regressions.test_a_compiled_step_draws_the_noise_of_an_eager_one,
     ),
     # ---- clipping and sums ----
     Mutation(
