@@ -39,7 +39,7 @@ def check_independence(
         tolerance: relative; None: by dtype.
 
     Raises:
-        GramianError: if another sample's norm changes.
+        GramianError: if another sample's norm changes, or if all samples are equal, so that nothing can be told.
     """
     rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
     if rows < 2:
@@ -68,11 +68,13 @@ def check_independence(
             raise GramianError("batch: has a sample whose gradient is not finite; expected one on which the loss is")
         return found
 
-    before = norms(batch)
     last = REPLACED - 1
-    for sample in range(rows) if rows <= REPLACED else sorted({i * (rows - 1) // last for i in range(REPLACED)}):
-        neighbour = (sample + 1) % rows
-        after = norms(pytree.tree_map(lambda t, s=sample, n=neighbour: _replaced(t, s, n, rows), batch))
+    chosen = range(rows) if rows <= REPLACED else sorted({i * (rows - 1) // last for i in range(REPLACED)})
+    if not any(_differ(batch, _with_neighbour(batch, sample, rows)) for sample in chosen):
+        raise GramianError("batch: replacing a sample by its neighbour changes nothing; expected samples that differ")
+    before = norms(batch)
+    for sample in chosen:
+        after = norms(_with_neighbour(batch, sample, rows))
         rest = [i for i in range(rows) if i != sample]
         change = (after[rest] - before[rest]).abs() / before[rest].clamp(min=1e-30)
         if bool((change > allowed).any()):
@@ -97,6 +99,16 @@ def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tenso
     if count == 1 and isinstance(batch, tuple | list) and len(given) != 1:
         return loss_fn(batch)
     return loss_fn(model, *given) if count == len(given) + 1 else loss_fn(*given)
+
+
+def _with_neighbour(batch: Any, sample: int, rows: int) -> Any:
+    """The batch with one sample replaced by the next."""
+    return pytree.tree_map(lambda t: _replaced(t, sample, (sample + 1) % rows, rows), batch)
+
+
+def _differ(batch: Any, other: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(batch), pytree.tree_leaves(other), strict=True)
+    return any(isinstance(left, Tensor) and not torch.equal(left, right) for left, right in pairs)
 
 
 def _replaced(t: Any, sample: int, other: int, rows: int) -> Any:

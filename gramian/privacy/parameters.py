@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from gramian.errors import GramianError
@@ -14,7 +15,7 @@ def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Pa
     """The optimizer's trainable parameters under the user's names, in the model's order. Others of the model are warned of.
 
     Raises:
-        GramianError: if there are none, if some are not the model's, or if one has a hook.
+        GramianError: if there are none, if some are not the model's, if one has a hook, or no shape yet.
     """
     trained = _trained(root, optimizer)
     _check_hooks(trained)
@@ -49,6 +50,10 @@ def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, p in named_parameters(root):
+        if isinstance(p, UninitializedParameter):
+            raise GramianError(
+                f"{name}: has no shape yet (a lazy layer); expected one forward of the model before make_private"
+            )
         if id(p) in stepped and id(p) not in seen and p.requires_grad:
             found[name] = p
         seen.add(id(p))

@@ -23,7 +23,7 @@ from gramian.linalg.wide import wide_dtype
 from gramian.privacy.clipping import SLACK, Clipped, Sink
 from gramian.taps.blank import with_a_row, without_a_row
 from gramian.taps.names import named_modules
-from gramian.taps.passes import FORWARDS_WITHOUT_BACKWARD, accumulates, in_backward
+from gramian.taps.passes import FORWARDS_WITHOUT_BACKWARD, SECOND_BACKWARD, accumulates, in_backward
 from gramian.taps.sites import site_for
 from gramian.taps.sites.site import first_tensor
 
@@ -256,7 +256,7 @@ class WholeGradient:
                 "expected one forward for each backward"
             )
         if number not in self._open:
-            raise GramianError("backward: ran twice through one forward; expected one backward for each forward")
+            raise GramianError(SECOND_BACKWARD)
         self._begin(task)
         if not self.paused:
             self.on_begin(self._open[number])

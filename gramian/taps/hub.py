@@ -405,7 +405,7 @@ class Detached:
 
 def _refuse_create_graph(_: Tensor | None = None) -> None:
     if torch.is_grad_enabled():
-        raise GramianError("backward: create_graph=True is not supported in a capture; expected create_graph=False")
+        raise GramianError("backward: create_graph=True is not supported; expected create_graph=False")
 
 
 def hub_of(model: nn.Module) -> Hub:

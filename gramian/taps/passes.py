@@ -21,7 +21,7 @@ from gramian.taps.gradients import PerSampleGradient, join
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import GradientRule, Statistic
 
-SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward in a capture"
+SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024
 """Older passes whose backward never came are forgotten."""
 

@@ -756,3 +756,21 @@ def test_a_compiled_step_draws_the_noise_of_an_eager_one() -> None:
         engine.detach()
     assert all(torch.equal(eager, other) for eager, other in zip(steps[:3], steps[3:], strict=True))
     assert not any(torch.equal(steps[3], later) for later in steps[4:])
+
+
+def test_samples_that_are_all_equal_tell_nothing_of_independence() -> None:
+    engine, model, *_ = private(net(), poisson_sampling=False)
+
+    def coupled(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y - y.mean(0)).square().sum(1).mean()
+
+    with pytest.raises(gramian.GramianError, match="batch: replacing a sample by its neighbour changes nothing"):
+        engine.check_independence(coupled, torch.ones(4, 5).double())
+    engine.detach()
+
+
+def test_a_lazy_layer_without_a_shape_is_named() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(gramian.GramianError, match="0.weight: has no shape yet"):
+        private(model, poisson_sampling=False)
