@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gramian.curvature.block import Block
 from gramian.curvature.options import Options
@@ -11,6 +12,7 @@ from gramian.errors import GramianError
 from gramian.linalg.cholesky import settle_all
 from gramian.linalg.factor import fetch_bounds
 from gramian.linalg.wide import exact_float32
+from gramian.parallel.placement import place_like
 
 Vector = Mapping[str, Tensor]
 """{parameter: tensor of its shape}."""
@@ -51,8 +53,9 @@ def _prepare(blocks: Iterable[Block], options: Options) -> None:
 
 
 def _apply_block(block: Block, vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
-    given = {name: vector[name] for name in block.spec.parameters if name in vector}
-    like = next(iter(given.values()))
+    places = {name: vector[name] for name in block.spec.parameters if name in vector}
+    given = {name: whole(t) for name, t in places.items()}
+    like = next(iter(places.values()))
     wide = torch.float64 if block.G.dtype == torch.float64 or like.dtype == torch.float64 else torch.float32
     y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
     if power is None:
@@ -60,7 +63,7 @@ def _apply_block(block: Block, vector: Vector, power: float | None, options: Opt
     else:
         assert block.damping is not None
         out = block.power(y, power, block.damping, options.kfac_eps)
-    return {name: _as(t, given.get(name, like)) for name, t in block.spec.tensors(out).items()}
+    return {name: _as(t, places.get(name, like)) for name, t in block.spec.tensors(out).items()}
 
 
 def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
@@ -73,7 +76,12 @@ def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
-    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides."""
+    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides.
+
+    Where the other is sharded, this process's shard of it.
+    """
+    if isinstance(like, DTensor):
+        return place_like(t.to(like.device, like.dtype).contiguous(), like)
     t = t.to(like)
     alike = t.shape != like.shape or t.stride() == like.stride()
     return t if alike else torch.empty_like(like).copy_(t)
@@ -83,5 +91,10 @@ def inner(left: Vector, right: Vector) -> float:
     """⟨left, right⟩ over the parameters of the left one, in float64."""
     total = 0.0
     for name, value in left.items():
-        total += float((value.double() * right[name].double()).sum())
+        total += float(whole((value.double() * right[name].double()).sum()))
     return total
+
+
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. Collective if it is."""
+    return t.full_tensor() if isinstance(t, DTensor) else t

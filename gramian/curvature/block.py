@@ -38,6 +38,13 @@ class Facts:
     shares_A_with: str = ""
     estimate: str = ""
     """Where G comes from: "empirical", "mc", "exact softmax"."""
+    local_tokens: int = 0
+    """Those of T that were this process's."""
+    reduction_A: str = ""
+    """How processes joined a side: "dense", "gather", "gram"; empty: they did not."""
+    reduction_G: str = ""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes that left this process for it, by kind of collective."""
 
 
 @dataclass

@@ -11,65 +11,73 @@ from torch import Tensor
 from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec
 from gramian.curvature.damping import resolve
-from gramian.curvature.estimate import BlockSums
+from gramian.curvature.join import BlockTotals, Join, Total
 from gramian.curvature.keyed import token_keys
-from gramian.curvature.moments import Moment, same_tokens
 from gramian.curvature.options import Options
-from gramian.curvature.policy import representation
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factor import fetch_traces
-from gramian.linalg.wide import exact_float32, wide_mm
+from gramian.linalg.wide import exact_float32
+from gramian.parallel.sharded_columns import ShardedColumns
 
 
 class Builder:
     """Makes the factors of one refresh, layer after layer; sides with the same tokens become one factor."""
 
-    def __init__(self, options: Options, terms: float, samples: int, head: str | None, estimate: str) -> None:
+    def __init__(
+        self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
+    ) -> None:
         """Set what holds for all layers.
 
         Args:
             options: policy and storage.
-            terms: N, loss terms of the refresh.
-            samples: B, samples of the refresh.
-            head: the layer whose outputs are the logits.
+            terms: N, loss terms of the refresh, on all processes.
+            samples: B, samples of the refresh, on all processes.
             estimate: "empirical" or "mc".
+            local_samples: samples of this process.
+            reduction: how sums that have one form only were joined: "dense", or "" for one process.
         """
         self.options, self.terms, self.samples = options, terms, samples
-        self.head, self.estimate = head, estimate
-        self._inputs: list[tuple[Moment, bool, Factor, str]] = []
+        self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction
+        self._inputs: list[tuple[Total, Factor, str]] = []
 
-    def kronecker(self, spec: Spec, sums: BlockSums, place: "Placement") -> Block | None:
+    def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
         """The block of a weight; None if no token reached it."""
         started = time.perf_counter()
         linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
         if not linear and sums.table_gradients is None:
             return None
         dtype = self.options.storage_dtype(spec.dtype)
-        facts = Facts(terms=self.terms, estimate=self.estimate, most_columns=_most_columns(spec, sums))
+        facts = Facts(terms=self.terms, estimate=self.estimate, sent=sums.sent)
+        facts.most_columns = _most_columns(spec, sums)
         A: Factor | None = None
         G: Factor | None = None
         if linear:
             assert sums.inputs is not None
-            facts.tokens, facts.kept_tokens = sums.inputs.seen, sums.inputs.kept
+            _count_tokens(facts, sums.inputs)
+            facts.reduction_A = sums.inputs.reduction
             A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, dtype, place)
             if sums.probabilities is not None:
-                G, facts.reason_G = self._softmax_factor(sums.probabilities, dtype)
-                facts.estimate = "exact softmax"
+                G, facts.reason_G = self._softmax_factor(sums.probabilities, dtype), sums.probabilities.reason
+                facts.estimate, facts.reduction_G = "exact softmax", sums.probabilities.reduction
             else:
                 assert sums.gradients is not None
-                G, facts.reason_G = self._gradient_factor(sums.gradients, dtype)
+                G, facts.reason_G = self._gradient_factor(sums.gradients, dtype), sums.gradients.reason
+                facts.reduction_G = sums.gradients.reduction
             G = place(G)
         if sums.table_gradients is not None:
             assert sums.counts_V is not None
             counts = Diagonal(sums.counts_V / sums.table_weight)
-            gradients, reason = self._gradient_factor(sums.table_gradients, dtype)
+            gradients, reason = self._gradient_factor(sums.table_gradients, dtype), sums.table_gradients.reason
             if A is None or G is None:
                 A, G = place(counts), place(gradients)
-                facts.tokens, facts.kept_tokens = sums.table_gradients.seen, sums.table_gradients.kept
+                _count_tokens(facts, sums.table_gradients)
                 facts.reason_A, facts.reason_G = "token counts", reason
+                facts.reduction_G = sums.table_gradients.reduction
+                facts.reduction_A = "dense" if facts.reduction_G else ""
                 if spec.layout != "table":  # tied to a head that took no part: its inputs are the table's outputs
                     A, G, facts.reason_A, facts.reason_G = G, A, facts.reason_G, facts.reason_A
+                    facts.reduction_A, facts.reduction_G = facts.reduction_G, facts.reduction_A
             else:
                 A, G = _tied(A, G, gradients, counts)
                 facts.reason_A = f"head ({facts.reason_A}) and table ({reason}), weighted by their traces"
@@ -84,6 +92,7 @@ class Builder:
         dtype = self.options.storage_dtype(spec.dtype)
         reason = spec.why or "no matrix between tokens"
         facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
+        facts.local_tokens, facts.reduction_G = self.local_samples, self.reduction
         mean = total / self.terms
         factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
         return Block(spec, None, place(factor), facts)
@@ -91,74 +100,53 @@ class Builder:
     # ---- sides -----------------------------------------------------------------------------------------------------
 
     def _input_factor(
-        self, spec: Spec, moment: Moment, dtype: torch.dtype, place: "Placement"
+        self, spec: Spec, total: Total, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
         """A, the name of the layer it is shared with, and why it has its form."""
-        for other, bias, factor, name in self._inputs:
-            if bias == spec.has_bias and _same_sums(moment, other):
+        for other, factor, name in self._inputs:
+            if other is total:
                 return factor, name, "the same inputs"
-        factor, reason = self._moment_factor(moment, dtype, 1.0 / _scalar(moment.kept_weight()), spec.has_bias)
-        factor = place(factor)
-        self._inputs.append((moment, spec.has_bias, factor, spec.name))
-        return factor, "", reason
+        factor = place(self._moment_factor(total, dtype, 1.0 / total.weight))
+        self._inputs.append((total, factor, spec.name))
+        return factor, "", total.reason
 
-    def _gradient_factor(self, moment: Moment, dtype: torch.dtype) -> tuple[Factor, str]:
-        scale = moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0
-        return self._moment_factor(moment, dtype, scale / self.terms, bias=False)
+    def _gradient_factor(self, total: Total, dtype: torch.dtype) -> Factor:
+        return self._moment_factor(total, dtype, _rescaling(total) / self.terms)
 
-    def _moment_factor(self, moment: Moment, dtype: torch.dtype, scale: float, bias: bool) -> tuple[Factor, str]:
-        width = moment.width + bias
-        if moment.diagonal_N is not None:
-            values = moment.diagonal_N * scale
-            values = torch.cat([values, values.new_ones(1)]) if bias else values
-            return Diagonal(values), moment.keep.why or f"wider than {WIDEST_DENSE} and low rank is off"
-        subset = _subset_note(moment)
-        if moment.matrix is not None:
-            assert moment.first_N is not None
-            matrix = _augmented(moment.matrix, moment.first_N, _scalar(moment.weight)) if bias else moment.matrix
-            return Dense.of(matrix * scale, dtype), "T does not allow low rank" + subset
-        rows, roots, factor = moment.rows()
-        assert factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
-        rows = torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows
-        if representation(moment.keep, moment.kept) == "low rank":
-            wide = f"wider than {WIDEST_DENSE}" if width > WIDEST_DENSE else f"T ≤ {moment.keep.rows_up_to}"
-            return LowRank.of(rows.mT, dtype, factor * scale**0.5), wide + subset
-        return Dense.of(wide_mm(rows.mT, rows) * (factor**2 * scale), dtype), "T does not allow low rank" + subset
+    def _moment_factor(self, total: Total, dtype: torch.dtype, scale: float) -> Factor:
+        rows = total.data
+        if total.form == "diagonal":
+            return Diagonal(total.data * scale)
+        if total.form == "dense":
+            return Dense.of(total.data * scale, dtype)
+        if total.others is None:
+            return LowRank.of(rows.mT, dtype, total.factor * scale**0.5)
+        columns = ShardedColumns.of(rows.mT, total.width, total.others, dtype)
+        return LowRank(columns.scaled(total.factor * scale**0.5))
 
-    def _softmax_factor(self, moment: Moment, dtype: torch.dtype) -> tuple[Factor, str]:
+    def _softmax_factor(self, total: Total, dtype: torch.dtype) -> Factor:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
-        scale = (moment.seen / max(moment.kept, 1) if moment.keep.limit is not None else 1.0) / self.terms
-        if moment.diagonal_N is not None:
-            assert moment.first_N is not None
-            reason = moment.keep.why or f"wider than {WIDEST_DENSE} and low rank is off"
-            return Diagonal((moment.first_N - moment.diagonal_N) * scale), f"exact, its diagonal: {reason}"
-        subset = _subset_note(moment)
-        if moment.matrix is not None:
-            assert moment.first_N is not None
-            return Dense.of(
-                (torch.diag(moment.first_N) - moment.matrix) * scale, dtype
-            ), "exact, T does not allow low rank"
-        rows, roots, _ = moment.rows()
-        if representation(moment.keep, moment.kept) == "low rank":
-            return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype), "exact" + subset
-        first = (rows * roots[:, None]).sum(0)
-        return Dense.of(
-            (torch.diag(first) - rows.mT @ rows) * scale, dtype
-        ), "exact, T does not allow low rank" + subset
+        rows, scale = total.data, _rescaling(total) / self.terms
+        if total.form != "low rank":
+            return self._moment_factor(total, dtype, scale)
+        if total.others is None:
+            return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype)
+        columns = ShardedColumns.of((rows * scale**0.5).mT, total.width, total.others, dtype)
+        return DiagonalLowRank.softmax_of(columns)
 
 
 class Placement:
     """Puts factors where they are kept: as asked, or ("auto") beside the model while half of the memory free there allows."""
 
-    def __init__(self, options: Options, device: torch.device) -> None:
-        """Look at the memory once, before the first factor.
+    def __init__(self, options: Options, free: int | None) -> None:
+        """Set what there is.
 
         Args:
             options: for `woodbury_store_device`.
-            device: where the model is.
+            free: bytes of the model's device that are free, on the process with the fewest; None: they do not count.
         """
         self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
-        self._left = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" and self._fixed is None else None
+        self._left = None if free is None or self._fixed is not None else free // 2
 
     def __call__(self, factor: Factor) -> Factor:
         """The factor in its place."""
@@ -168,6 +156,11 @@ class Placement:
             return factor
         self._left -= factor.nbytes
         return factor if self._left >= 0 else factor.to("cpu")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU; None: it is none."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:
@@ -190,18 +183,18 @@ def make_blocks(
     options: Options,
     specs: Mapping[str, Spec],
     builder: Builder,
-    kronecker: Mapping[str, BlockSums],
-    remainder: Mapping[str, Tensor],
+    join: Join,
+    place: Placement,
     before: Mapping[str, Block],
 ) -> dict[str, Block]:
-    """Blocks of one refresh, averaged with those from before, damping resolved: everything, or an error.
+    """Blocks of one refresh, averaged with those from before, damping resolved: everything, or an error on all processes.
 
     Args:
-        options: placement, average and damping.
+        options: average and damping.
         specs: the model's blocks.
         builder: makes factors of sums.
-        kronecker: sums of K-FAC blocks.
-        remainder: sums of the others.
+        join: brings the sums.
+        place: puts factors where they are kept.
         before: blocks from before.
 
     Returns:
@@ -209,23 +202,41 @@ def make_blocks(
 
     Raises:
         NotFinite: naming the first block whose sums are not finite.
+        GramianError: if another process could not make its factors.
     """
-    place = Placement(options, next(iter(specs.values())).device)
     fresh: dict[str, Block] = {}
     with torch.no_grad(), exact_float32():
+        problem: Exception | None = None
+        remainder = join.remainder({name: spec for name, spec in specs.items() if spec.kind != "kronecker"})
         for name, spec in specs.items():
-            if spec.kind == "kronecker":
-                block = builder.kronecker(spec, kronecker[name], place)
+            totals = join.block(spec) if spec.kind == "kronecker" else None
+            if problem is not None:
+                continue  # the others still join theirs
+            try:
+                block = _made(builder, spec, totals, remainder.pop(name, None), place)
+            except Exception as error:
+                problem = error
             else:
-                block = builder.remainder(spec, remainder[name], place) if name in remainder else None
-            if block is not None:
-                fresh[name] = block
+                fresh.update({} if block is None else {name: block})
+        said = join.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        if said:
+            raise GramianError(f"{said}; expected every process to make its factors")
         _refuse_not_finite(fresh)
         merged: Merged = {}
         decay, columns = options.ema_decay, options.kfac_auto_t_max
         fresh = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
         settle_damping(fresh.values(), options)
     return fresh
+
+
+def _made(
+    builder: Builder, spec: Spec, totals: BlockTotals | None, rest: Tensor | None, place: Placement
+) -> Block | None:
+    if totals is not None:
+        return builder.kronecker(spec, totals, place)
+    return None if rest is None else builder.remainder(spec, rest, place)
 
 
 class NotFinite(GramianError):
@@ -310,42 +321,21 @@ def _subset(columns: int, kept: int, key: int, device: torch.device) -> Tensor:
     return keys.topk(kept, largest=False).indices.sort().values.to(device)
 
 
-def _same_sums(left: Moment, right: Moment) -> bool:
-    """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
-    if left is right:
-        return True
-    if left.keep != right.keep or left.width != right.width or left.seen != right.seen:
-        return False
-    if left.matrix is not None and right.matrix is not None:
-        return left.matrix is right.matrix
-    if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
-        return all(map(same_tokens, left.chunks, right.chunks))
-    return False
-
-
-def _most_columns(spec: Spec, sums: BlockSums) -> dict[str, int]:
+def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
     """{side: columns} where memory_budget sets a limit."""
-    moments = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
-    moments.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
+    totals = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
+    totals.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
     found: dict[str, int] = {}
-    for side, moment in moments:
-        if moment is not None and moment.keep.why and moment.keep.limit is not None:
-            found[side] = moment.keep.limit
+    for side, total in totals:
+        if total is not None and total.keep.why and total.keep.limit is not None:
+            found[side] = total.keep.limit
     return found
 
 
-def _subset_note(moment: Moment) -> str:
-    """What was left out, and because of what, in words."""
-    note = f", subset of {moment.kept} of {moment.seen} tokens" if moment.kept < moment.seen else ""
-    return note + (f" ({moment.keep.why})" if moment.keep.why else "")
+def _count_tokens(facts: Facts, total: Total) -> None:
+    facts.tokens, facts.kept_tokens, facts.local_tokens = total.seen, total.kept, total.local
 
 
-def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
-    """Σ w [x; 1][x; 1]ᵀ."""
-    total = matrix.new_full((1, 1), weight)
-    top = torch.cat([matrix, first_N[:, None]], dim=1)
-    return torch.cat([top, torch.cat([first_N[None, :], total], dim=1)])
-
-
-def _scalar(value: float | Tensor) -> float:
-    return float(value)
+def _rescaling(total: Total) -> float:
+    """What a sum over a subset is multiplied by to stand for all tokens."""
+    return total.seen / max(total.kept, 1) if total.keep.limit is not None else 1.0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gramian.curvature.estimate import KroneckerSums, RefreshPass, RemainderSums
 from gramian.errors import GramianError
+from gramian.parallel.exchange import Exchange
 from gramian.taps.capture import Capture
 from gramian.taps.record import PassInfo
 
@@ -33,7 +34,9 @@ class KFACCapture(Capture):
         token_weights: Tensor | None,
         loss_scale: "float | torch.amp.GradScaler",
         batch_size: int | None,
+        sample_ids: Tensor | None,
         estimate: str,
+        others: Exchange | None,
     ) -> None:
         """Check the arguments; the model is not touched before the block is entered."""
         super().__init__(
@@ -46,22 +49,39 @@ class KFACCapture(Capture):
             loss_scale=loss_scale,
         )
         self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
+        self.others = others
+        """The processes that share the refresh; None: this one alone."""
+        self.draw = 0
+        """Number of the draw of labels that the next pass has."""
+        self.silence = ""
+        """What is to be said if no process had a backward."""
         self.terms = 0.0
-        self._told: tuple[float | None, Tensor | None] | None = None
+        self._told: tuple[float | None, Tensor | None, Tensor | None] | None = None
         self._tellings = 0
         self._counted: dict[int, int] = {}
         self._samples = 0
         self.samples = 0
         """Samples whose backward is over."""
-        self._tell(num_terms, token_weights)
+        self._tell(num_terms, token_weights, sample_ids)
 
-    def next(self, *, num_terms: float | None = None, token_weights: Tensor | None = None) -> None:  # type: ignore[override]
-        """Say how many loss terms stand behind the next backward, and which tokens count in it."""
-        self._tell(num_terms, token_weights)
+    @property
+    def passes(self) -> int:
+        """Backwards that are over."""
+        return self._passes
 
-    def _tell(self, num_terms: float | None, token_weights: Tensor | None) -> None:
+    def next(
+        self,
+        *,
+        num_terms: float | None = None,
+        token_weights: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> None:
+        """Say how many loss terms stand behind the next backward, which tokens count in it, and whose they are."""
+        self._tell(num_terms, token_weights, sample_ids)
+
+    def _tell(self, num_terms: float | None, token_weights: Tensor | None, sample_ids: Tensor | None) -> None:
         check_terms(num_terms, token_weights)
-        self._told = (num_terms, token_weights)
+        self._told = (num_terms, token_weights, sample_ids)
         self._tellings += 1
 
     def __exit__(
@@ -76,18 +96,26 @@ class KFACCapture(Capture):
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """What went wrong here is told to the other processes, whatever it is: they wait for this one."""
         try:
             super().__exit__(kind, error, trace)
         except BaseException as problem:
-            if not self._failed or not isinstance(problem, GramianError):  # else no backward ran because one failed
-                self._kfac._abandon(str(problem))
+            expected = isinstance(problem, GramianError) and not self._passes
+            if not expected or not (
+                self._failed or self.others is not None
+            ):  # no backward ran: one failed, or others' did
+                self._kfac._fail(self, str(problem))
                 raise
+            self.silence = str(problem)
         if kind is not None:
-            self._kfac._abandon(f"{kind.__name__} inside the capture")
-        elif self._failed:
-            self._kfac._abandon("a backward failed half-way inside the capture", lenient=True)
+            self._kfac._fail(self, f"{kind.__name__} inside the capture", f" ({error})")
         else:
             self._kfac._finish(self)
+
+    @property
+    def problem(self) -> str:
+        """Why the sums are of no use; "" if they are."""
+        return "a backward failed half-way inside the capture" if self._failed else ""
 
     def __enter__(self) -> Self:
         """Install the taps."""
@@ -100,7 +128,7 @@ class KFACCapture(Capture):
         """One term's coefficient in the loss of this pass."""
         if self._told is None:
             raise GramianError(ONE_BACKWARD)
-        terms, weights = self._told
+        terms, weights, ids = self._told
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
         if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all()):
@@ -112,9 +140,12 @@ class KFACCapture(Capture):
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
         first, self._samples = self._samples, self._samples + batch
+        samples_B = global_ids(ids, first, batch, self.others)
         forwards = self.kronecker.forwards
         forwards[self._tellings] = forwards.get(self._tellings, 0) + 1
-        return RefreshPass(number, batch, None, None, weights, factor, self._loss_scale, count, first, self._tellings)
+        return RefreshPass(
+            number, batch, None, None, weights, factor, self._loss_scale, count, samples_B, self.draw, self._tellings
+        )
 
     def end_of_pass(self, info: PassInfo) -> None:
         """One backward is over: count its terms, once if it went through several forwards."""
@@ -134,8 +165,8 @@ class KFACCapture(Capture):
         return self._hub.output_layer
 
     def collected(self) -> tuple[Any, Any]:
-        """The sums of both statistics."""
-        return self._sums_of(self.kronecker), self._sums_of(self.remainder)
+        """The sums of both statistics; none if they are of no use."""
+        return ({}, {}) if self.problem else (self._sums_of(self.kronecker), self._sums_of(self.remainder))
 
 
 class Idle:
@@ -148,9 +179,39 @@ class Idle:
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def next(self, *, num_terms: float | None = None, token_weights: Tensor | None = None) -> None:
+    def next(
+        self,
+        *,
+        num_terms: float | None = None,
+        token_weights: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+    ) -> None:
         """Check the arguments, as a refreshing capture would."""
         check_terms(num_terms, token_weights)
+
+
+def global_ids(given: Any, first: int, batch: int, others: Exchange | None) -> Tensor:
+    """Ids of a batch's samples among those of all processes, [B].
+
+    Where none are given, the i-th sample of process r of W is sample i·W + r: as a `DistributedSampler` deals them out, so
+    that one process which sees them in their order has the same ids.
+
+    Args:
+        given: the user's own ids, or None.
+        first: samples that came before.
+        batch: B.
+        others: the processes.
+
+    Raises:
+        GramianError: for ids that are none.
+    """
+    if given is None:
+        local_B = torch.arange(first, first + batch)
+        return local_B if others is None else local_B * others.size + others.rank
+    if isinstance(given, Tensor) and given.shape == (batch,) and not given.is_floating_point():
+        return given
+    got = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    raise GramianError(f"sample_ids: expected integers of shape [{batch}], got {got}")
 
 
 def check_terms(num_terms: Any, token_weights: Any) -> None:

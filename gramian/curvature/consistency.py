@@ -1,15 +1,17 @@
-"""What must hold between a model and its factors, and who may be asked for them."""
+"""What must hold between a model and its factors, and between the processes that share them."""
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from gramian.curvature.blocks import Spec
-from gramian.curvature.options import Options
 from gramian.errors import GramianError
+from gramian.parallel.gradients import DataParallel
 from gramian.taps.names import named_parameters, unwrap
 
 
@@ -85,16 +87,92 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def by_itself_of_many(options: Options) -> bool:
-    """True if this is one of several processes and none of them hears of the others' factors.
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
+    """The group of the processes that share a model's data: the user's word, else that of DDP or FSDP2; None: the default.
 
     Raises:
-        GramianError: if there are several and factors would have to be reduced.
+        GramianError: for a model that is sharded otherwise than by FSDP2.
     """
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if many and options.kfac_distributed_reduce != "none":
+    spread = DataParallel.of(model, root)
+    return spread.group if given is None else given
+
+
+def world_size(group: Any) -> int:
+    """Processes of a group, as they are now."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds for a refresh on all processes."""
+
+    terms: float
+    samples: int
+    passes: int
+    head: str | None
+    padded: dict[str, tuple[int, float]]
+    problem: str
+    """Why the refresh comes to nothing; "" if it does not."""
+    free: int | None
+    """Bytes of device memory that are free on the process with the fewest."""
+
+
+def fingerprint(specs: Mapping[str, Spec]) -> str:
+    """The same for processes whose models have the same blocks."""
+    told = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def agree(words: Sequence[Mapping[str, Any]]) -> Agreed:
+    """What all processes hold, from what each of them said; one process agrees with itself.
+
+    Raises:
+        GramianError: on every process, if they differ in what must be the same.
+    """
+    first = words[0]
+    for rank, word in enumerate(words):
+        for name in ("model", "options", "seed", "step", "estimate"):
+            if word[name] != first[name]:
+                raise GramianError(_difference(name, first[name], word[name], rank))
+    heads = {word["head"]: rank for rank, word in enumerate(words) if word["head"] is not None}
+    if len(heads) > 1:
+        (one, at), (other, elsewhere), *_ = heads.items()
         raise GramianError(
-            f'kfac_distributed_reduce: "{options.kfac_distributed_reduce}" over several processes is not available yet; '
-            'expected "none" (each process by itself)'
+            f"head: is {one!r} on process {at} and {other!r} on process {elsewhere}; expected the same, or head="
         )
-    return many
+    padded: dict[str, tuple[int, float]] = {}
+    for word in words:
+        for layer, (tokens, terms) in word["padded"].items():
+            before = padded.get(layer, (0, 0.0))
+            padded[layer] = (before[0] + tokens, before[1] + terms)
+    problems = [f"process {rank}: {word['problem']}" for rank, word in enumerate(words) if word["problem"]]
+    free = [word["free"] for word in words if word["free"] is not None]
+    return Agreed(
+        terms=math.fsum(word["terms"] for word in words),
+        samples=sum(word["samples"] for word in words),
+        passes=sum(word["passes"] for word in words),
+        head=next(iter(heads), None),
+        padded=padded,
+        problem=(problems[0] if len(words) > 1 else first["problem"]) if problems else "",
+        free=min(free) if free else None,
+    )
+
+
+def _difference(name: str, first: Any, other: Any, rank: int) -> str:
+    """In words."""
+    if name == "model":
+        return f"model: trained layers of process {rank} are not those of process 0; expected the same model everywhere"
+    if name == "seed":
+        return f"generator: process {rank} drew another seed than process 0; expected the same state everywhere"
+    if name == "step":
+        return (
+            f"capture: process {rank} is at step {other}, process 0 at step {first}; "
+            "expected every capture and collection on every process"
+        )
+    if name == "options":
+        name = next(option for option in first if first[option] != other[option])
+        first, other = first[name], other[name]
+    return f"{name}: is {first!r} on process 0 and {other!r} on process {rank}; expected the same everywhere"

@@ -27,10 +27,13 @@ from gramian.taps.statistic import Needs, ParameterInfo
 
 @dataclass(frozen=True)
 class RefreshPass(PassInfo):
-    """A pass of a refresh, and where its samples stand among those of the refresh."""
+    """A pass of a refresh, and which of its samples it has."""
 
     num_terms: float = 0.0
-    first_sample: int = 0
+    samples_B: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """Global ids of the samples: what keys belong to."""
+    draw: int = 0
+    """Number of the draw of labels."""
     telling: int = 0
     """Number of the word on num_terms that it goes by: forwards of one backward share theirs."""
 
@@ -75,10 +78,10 @@ class Chosen:
 
 
 class SumsOfOneCapture:
-    """What both statistics have in common: `build` makes factors of their sums, and no two captures' sums are joined."""
+    """What both statistics have in common: `join` adds their sums up over processes, and no two captures' sums are joined."""
 
     def merge(self, left: Any, right: Any) -> Any:
-        """Sums of several processes come with many processes.
+        """Sums of several processes are joined by `join`, those of several captures are not.
 
         Raises:
             GramianError: always.
@@ -338,8 +341,7 @@ class KroneckerSums(SumsOfOneCapture):
             weights = None if bool((weights == 1).all()) else weights
             index = None if seen == batch * tokens else index
         if keep.limit is not None:
-            samples = torch.arange(info.first_sample, info.first_sample + batch, device=device)
-            keys = token_keys(self.seed, samples, tokens).reshape(-1)
+            keys = token_keys(self.seed, info.samples_B.to(device), tokens, info.draw).reshape(-1)
             keys = keys if index is None else keys[index]
             if len(keys) > keep.limit:
                 kept = keys.topk(keep.limit, largest=False).indices.sort().values

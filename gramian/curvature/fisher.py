@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.curvature.capture import KFACCapture
+from gramian.curvature.capture import KFACCapture, global_ids
 from gramian.curvature.keyed import token_uniforms
 from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
@@ -24,6 +24,24 @@ from gramian.taps.statistic import Withheld
 IGNORE = -100
 ROWS = 2**26
 """Probabilities that are summed up at a time when labels are drawn."""
+
+
+FISHER_TYPES = ("empirical", "mc", "true")
+
+
+def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
+    """Refuse what is no way to get labels.
+
+    Raises:
+        GramianError: naming the argument.
+    """
+    if fisher_type not in FISHER_TYPES:
+        words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
+        raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
+    if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
+        raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise GramianError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
 
 
 @dataclass(frozen=True)
@@ -183,7 +201,7 @@ def run_passes(
         capture: opens a capture for these positions and token weights.
         draws: how often labels are drawn; None: the batch's own labels.
         seed: of the draws.
-        sample_ids: [B], what the draws are keyed by; None: the rows' numbers.
+        sample_ids: [B], what draws and subsets are keyed by; None: the rows' numbers, dealt out over processes.
 
     Raises:
         GramianError: if labels and logits do not fit, or a gradient reaches a parameter past its layer.
@@ -196,13 +214,13 @@ def run_passes(
                 shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
         found = positions(asked, shape)
         weights = token_weights(asked, found)
-        samples = _sample_ids(sample_ids, found.counted.shape[0])
         cap = capture(found, weights)
+        samples = global_ids(sample_ids, 0, asked.inputs.shape[0], cap.others)
         around.enter_context(hub_of(root).governed_by(Withheld()))
         around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
         for draw in range(draws or 1):
-            if draw:
-                cap.next(num_terms=found.terms, token_weights=weights)
+            cap.draw = draw
+            cap.next(num_terms=found.terms, token_weights=weights, sample_ids=samples)
             logits = logits_of(root(*asked.args, **asked.kwargs))
             if logits.shape[:-1] != found.counted.shape:
                 raise GramianError(
@@ -217,15 +235,6 @@ def run_passes(
             raise GramianError(
                 f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
             )
-
-
-def _sample_ids(given: Any, batch: int) -> Tensor:
-    if given is None:
-        return torch.arange(batch)
-    if isinstance(given, Tensor) and given.shape == (batch,) and not given.is_floating_point():
-        return given
-    got = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-    raise GramianError(f"sample_ids: expected integers of shape [{batch}], got {got}")
 
 
 def _refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from gramian.curvature.block import Block
 from gramian.errors import GramianError
@@ -29,8 +28,9 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "options": {name: _finite(value) for name, value in asdict(kfac.options).items()},
         "versions": {"torch": torch.__version__, "gramian": _version()},
         "seed": kfac.options.seed,
-        "world_size": _world_size(),
+        "world_size": kfac.world_size,
         "reduce": kfac.options.kfac_distributed_reduce,
+        "sent": dict(kfac._sent),
         "steps": kfac.steps,
         "refreshes": kfac.refreshes,
         "dropped": list(kfac.dropped),
@@ -60,7 +60,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "out_dim": spec.outputs,
         "T": facts.tokens,
         "T_kept": facts.kept_tokens,
-        "T_local": facts.tokens,
+        "T_local": facts.local_tokens,
         "T_global": facts.tokens,
         "N": facts.terms,
         "estimate": facts.estimate,
@@ -74,6 +74,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "policy": kfac.options.kfac_policy,
         "eps": kfac.options.kfac_eps,
         "shares_A_with": facts.shares_A_with,
+        "sent": dict(facts.sent),
         "clip_joint": _clip(block.clips.get("joint")),
         "bytes": block.nbytes,
         "seconds": facts.seconds,
@@ -88,6 +89,7 @@ def _side(side: str, factor: Factor, value: float, block: Block, max_condition: 
     return {
         "representation": factor.kind,
         "reason": facts.reason_A if side == "A" else facts.reason_G,
+        "reduction": facts.reduction_A if side == "A" else facts.reduction_G,
         "rank": factor.rank,
         "discarded_trace": facts.discarded_trace_A if side == "A" else facts.discarded_trace_G,
         "dtype": str(factor.storage_dtype).removeprefix("torch."),
@@ -144,7 +146,7 @@ def log_refresh(kfac: KFACNaturalGradient) -> None:
         options.update_freq,
         damping,
         options.kfac_distributed_reduce,
-        _world_size(),
+        kfac.world_size,
     )
 
 
@@ -212,10 +214,6 @@ def log_no_step(reason: str) -> None:
 
 def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:
     return list({id(f): f for block in blocks for f in block.factors.values()}.values())
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _version() -> str:

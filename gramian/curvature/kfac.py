@@ -6,10 +6,12 @@ F vec(Y) = vec(G Y A) for Y of the weight's shape [o, m]: two small matrices in 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,27 +21,33 @@ from gramian.curvature import fisher, journal, state
 from gramian.curvature.application import apply, inner
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.build import Builder, NotFinite, make_blocks
+from gramian.curvature.build import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.capture import Idle, KFACCapture, check_terms
 from gramian.curvature.consistency import (
-    by_itself_of_many,
+    agree,
     check_number,
     check_spec,
     check_vector,
+    fingerprint,
+    group_of,
     has_factors,
     module_of,
     unique_parameters,
+    world_size,
 )
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
+from gramian.curvature.join import Join, word_of
 from gramian.curvature.options import Options
 from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
 from gramian.errors import GramianError
+from gramian.parallel.exchange import Exchange, exchange_of
+from gramian.parallel.meeting import Meeting
 from gramian.taps.capture import check_arguments
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_modules, unwrap
 
-FISHER_TYPES = ("empirical", "mc", "true")
+_numbers = itertools.count()
 
 
 class KFACNaturalGradient:
@@ -103,7 +111,9 @@ class KFACNaturalGradient:
             kfac_auto_t_max: most tokens (columns) that a low-rank factor holds.
             woodbury_store_device: where factors are kept: "auto", "cuda" or "cpu".
             woodbury_dtype: "fp16", "bf16", "fp32" or "fp64" at rest; None: fp16, and fp64 for float64 models.
-            kfac_distributed_reduce: for several processes.
+            kfac_distributed_reduce: how several processes join low-rank sides: "gram" (rows spread by features), "gather" (all
+                rows everywhere), "dense" (matrices added up), or "none": every process by itself. See
+                docs/concepts/kfac_processes.md.
             damping_mode: "pi", "factored" or "joint".
             weight_sharing: "expand" (tokens are samples) or "reduce" (a sample's tokens are one).
             max_tokens: size of a keyed, rescaled subset of tokens per refresh; None: all.
@@ -111,14 +121,13 @@ class KFACNaturalGradient:
             strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
             ekfac: not yet.
             memory_budget: most bytes, or "8GB", that curvature may hold on any one device; see docs/concepts/kfac_memory.md.
-            process_group: not yet.
+            process_group: the processes that share the data; None: those of DDP or FSDP2, else all, as they are at a capture.
 
         Raises:
             GramianError: naming the first option that is not acceptable.
         """
-        for name, given in (("ekfac", ekfac), ("process_group", process_group)):
-            if given is not None and given is not False:
-                raise GramianError(f"{name}: is not available yet; expected it to be left out")
+        if ekfac is not False:
+            raise GramianError("ekfac: is not available yet; expected it to be left out")
         self.options = Options(
             damping=damping,
             damping_A=damping_A,
@@ -145,6 +154,9 @@ class KFACNaturalGradient:
             strict=strict,
             memory_budget=memory_budget,
         )
+        self.process_group = process_group
+        self.world_size = 1
+        """Processes at the last capture."""
         self.kfac_factors: dict[str, Block] = {}
         """{layer: its block, with `.A` and `.G` undamped and unclipped}; other blocks by parameter, `.A` None."""
         self.steps = 0
@@ -162,6 +174,13 @@ class KFACNaturalGradient:
         self._model: weakref.ref[nn.Module] | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._open = False
+        self._number: int | None = None
+        """Of this object among those that several processes share."""
+        self._meetings = 0
+        """Refreshes that were begun by several processes."""
+        self._seeds = (0, 0)
+        self._before_draws = self._generator.get_state()
+        self._sent: dict[str, int] = {}
         self._warned = False
         self._softmax_checked = False
         self._identity: set[str] = set()
@@ -178,6 +197,7 @@ class KFACNaturalGradient:
         token_weights: Tensor | None = None,
         loss_scale: float | torch.amp.GradScaler = 1.0,
         batch_size: int | None = None,
+        sample_ids: Tensor | None = None,
         head: str | None = None,
         force: bool = False,
     ) -> KFACCapture | Idle:
@@ -190,43 +210,65 @@ class KFACNaturalGradient:
             token_weights: [B, T], weights of the terms: 0 for padding and prompts.
             loss_scale: what the loss was multiplied by, or the `GradScaler`.
             batch_size: B, if it is not the first axis of the model's first tensor.
+            sample_ids: [B], global ids that a subset of tokens (`max_tokens`) is keyed by; None: the i-th sample of process r
+                of W is i·W + r.
             head: name of the layer whose outputs are the logits.
-            force: refresh at once, whatever `update_freq` says.
+            force: refresh at once, whatever `update_freq` says; on all processes or none.
 
         Returns:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
-        module_of(model)
-        check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
-        check_terms(num_terms, token_weights)
         self._refuse_nested()
-        if not self._begin_step(force):
-            return Idle()
+        others = self._others(model)
+        due = self._begin_step(force, others)
         try:
+            check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
+            check_terms(num_terms, token_weights)
+            if not due:
+                return Idle()
             return self._capture(
                 model,
+                others,
                 loss_reduction=loss_reduction,
                 num_terms=num_terms,
                 token_weights=token_weights,
                 loss_scale=loss_scale,
                 batch_size=batch_size,
+                sample_ids=sample_ids,
                 head=head,
                 estimate="empirical",
                 exact_head=self.options.kfac_true_fisher_head,
+                seed=self._seeds[0],
             )
-        except GramianError:
-            self.steps -= 1  # what was refused is no step
+        except GramianError as error:
+            self._refuse_step(due, others, error)
             raise
 
-    def _capture(
-        self, model: nn.Module, *, head: str | None, exact_head: bool, estimate: str, **told: Any
-    ) -> KFACCapture:
-        if by_itself_of_many(self.options) and not self._warned:
+    def _others(self, model: nn.Module) -> Exchange | None:
+        """The processes that will join this one's sums, as they are now; None: nobody."""
+        root = module_of(model)
+        group = group_of(model, root, self.process_group)
+        self.world_size = world_size(group)
+        if self.options.kfac_distributed_reduce != "none":
+            device = next((p.device for p in root.parameters()), torch.device("cpu"))
+            return exchange_of(group, device)
+        if self.world_size > 1 and not self._warned:
             self._warned = True
             journal.log_by_itself()
+        return None
+
+    def _capture(
+        self,
+        model: nn.Module,
+        others: Exchange | None,
+        *,
+        head: str | None,
+        exact_head: bool,
+        estimate: str,
+        seed: int,
+        **told: Any,
+    ) -> KFACCapture:
         root = module_of(model)
-        if any(hasattr(p, "placements") for p in root.parameters()):
-            raise GramianError("model: has sharded parameters; expected whole ones (many processes come later)")
         known = None if self._model is None else self._model()
         if known is not None and known is not root and self.kfac_factors:
             raise GramianError("model: the factors here are those of another model; expected one object for each model")
@@ -238,9 +280,9 @@ class KFACNaturalGradient:
             )
         keeps_of(specs, self.options, found, exact_head)  # a budget that cannot be met is refused before any token
         kronecker = KroneckerSums(
-            specs, self.options, self._draw_seed(), exact_head, head=found, check_softmax=not self._softmax_checked
+            specs, self.options, seed, exact_head, head=found, check_softmax=not self._softmax_checked
         )
-        cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, **told)
+        cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, others=others, **told)
         if found is None:
             kronecker.find_head = lambda: self._seen_head(cap.output_layer(), specs, exact_head)
         self._specs, self._model = specs, weakref.ref(root)
@@ -267,7 +309,7 @@ class KFACNaturalGradient:
             fisher_type: "empirical", "mc" (labels drawn from the model) or "true" (the head exactly, the rest "mc").
             n_samples: draws of labels.
             generator: source of the draws' seed; None: the object's own.
-            sample_ids: [B], what the draws are keyed by; None: the rows' numbers.
+            sample_ids: [B], global ids that draws and subsets are keyed by; None: row i of process r of W is i·W + r.
             causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
             head: name of the layer whose outputs are the logits.
             force: refresh at once, whatever `update_freq` says.
@@ -275,43 +317,53 @@ class KFACNaturalGradient:
         Returns:
             `kfac_factors`.
         """
-        if fisher_type not in FISHER_TYPES:
-            words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
-            raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
-        if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
-            raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise GramianError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
-        root = module_of(model)
-        asked = fisher.question(root, batch, causal_shift)
-        drawn = fisher_type != "empirical"
-        if not drawn and asked.labels is None and not asked.shifted:
-            raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
         self._refuse_nested()
-        if hub_of(root).live:
-            raise GramianError(
-                "model: is inside an open capture, which would take these passes for its own; "
-                "expected collect_kfac_factors outside of it"
-            )
-        if not self._begin_step(force):
+        others = self._others(model)
+        due = self._begin_step(force, others)
+        root = module_of(model)
+        try:
+            fisher.check_draws(fisher_type, n_samples, generator)
+            asked = fisher.question(root, batch, causal_shift)
+            drawn = fisher_type != "empirical"
+            if not drawn and asked.labels is None and not asked.shifted:
+                raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+            if hub_of(root).live:
+                raise GramianError(
+                    "model: is inside an open capture, which would take these passes for its own; "
+                    "expected collect_kfac_factors outside of it"
+                )
+        except GramianError as error:
+            self._refuse_step(due, others, error)
+            raise
+        if not due:
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
-        seed = self._draw_seed(generator)
+        draws, subset = self._seeds
+        if generator is not None:
+            draws, subset = _draw_seed(generator), draws
 
         def capture(found: fisher.Positions, weights: Tensor | None) -> KFACCapture:
             return self._capture(
-                root,
+                model,
+                others,
                 loss_reduction="sum",
                 num_terms=found.terms,
                 token_weights=weights,
                 loss_scale=1.0,
                 batch_size=None,
+                sample_ids=None,
                 head=head,
                 exact_head=exact_head,
                 estimate="mc" if drawn else "empirical",
+                seed=subset,
             )
 
-        fisher.run_passes(root, asked, capture, n_samples if drawn else None, seed, sample_ids)
+        try:
+            fisher.run_passes(root, asked, capture, n_samples if drawn else None, draws, sample_ids)
+        except BaseException as error:
+            if others is not None:  # where the capture has said something already, that is what the others hear
+                self._meeting(others).stay_away(f"{type(error).__name__}: {error}")
+            raise
         return self.kfac_factors
 
     def _refuse_nested(self) -> None:
@@ -323,14 +375,30 @@ class KFACNaturalGradient:
         if self._open:
             raise GramianError("capture: this object is inside a capture already; expected one at a time")
 
-    def _begin_step(self, force: bool) -> bool:
-        """Count a step; True if it refreshes. This is the only counter there is."""
+    def _begin_step(self, force: bool, others: Exchange | None) -> bool:
+        """Count a step; True if it refreshes. This is the only counter there is, and the same on all processes."""
         step, self.steps = self.steps, self.steps + 1
         due = self._last_refresh is None or step - self._last_refresh >= self.options.update_freq
-        return due or force
+        due = due or force
+        self._before_draws = self._generator.get_state()
+        if due:
+            self._seeds = (_draw_seed(self._generator), _draw_seed(self._generator))
+            self._meetings += others is not None
+        return due
 
-    def _draw_seed(self, generator: torch.Generator | None = None) -> int:
-        return int(torch.randint(2**62, (), generator=generator or self._generator))
+    def _refuse_step(self, due: bool, others: Exchange | None, error: GramianError) -> None:
+        """What was refused is no step, except where others take it: they are told, and all count it."""
+        if others is None:
+            self.steps -= 1
+            self._generator.set_state(self._before_draws)
+        elif due:
+            self._meeting(others).stay_away(str(error))
+
+    def _meeting(self, others: Exchange, back: int = 0) -> Meeting:
+        """Where the processes say that they come to join their sums; `back`: one of those before."""
+        if self._number is None:
+            self._number = next(_numbers)
+        return Meeting(others.group, f"K-FAC {self._number}, refresh {self._meetings - back}")
 
     def _known_head(self, root: nn.Module, head: str | None) -> str | None:
         """The head by name or by the model's own word; None: to be seen in the first forward."""
@@ -366,22 +434,67 @@ class KFACNaturalGradient:
         if lenient and self.options.strict:
             raise GramianError(f"refresh: {reason}; expected none to be dropped (strict=True)")
 
+    def _fail(self, cap: KFACCapture, reason: str, detail: str = "") -> None:
+        """This process's part of a refresh came to nothing by an error that goes on to the user: all others raise, too."""
+        self._abandon(reason)
+        if cap.others is not None:
+            self._meeting(cap.others).stay_away(reason + detail)
+
+    def _words(self, cap: KFACCapture, word: dict[str, Any]) -> list[Any]:
+        """What every process says of its part of the refresh.
+
+        Raises:
+            GramianError: if one of them does not come because of an error.
+        """
+        if cap.others is None:
+            return [word]
+        absent = self._meeting(cap.others).come(self._meeting(cap.others, back=1))
+        if absent:
+            self._abandon(absent)
+            raise GramianError(f"{absent}; expected every process to leave the capture without an error")
+        return cap.others.tell(word)
+
     def _finish(self, cap: KFACCapture) -> None:
-        """Make factors of the sums, and put them in place of the old ones all at once."""
+        """Join the sums, make factors of them, and put these in place of the old ones all at once. Collective."""
         self._open = False
         started = time.perf_counter()
         kronecker, remainder = cap.collected()
-        if not cap.terms > 0:
-            self._abandon("no loss terms", lenient=True)
-            return
-        head = cap.kronecker.head
-        if cap.kronecker.exact_head and head is None:
-            self._abandon("no head was found")
-            raise GramianError("head: was not found; expected head= with the name of the model's output layer")
-        self._note_padding(cap.kronecker.padded)
-        builder = Builder(self.options, cap.terms, cap.samples, head, cap.estimate)
+        device = next(iter(self._specs.values())).device
+        word = {
+            "model": fingerprint(self._specs),
+            "options": asdict(self.options),
+            "seed": cap.kronecker.seed,
+            "step": self.steps - 1,
+            "estimate": [cap.estimate, cap.kronecker.exact_head],
+            "problem": cap.problem,
+            "passes": cap.passes,
+            "terms": cap.terms,
+            "samples": cap.samples,
+            "head": cap.kronecker.head,
+            "padded": cap.kronecker.padded,
+            "free": free_memory(device),
+            **word_of(kronecker, remainder),
+        }
+        words = self._words(cap, word)
         try:
-            fresh = make_blocks(self.options, self._specs, builder, kronecker, remainder, self.kfac_factors)
+            agreed = agree(words)
+            if not agreed.passes and not agreed.problem:
+                raise GramianError(cap.silence)
+            if cap.kronecker.exact_head and agreed.head is None and not agreed.problem and agreed.terms > 0:
+                raise GramianError("head: was not found; expected head= with the name of the model's output layer")
+        except GramianError as error:
+            self._abandon(str(error))
+            raise
+        if agreed.problem or not agreed.terms > 0:
+            self._abandon(agreed.problem or "no loss terms", lenient=True)
+            return
+        self._note_padding(agreed.padded)
+        reduction = "" if cap.others is None else "dense"
+        builder = Builder(self.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
+        place = Placement(self.options, agreed.free)
+        join = Join(self.options, kronecker, remainder, words, cap.others)
+        try:
+            fresh = make_blocks(self.options, self._specs, builder, join, place, self.kfac_factors)
         except NotFinite as problem:
             self._abandon(str(problem), lenient=True)
             return
@@ -389,7 +502,7 @@ class KFACNaturalGradient:
             self._abandon(f"{type(error).__name__} while factors were made")
             raise
         self._refuse_uncovered(fresh)
-        self.head = head
+        self.head = agreed.head
         self.refreshes += 1
         self._last_refresh = self.steps - 1
         for block in fresh.values():
@@ -397,6 +510,7 @@ class KFACNaturalGradient:
         self.kfac_factors = {**self.kfac_factors, **fresh}
         self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
         self._seconds = {"build": time.perf_counter() - started}
+        self._sent = {} if cap.others is None else dict(cap.others.sent)
         journal.log_refresh(self)
 
     def _note_padding(self, padded: Mapping[str, tuple[int, float]]) -> None:
@@ -491,9 +605,7 @@ class KFACNaturalGradient:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
         by_parameter = {p: block for block in self.kfac_factors.values() for p in block.spec.parameters}
         touched: dict[str, Block] = {}
-        for name, value in vector.items():
-            if hasattr(value, "placements"):
-                raise GramianError(f"{name}: is sharded; expected a whole tensor (many processes come later)")
+        for name in vector:
             if name not in by_parameter:
                 raise GramianError(f"{name}: is no parameter with curvature; expected names of the captured model")
             touched[by_parameter[name].spec.name] = by_parameter[name]
@@ -537,8 +649,8 @@ class KFACNaturalGradient:
         return specs
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or a pickle, belongs to no model until it captures one or is loaded with one."""
-        return {**self.__dict__, "_model": None}
+        """A copy, or a pickle, belongs to no model until it captures one or is loaded with one, and to no process group."""
+        return {**self.__dict__, "_model": None, "_number": None, "process_group": None}
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -651,3 +763,7 @@ class KFACNaturalGradient:
             GramianError: always.
         """
         raise GramianError("top_eigenvalues: is not available yet")
+
+
+def _draw_seed(generator: torch.Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator))

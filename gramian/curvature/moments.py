@@ -163,11 +163,15 @@ class Moment:
 
     def _choose(self, limit: int) -> None:
         """Keep the tokens with the smallest keys."""
-        if sum(len(chunk.rows_TN) for chunk in self.chunks) <= limit:
-            return
-        keys = [chunk.keys_T for chunk in self.chunks]
-        joined = torch.cat([k for k in keys if k is not None])
-        bound = joined.sort().values[limit - 1]
+        if sum(len(chunk.rows_TN) for chunk in self.chunks) > limit:
+            self.keep_keys(smallest(self.keys(), limit))
+
+    def keys(self) -> Tensor:
+        """Of the tokens kept, [T]."""
+        return torch.cat([chunk.keys_T for chunk in self.chunks if chunk.keys_T is not None])
+
+    def keep_keys(self, bound: Tensor) -> None:
+        """Keep the tokens whose keys are not above a bound."""
         for i, chunk in enumerate(self.chunks):
             assert chunk.keys_T is not None
             index = (chunk.keys_T <= bound).nonzero()[:, 0]
@@ -203,6 +207,60 @@ class Moment:
         for chunk in self.chunks:
             total = total + (float(len(chunk.rows_TN)) if chunk.weights_T is None else chunk.weights_T.double().sum())
         return total
+
+    # ---- in the form of a factor -----------------------------------------------------------------------------------
+
+    def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
+        """√w_t [x_t, 1] (the 1 with a bias only), [T, n], and what these rows are still to be multiplied by."""
+        rows, roots, factor = self.rows()
+        assert factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
+        return (torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows), factor
+
+    def product(self, bias: bool, softmax: bool) -> Tensor:
+        """Σ w [x; 1][x; 1]ᵀ, [n, n]; of a softmax Σ w (diag x − x xᵀ)."""
+        if self.matrix is not None:
+            assert self.first_N is not None
+            if bias:
+                return _augmented(self.matrix, self.first_N, float(self.weight))
+            return torch.diag(self.first_N) - self.matrix if softmax else self.matrix
+        if softmax:
+            rows, roots, _ = self.rows()
+            return torch.diag((rows * roots[:, None]).sum(0)) - rows.mT @ rows
+        rows, factor = self.row_matrix(bias)
+        product = wide_mm(rows.mT, rows)
+        return product if factor == 1.0 else product * factor**2
+
+    def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
+        """The diagonal of `product`, [n], where nothing else was kept."""
+        assert self.diagonal_N is not None and self.first_N is not None
+        if bias:
+            return torch.cat([self.diagonal_N, self.diagonal_N.new_full((1,), float(self.weight))])
+        return self.first_N - self.diagonal_N if softmax else self.diagonal_N
+
+
+def smallest(keys_T: Tensor, limit: int) -> Tensor:
+    """The largest of the `limit` smallest keys."""
+    return keys_T.sort().values[limit - 1]
+
+
+def same_sums(left: Moment, right: Moment) -> bool:
+    """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
+    if left is right:
+        return True
+    if left.keep != right.keep or left.width != right.width or left.seen != right.seen:
+        return False
+    if left.matrix is not None and right.matrix is not None:
+        return left.matrix is right.matrix
+    if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
+        return all(map(same_tokens, left.chunks, right.chunks))
+    return False
+
+
+def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
+    """Σ w [x; 1][x; 1]ᵀ."""
+    total = matrix.new_full((1, 1), weight)
+    top = torch.cat([matrix, first_N[:, None]], dim=1)
+    return torch.cat([top, torch.cat([first_N[None, :], total], dim=1)])
 
 
 def _weighted_squares(tokens: Tokens) -> tuple[Tensor, Tensor]:

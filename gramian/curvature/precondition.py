@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gramian.curvature import journal
+from gramian.curvature.application import whole
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
 from gramian.taps.names import named_parameters, unwrap
@@ -93,7 +94,7 @@ def _scale(
 ) -> float | Tensor:
     """√(kl_clip/KL), at most 1; a 0-dim tensor, so that nobody waits for the device."""
     parts = [
-        float(rates[id(trained[name])]) ** 2 * (gradients[name].double() * natural[name].double()).sum()
+        float(rates[id(trained[name])]) ** 2 * whole((gradients[name].double() * natural[name].double()).sum())
         for name in gradients
     ]
     kl = 0.5 * torch.stack([part.to(parts[0].device) for part in parts]).sum().clamp(min=0)

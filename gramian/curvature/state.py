@@ -64,13 +64,13 @@ def _factor_state(factor: Factor) -> dict[str, Any]:
     if isinstance(factor, Dense):
         return {"kind": "dense", **_stored_state(factor.stored)}
     if isinstance(factor, LowRank):
-        return {"kind": "low_rank", **_stored_state(factor.columns.stored)}
+        return {"kind": "low_rank", **_stored_state(factor.columns.whole().stored)}
     assert isinstance(factor, DiagonalLowRank)
     return {
         "kind": "diagonal_low_rank",
         "sign": factor.sign,
         "values": factor.values_N,
-        **_stored_state(factor.columns.stored),
+        **_stored_state(factor.columns.whole().stored),
     }
 
 

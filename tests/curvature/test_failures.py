@@ -655,13 +655,6 @@ def test_what_the_taps_refuse_is_refused_here_too(wrap: Callable[[nn.Module], nn
     assert refresh(kfac, net()).refreshes == 1
 
 
-def test_sharded_parameters_are_refused() -> None:
-    model = net()
-    model.q.weight.placements = ()
-    with pytest.raises(gramian.GramianError, match="sharded"):
-        make().capture(model, num_terms=24)
-
-
 def test_another_model_is_refused_before_it_is_touched() -> None:
     kfac, model = refresh(make(), net()), net()
     other = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 11))
