@@ -65,7 +65,8 @@ class Convolution(Site):
         for axis, size, stride, dilation in zip(axes, module.kernel_size, module.stride, module.dilation, strict=True):
             patches = patches.unfold(axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
         places = patches.shape[2 : 2 + len(axes)]
-        patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), -1)
+        width = patches.shape[1] * torch.Size(module.kernel_size).numel()
+        patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), width)
         g_BK = by_sample(output_gradients[0], batch)
         positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
         g_BTO = g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2])
