@@ -17,6 +17,7 @@ from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.small import one_line
 from tests.curvature.splits import CASES, IGNORE, assert_equal, refresh, results
 from tests.kit.matrix import FULL, sample
+from tests.test_mutations import Edit
 
 REDUCTIONS = ("gram", "gather", "dense")
 POLICIES = ("all", "auto", "hybrid", "small_only")
@@ -390,3 +391,98 @@ def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch
     first, second = on_threads(2, body)
     assert second == "MemoryError: none left"
     assert first.startswith("GramianError: process 1: MemoryError")
+
+
+# ---- traps that are put back -----------------------------------------------------------------------------------------
+
+_CURVATURE = "gramian.curvature"
+_JOIN = f"{_CURVATURE}.join:Join"
+TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
+    "loss terms of one process": (
+        Edit(f"{_CURVATURE}.consistency:agree", 'math.fsum(word["terms"] for word in words)', 'words[0]["terms"]'),
+        {},
+    ),
+    "each process's mean taken for that of all": (
+        Edit(
+            f"{_CURVATURE}.capture:KFACCapture.pass_info",
+            '"mean": mean',
+            '"mean": mean * (1 if self.others is None else self.others.size)',
+        ),
+        {},
+    ),
+    "inputs that are never reduced": (
+        Edit(
+            f"{_JOIN}._take_rows",
+            "self.others.gather_rows(rows, counts)",
+            "rows if bias else self.others.gather_rows(rows, counts)",
+        ),
+        {"kfac_distributed_reduce": "gather"},
+    ),
+    "dense sides that are never reduced": (
+        Edit(f"{_JOIN}._total", "self.others.sum(total.data.to(dtype))", "total.data.to(dtype)"),
+        {"kfac_distributed_reduce": "dense"},
+    ),
+    "Gram matrices of unrelated tokens added up": (
+        Edit(
+            f"{_JOIN}._take_rows",
+            "self.others.reshard(rows, counts)",
+            "rows[:, self.others.features(total.width)[self._rank]]",
+        ),
+        {},
+    ),
+    "processes looked at when the object is made": (
+        Edit(f"{_CURVATURE}.kfac:KFACNaturalGradient._others", "return exchange_of(group, device)", "return None"),
+        {},
+    ),
+    "tokens of one process decide about the form": (
+        Edit(
+            f"{_JOIN}._total",
+            "form = representation(keep, kept if",
+            "form = representation(keep, counts[self._rank] if",
+        ),
+        {"split": [[0, 1, 2, 3], [4]]},
+    ),
+    "tokens of the first processes in place of a subset": (
+        Edit(f"{_JOIN}._subset", "smallest(keys, keep.limit)", "keys[: keep.limit].max()"),
+        {"max_tokens": 3},
+    ),
+    "a subset that is not rescaled": (
+        Edit(f"{_CURVATURE}.build:_rescaling", "if total.keep.limit is not None", "if False"),
+        {"max_tokens": 3},
+    ),
+    "ids that every process counts for itself": (
+        Edit(f"{_CURVATURE}.capture:global_ids", "local_B * others.size + others.rank", "local_B"),
+        {"check": "ids"},
+    ),
+    "draws that every process counts for itself": (
+        Edit(
+            f"{_CURVATURE}.fisher:run_passes",
+            "draw_labels(logits, seed, samples, draw)",
+            "draw_labels(logits, seed, samples.argsort(), draw)",
+        ),
+        {"check": "draws"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_trap_that_is_put_back_turns_a_test_red(name: str) -> None:
+    """Research 2A-5, 2A-6, 2A-8, 2D-48: what codes that reduce factors over processes have got wrong."""
+    edit, given_ = TRAPS[name]
+    options = {key: value for key, value in given_.items() if key not in ("split", "check")}
+    split = given_.get("split", [[0, 2], [1, 3]])
+    case = "words" if "split" not in given_ else "pictures"
+
+    def check() -> None:
+        if given_.get("check") == "ids":
+            test_default_ids_are_those_of_samples_dealt_out()
+        elif given_.get("check") == "draws":
+            test_drawn_labels_belong_to_the_sample("mc", None)
+        else:
+            for found in together(case, split, options):
+                assert_equal(found, expected, 1e-10)
+
+    expected = alone(case, sum(map(len, split)), options)
+    check()
+    with edit.applied(), pytest.raises((AssertionError, threading.BrokenBarrierError, gramian.GramianError)):
+        check()
