@@ -12,6 +12,7 @@ import torch
 from gramian.curvature.block import Block
 from gramian.errors import GramianError
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factor import fetch_traces
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -95,7 +96,7 @@ def _side(side: str, factor: Factor, value: float, block: Block, max_condition: 
         "dtype": str(factor.storage_dtype).removeprefix("torch."),
         "device": factor.device.type,
         "quantisation_error": float(factor.quantisation_error),
-        "trace": float(factor.trace()),
+        "trace": fetch_traces([factor])[id(factor)],  # read when damping was resolved: no collective is needed
         "kappa_before": _finite(undamped),
         "kappa": kappa,
         "kappa_exact": exact,

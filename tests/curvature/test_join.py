@@ -247,6 +247,33 @@ def test_the_record_says_how_processes_were_joined(reduce: str) -> None:
         assert record["layers"]["norm.weight"]["sides"]["G"]["reduction"] == "dense"
 
 
+def test_a_record_waits_for_nobody() -> None:
+    """One rank may log or write a record: nothing in it is collective, before and after the factors are used."""
+
+    def body(rank: int, exchange: Loopback) -> None:
+        kfac, model = make(), CASES["words"].model()
+        refresh(kfac, model, CASES["words"].data(3), range(rank, 3, 2))
+        for _ in range(2):
+            calls = len(exchange.calls)
+            layers = kfac.record()["layers"] if rank else {}
+            assert len(exchange.calls) == calls and all(layer["sides"]["G"]["trace"] > 0 for layer in layers.values())
+            results(kfac, model)
+
+    on_threads(2, body)
+
+
+def test_states_are_whole_and_load_into_one_process() -> None:
+    def body(rank: int, _: Loopback) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        kfac, model = make(), CASES["words"].model()
+        refresh(kfac, model, CASES["words"].data(3), range(rank, 3, 2))
+        return kfac.state_dict(), results(kfac, model)
+
+    for state, found in on_threads(2, body):
+        kfac, model = make(), CASES["words"].model()
+        kfac.load_state_dict(state, model)
+        assert_equal(results(kfac, model), found, 1e-12)
+
+
 def test_global_tokens_decide_about_the_form() -> None:
     """Each rank alone would keep rows; together they have more tokens than the sides are wide."""
 
