@@ -126,7 +126,8 @@ class Ledger:
         """
         _check_state(state)
         is_open = self._parallel is not None
-        secrets, accounting, begun = Secrets(), copy.copy(self.accounting), ReleaseCounter()
+        secrets = Secrets(insecure_reproducible=self.secrets.insecure_reproducible)
+        accounting, begun = copy.copy(self.accounting), ReleaseCounter()
         secrets.load_state_dict(state["secrets"])
         accounting.load_state_dict(state["accountant"])
         begun.load_state_dict(state["counter"], replay=True)

@@ -84,6 +84,11 @@ class Secrets:
             raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
         if not isinstance(insecure, bool):
             raise GramianError(f"insecure_reproducible: {insecure!r} in the state; expected True or False")
+        if insecure and not self.insecure_reproducible:
+            raise GramianError(
+                "insecure_reproducible: the key of the state comes from a seed, which anyone can guess; expected the state of "
+                "a run with a secret key, or an engine with insecure_reproducible=True"
+            )
         self._key = bytes(key.tolist())
         self.insecure_reproducible = insecure
 

@@ -254,3 +254,14 @@ def test_a_counter_file_that_cannot_be_read_leaves_the_engine_as_it_was(before: 
         with pytest.raises(gramian.GramianError, match="damaged"):
             trial.engine.load_state_dict(before[1], replay=replay)
         assert repr(trial.engine.state_dict()) == untouched
+
+
+def test_a_guessable_key_is_not_taken_over_by_an_engine_with_a_secret_one() -> None:
+    state = gramian.PrivacyEngine("rdp", insecure_reproducible=True, seed=1).state_dict()
+    engine = gramian.PrivacyEngine("rdp")
+    key = engine.state_dict()["secrets"]["key"]
+    with pytest.raises(
+        gramian.GramianError, match="^insecure_reproducible: .*; expected the state of a run with a secret key"
+    ):
+        engine.load_state_dict(state)
+    assert torch.equal(engine.state_dict()["secrets"]["key"], key)
