@@ -6,7 +6,6 @@ F vec(Y) = vec(G Y A) for Y of the weight's shape [o, m]: two small matrices in 
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import weakref
@@ -41,13 +40,11 @@ from gramian.curvature.options import Options
 from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
 from gramian.errors import GramianError
 from gramian.parallel.exchange import Exchange, exchange_of
-from gramian.parallel.meeting import Meeting
+from gramian.parallel.meeting import Meeting, number_in
 from gramian.taps.capture import check_arguments
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_modules, unwrap
-
-_numbers = itertools.count()
 
 
 class KFACNaturalGradient:
@@ -174,8 +171,8 @@ class KFACNaturalGradient:
         self._model: weakref.ref[nn.Module] | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._open = False
-        self._number: int | None = None
-        """Of this object among those that several processes share."""
+        self._number: tuple[Any, int] | None = None
+        """A group, and this object's number among those that its processes share."""
         self._meetings = 0
         """Refreshes that were begun by several processes."""
         self._seeds = (0, 0)
@@ -396,9 +393,9 @@ class KFACNaturalGradient:
 
     def _meeting(self, others: Exchange, back: int = 0) -> Meeting:
         """Where the processes say that they come to join their sums; `back`: one of those before."""
-        if self._number is None:
-            self._number = next(_numbers)
-        return Meeting(others.group, f"K-FAC {self._number}, refresh {self._meetings - back}")
+        if self._number is None or self._number[0] is not others.group:
+            self._number = (others.group, number_in(others.group))
+        return Meeting(others.group, f"K-FAC {self._number[1]}, refresh {self._meetings - back}")
 
     def _known_head(self, root: nn.Module, head: str | None) -> str | None:
         """The head by name or by the model's own word; None: to be seen in the first forward."""

@@ -14,8 +14,21 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 
 from gramian.errors import GramianError
 
+_joined: dict[str, int] = {}
+"""{group: objects that have met in it}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
+
+
+def number_in(group: Any) -> int:
+    """A new number, the same on all processes of a group that ask for numbers in the same order; None: the default group."""
+    name = _group(group).group_name
+    _joined[name] = _joined.get(name, -1) + 1
+    return _joined[name]
+
+
+def _group(group: Any) -> Any:
+    return group if group is not None else _get_default_group()
 
 
 @dataclass(frozen=True)
@@ -60,8 +73,7 @@ class Meeting:
         self._store().compare_set("word", "", f"process {rank}: {' '.join(why.split())}")
 
     def _store(self) -> Any:
-        group = self.group if self.group is not None else _get_default_group()
-        return PrefixStore(f"gramian/{self.name}", _get_process_group_store(group))
+        return PrefixStore(f"gramian/{self.name}", _get_process_group_store(_group(self.group)))
 
     def _forget(self) -> None:
         store = self._store()

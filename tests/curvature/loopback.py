@@ -110,16 +110,9 @@ def _patched() -> Any:
         mock.patch.object(kfac, "exchange_of", exchange_of),
         mock.patch.object(kfac, "Meeting", LoopbackMeeting),
         mock.patch.object(kfac, "world_size", world_size),
-        mock.patch.object(kfac, "_numbers", _Always()),
+        mock.patch.object(kfac, "number_in", lambda group: 0),  # threads share a counter, processes do not
     ):
         yield
-
-
-class _Always:
-    """Every rank's object has the number 0: threads share a counter, processes do not."""
-
-    def __next__(self) -> int:
-        return 0
 
 
 def on_threads(size: int, body: Callable[[int, Loopback], Any]) -> list[Any]:

@@ -62,7 +62,7 @@ def assert_one_equals_many(case: str, split: list[list[int]], options: dict[str,
 MATRIX = list(itertools.product(CASES, REDUCTIONS, POLICIES, DAMPING, SPLITS))
 
 
-@pytest.mark.parametrize("case, reduce, policy, damping, ranks", sample(MATRIX, 15))
+@pytest.mark.parametrize("case, reduce, policy, damping, ranks", sample(MATRIX, 9))
 def test_many_processes_have_the_factors_of_one(case: str, reduce: str, policy: str, damping: str, ranks: int) -> None:
     options = {
         "kfac_distributed_reduce": reduce,
@@ -95,7 +95,7 @@ def test_many_processes_have_the_factors_of_one_with(variant: str, reduce: str, 
     assert_one_equals_many(case, SPLITS[ranks], {"kfac_distributed_reduce": reduce, **options}, **told)
 
 
-@settings(max_examples=60 if FULL else 6, deadline=None)
+@settings(max_examples=60 if FULL else 5, deadline=None)
 @given(data=st.data())
 def test_any_split_has_the_factors_of_one(data: st.DataObject) -> None:
     samples, ranks = data.draw(st.integers(1, 7)), data.draw(st.integers(2, 4))
@@ -138,9 +138,8 @@ def test_token_weights_and_ignored_targets(reduce: str, limit: int | None) -> No
         assert_equal(found, expected, 1e-10)
 
 
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-@pytest.mark.parametrize("case", ["words", "tied", "many words"])
-def test_moving_averages_over_refreshes(reduce: str, case: str) -> None:
+@pytest.mark.parametrize("case, reduce", sample([*itertools.product(["words", "tied", "many words"], REDUCTIONS)], 3))
+def test_moving_averages_over_refreshes(case: str, reduce: str) -> None:
     options = {"kfac_distributed_reduce": reduce, "ema_decay": 0.7, "max_tokens": 5, "update_freq": 2}
     c, batches = CASES[case], [3, 5, 4]
 
@@ -339,9 +338,9 @@ def test_an_error_on_one_rank_is_raised_on_all(how: str, failing: int) -> None:
         assert_equal(after, expected, 1e-10)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("how", ["halfway", "nan"])
-@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize(
+    "how, failing, reduce", sample([*itertools.product(["halfway", "nan"], [0, 1], REDUCTIONS)], 4)
+)
 def test_a_spoilt_rank_drops_the_refresh_on_all(how: str, failing: int, reduce: str) -> None:
     def body(rank: int, _: Loopback) -> tuple[str, gramian.KFACNaturalGradient, dict[str, Tensor]]:
         return outcome(rank, failing, how, kfac_distributed_reduce=reduce)
