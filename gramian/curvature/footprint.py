@@ -13,9 +13,10 @@ The exact head is a diagonal (8·n) minus low rank. Small algebra counts as floa
 shapes do not tell, so `use` is an upper bound for factors that are not stored in float64.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -54,19 +55,64 @@ class Shape:
             return self.side * self.storage.itemsize
         return self.side * self.columns * self.storage.itemsize + self.extra
 
-    def using(self, decomposed: bool, itemsize: int) -> tuple[int, int, int]:
-        """Bytes of its use: while all factors wait for their factorisations, afterwards, and of work one at a time."""
+    @property
+    def small(self) -> int:
+        """Entries of the matrix that is factorised."""
+        return self.columns**2
+
+    def loaded(self, itemsize: int) -> int:
+        """Bytes of the copies of a block of U, or of M, in the dtype of products: scaled, and widened before that."""
+        entries = self.side * self.columns
+        if self.kind == "dense":
+            return itemsize * entries * (2 if self.storage in HALF else int(self.storage.itemsize < itemsize))
+        scaled = "minus" not in self.kind or self.extra > DOUBLE * self.side
+        return itemsize * min(entries, BLOCK) * (int(self.storage.itemsize != itemsize) + scaled)
+
+    def solving(self, itemsize: int) -> "Use":
+        """Bytes of its Cholesky factorisation, small algebra in numbers of this size."""
         if self.kind == "diagonal":
-            return 0, 0, 0
-        thin = self.kind != "dense"
-        small = (DOUBLE if "diagonal" in self.kind or (thin and decomposed) else itemsize) * self.columns**2
-        gram = DOUBLE * self.columns**2 if thin else 0
-        loaded = 3 * DOUBLE * min(self.side * self.columns, BLOCK) if thin else 0
-        if not decomposed:
-            return max(2 * small, gram), small, gram + loaded if thin else small
-        if "diagonal" in self.kind:  # shifted inverses, one at a time
-            return 0, 0, 3 * small + loaded
-        return small, small, (WORKSPACE + (2 if thin else 0)) * small + loaded
+            return Use()
+        if self.kind == "dense":
+            copies = self.loaded(itemsize)
+            bounding = self.loaded(4) + (DOUBLE * self.small if self.storage != torch.float64 else 0)
+            held = itemsize * self.small
+            return Use(0, bounding, 2 * held, max(copies - held, 0), held)
+        gram, loaded = DOUBLE * self.small, self.loaded(DOUBLE)
+        weighted = loaded + DOUBLE * min(self.side * self.columns, BLOCK)
+        if "minus" in self.kind:  # its bound is that of the diagonal
+            return Use(0, 0, 2 * gram, weighted, gram)
+        if "plus" in self.kind:  # the plain Gram is not what is factorised, and stays
+            return Use(gram, loaded + gram, 3 * gram, weighted, 2 * gram)
+        held = itemsize * self.small
+        return Use(gram, loaded + gram, max(2 * held, gram), gram, held)
+
+    def decomposing(self, itemsize: int) -> "Use":
+        """Bytes of its eigenvectors."""
+        if self.kind == "diagonal":
+            return Use()
+        if self.kind == "dense":
+            held = itemsize * (self.small + self.side)
+            return Use(0, 0, held, (WORKSPACE - 1) * held + self.loaded(itemsize), held)
+        gram, loaded = DOUBLE * (self.small + self.columns), self.loaded(DOUBLE)
+        if "diagonal" in self.kind:  # no eigenvectors: shifted systems, one at a time
+            kept = gram if "plus" in self.kind else 0
+            return Use(0, 0, kept, 3 * gram + 2 * loaded, kept)
+        return Use(0, 0, gram, max((WORKSPACE + 1) * gram, gram + loaded), gram)
+
+
+class Use(NamedTuple):
+    """Bytes of a factor's first use."""
+
+    gram: int = 0
+    """That all factors hold at once when their bounds are known."""
+    bounding: int = 0
+    """On top, of one at a time, while they become known."""
+    together: int = 0
+    """That all hold at once when their factorisations are launched and nobody has looked."""
+    work: int = 0
+    """On top, of one at a time, while they are."""
+    held: int = 0
+    """That stays."""
 
 
 def dense(side: int, storage: torch.dtype, summed: bool = False) -> Shape:
@@ -136,6 +182,11 @@ class Form:
     decomposed: bool
     """Whether its use needs eigenvectors."""
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of A, of G and of a table's gradients."""
+        return self.inputs, self.outputs, self.inputs if self.transposed else self.outputs
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -144,16 +195,15 @@ class Footprint:
     collect: int = 0
     build: int = 0
     """On top, while tokens are added or a factor is made: of one block at a time."""
+    joined: int = 0
+    """On top of both until the last factor is made: inputs with their bias, which layers may share."""
     rest_A: int = 0
     rest_G: int = 0
     settled_A: int = 0
     """At rest once averages over refreshes have grown."""
     settled_G: int = 0
-    use_A: int = 0
-    use_G: int = 0
-    held_A: int = 0
-    held_G: int = 0
-    work: int = 0
+    use_A: Use = Use()
+    use_G: Use = Use()
     apply: int = 0
     """While a vector is multiplied: of one block at a time."""
 
@@ -161,6 +211,11 @@ class Footprint:
     def rest(self) -> int:
         """Of both sides."""
         return self.rest_A + self.rest_G
+
+    @property
+    def works(self) -> tuple[int, int]:
+        """On top of what all factors hold, of either side."""
+        return max(self.use_A.bounding, self.use_A.work), max(self.use_G.bounding, self.use_G.work)
 
 
 @dataclass(frozen=True)
@@ -217,7 +272,10 @@ def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
     for keep in keeps:
         counts |= {count for count in (keep.rows_up_to, keep.limit) if count}
     found = [outline(form, keeps, count, count).footprint for count in counts]
-    return Footprint(*(max(getattr(one, field.name) for one in found) for field in fields(Footprint)))
+    sides = [_largest([getattr(one, side) for one in found]) for side in ("use_A", "use_G")]
+    numbers = ("collect", "build", "joined", "rest_A", "rest_G", "settled_A", "settled_G", "apply")
+    most = {name: max(getattr(one, name) for one in found) for name in numbers}
+    return Footprint(use_A=sides[0], use_G=sides[1], **most)
 
 
 # ---- one side --------------------------------------------------------------------------------------------------------
@@ -285,19 +343,37 @@ def _outside(form: Form) -> Outline:
 def _footprint(
     form: Form, A: Shape | None, G: Shape, keeps: tuple[Keep, Keep, Keep], collect: int, build: int
 ) -> Footprint:
-    found = {"A": [0, 0, 0, 0], "G": [0, 0, 0, 0]}
-    work = [0]
-    for side, shape, keep in (("A", A, keeps[0]), ("G", G, keeps[1])):
-        if shape is not None:
-            settled = [shape] if not form.averaged else [shape, *_settled(shape, keep, form.averaged)]
-            uses = [one.using(form.decomposed, form.algebra) for one in settled]
-            found[side] = [shape.rest, max(one.rest for one in settled), *(max(u[i] for u in uses) for i in (0, 1))]
-            work += [use[2] for use in uses]
-    (rest_A, settled_A, use_A, held_A), (rest_G, settled_G, use_G, held_G) = found["A"], found["G"]
+    rests, settled, uses = [], [], []
+    for shape, keep in ((A, keeps[0]), (G, keeps[1])):
+        grown = [] if shape is None else [shape, *(_settled(shape, keep, form.averaged) if form.averaged else ())]
+        rests.append(0 if shape is None else shape.rest)
+        settled.append(max((one.rest for one in grown), default=0))
+        asked = [one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in grown]
+        uses.append(_largest(asked) if asked else Use())
     return Footprint(
-        collect, build, rest_A, rest_G, settled_A, settled_G, use_A, use_G, held_A, held_G, max(work),
+        collect,
+        build,
+        _joined(form, A),
+        rests[0],
+        rests[1],
+        settled[0],
+        settled[1],
+        uses[0],
+        uses[1],
         _applying(form, A, G),
-    )  # fmt: skip
+    )
+
+
+def _joined(form: Form, A: Shape | None) -> int:
+    """Bytes of A's sums once a bias is part of them; without one they are the sums as they are."""
+    if A is None or not form.bias or A.kind == "diagonal":
+        return 0
+    return form.wide * A.small if A.kind == "dense" else form.activation * A.side * A.columns
+
+
+def _largest(uses: Sequence[Use]) -> Use:
+    """Field by field."""
+    return Use(*(max(values) for values in zip(*uses, strict=True)))
 
 
 def _settled(shape: Shape, keep: Keep, most_columns: int) -> list[Shape]:
@@ -306,23 +382,42 @@ def _settled(shape: Shape, keep: Keep, most_columns: int) -> list[Shape]:
         return []
     if shape.kind == "dense":
         return [dense(shape.side, shape.storage, summed=True)]
-    bounded = bool(keep.why) and keep.limit is not None
-    most = keep.limit if bounded and keep.limit is not None else most_columns
-    scales = 8 * most + (DOUBLE * shape.side if "diagonal" in shape.kind else 0)
-    grown = replace(shape, columns=most, extra=scales)
-    if bounded or shape.side > WIDEST_DENSE:
-        return [grown]
-    return [replace(grown, columns=min(most, shape.side - 1)), dense(shape.side, shape.storage, summed=True)]
+    allowed = keep.limit if keep.why else None
+    thin = allowed is not None or shape.side > WIDEST_DENSE
+    most = allowed or (most_columns if thin else min(most_columns, shape.side - 1))
+    values = DOUBLE * shape.side if "diagonal" in shape.kind else 0
+    grown = replace(shape, columns=most, extra=8 * most + values)
+    return [grown] if thin else [grown, dense(shape.side, shape.storage, summed=True)]
 
 
 def _applying(form: Form, A: Shape | None, G: Shape) -> int:
     """Y and what becomes of it, products with columns, and the inverse of a small system that is formed on first use."""
     o, m = form.outputs, form.inputs if form.kind == "kronecker" else 1
-    total = (10 if form.decomposed and "diagonal " in G.kind else 5) * DOUBLE * o * m
-    for shape, others in ((A, o), (G, m)):
-        if shape is not None and shape.kind != "diagonal":
-            total += 2 * DOUBLE * shape.columns * others
-            loaded = 2 * DOUBLE * min(shape.side * shape.columns, BLOCK)
-            inverse = 2 * DOUBLE * shape.columns**2 if not form.decomposed and 2 * others >= shape.columns else 0
-            total += max(loaded, inverse)
-    return total
+    double = any(shape is not None and "diagonal " in shape.kind for shape in (A, G))
+    whole = (DOUBLE if double else form.algebra) * o * m
+    if form.decomposed and A is not None:
+        return _applying_jointly(form, A, G, whole)
+    steps, before = [whole], whole  # a copy of Y where it is widened or gets its bias
+    for shape, others in ((G, m), (A, o)):
+        if shape is None:
+            continue
+        if shape.kind == "diagonal":
+            steps.append(before + whole)
+        else:
+            e = DOUBLE if double else form.algebra
+            thin, r = shape.kind != "dense", shape.columns
+            inverse = 0 if form.decomposed else e * shape.small * (2 if 2 * others >= r else 1)  # or a copy for a solve
+            inner, loaded = 2 * e * r * others, shape.loaded(e) if thin or form.decomposed else 0
+            full = e * shape.side * others * (3 if "diagonal" in shape.kind else 2)
+            steps.append(before + max(inverse + inner, loaded + inner, (inner // 2 + full) if thin else inner))
+        before = 2 * whole
+    return max(steps)
+
+
+def _applying_jointly(form: Form, A: Shape, G: Shape, whole: int) -> int:
+    """In both bases; a head without eigenvectors by conjugate gradients, nine vectors for every one of A's."""
+    if "diagonal " in G.kind:
+        return 9 * DOUBLE * G.side * min(A.columns, A.side) + 4 * DOUBLE * form.outputs * form.inputs
+    inner = 4 * DOUBLE * G.columns * A.columns
+    loaded = max(shape.loaded(form.algebra) for shape in (A, G))
+    return 3 * whole + max(inner, loaded)

@@ -12,15 +12,15 @@ L is one number for all blocks, so a budget that the plan for T tokens fits into
 switched off the next step after dense is the diagonal.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.footprint import MANY, Footprint, Form, Outline, bound, outline
+from gramian.curvature.footprint import MANY, Footprint, Form, Outline, Use, bound, outline
 from gramian.curvature.moments import Keep
 from gramian.curvature.options import Options
 from gramian.curvature.policy import keep_for
@@ -80,7 +80,7 @@ class _Budget:
         self.kinds: dict[_Kind, list[str]] = {}
         for name, spec in specs.items():
             form, home = form_of(spec, options, exact=exact in spec.layers), _type(spec.device)
-            kind = _Kind(form, _three(policy.get(name, {})), home, _store(options, home))
+            kind = _Kind(form, _sides(policy.get(name, {})), home, _store(options, home))
             self.kinds.setdefault(kind, []).append(name)
 
     def keeps(self) -> Keeps:
@@ -117,12 +117,11 @@ class _Budget:
         """Every side as the policy has it, or on a subset of so many tokens: whichever takes less."""
         found = list(kind.policy)
         subset = Keep(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
-        for i, keep in enumerate(kind.policy):
-            trial = (*found[:i], subset, *found[i + 1 :])
-            less = _weight(kind.form, trial) < _weight(kind.form, tuple(found))  # type: ignore[arg-type]
-            if self.options.low_rank and not keep.diagonal and less:
-                found[i] = subset
-        return found[0], found[1], found[2]
+        for i, (keep, width) in enumerate(zip(kind.policy, kind.form.widths, strict=True)):
+            if self.options.low_rank and not keep.diagonal and tokens < width:
+                trial = [*found[:i], subset, *found[i + 1 :]]
+                found = min(found, trial, key=lambda keeps: _weight(kind.form, _three(keeps)))
+        return _three(found)
 
     def _fits(self, tokens: int | None, flat: int) -> bool:
         return all(total.peak <= self.limit for total in self._totals(tokens, flat).values())
@@ -134,7 +133,7 @@ class _Budget:
         for kind, names, diagonals in self._split(flat, tokens):
             keeps = kind.policy if tokens is None else self._limited(kind, tokens)
             counted += [(kind, keeps, len(names) - diagonals), (kind, (DIAGONAL,) * 3, diagonals)]
-        for kind, keeps, count in counted:
+        for kind, keeps, count in sorted(counted, key=lambda one: max(bound(one[0].form, one[1]).works)):
             if count:
                 one = bound(kind.form, keeps)
                 add(totals, one, kind.home, (kind.store,) * 2, bool(self.options.ema_decay), count)
@@ -162,7 +161,8 @@ class _Kind:
 def _weight(form: Form, keeps: tuple[Keep, Keep, Keep]) -> int:
     """Bytes by which blocks are compared: what a refresh of one alone takes."""
     one = bound(form, keeps)
-    return one.collect + one.rest + one.settled_A + one.settled_G + one.use_A + one.use_G
+    used = one.use_A.together + one.use_G.together
+    return one.collect + one.rest + one.settled_A + one.settled_G + used
 
 
 def _first(count: int, holds: Any) -> int | None:
@@ -176,9 +176,12 @@ def _first(count: int, holds: Any) -> int | None:
     return high
 
 
-def _three(keeps: Mapping[str, Keep]) -> tuple[Keep, Keep, Keep]:
-    plain = Keep()
-    A, G, table = (keeps.get(side, plain) for side in SIDES)
+def _sides(keeps: Mapping[str, Keep]) -> tuple[Keep, Keep, Keep]:
+    return _three([keeps.get(side, Keep()) for side in SIDES])
+
+
+def _three(keeps: Sequence[Keep]) -> tuple[Keep, Keep, Keep]:
+    A, G, table = keeps
     return A, G, table
 
 
@@ -189,32 +192,49 @@ def _three(keeps: Mapping[str, Keep]) -> tuple[Keep, Keep, Keep]:
 class Total:
     """Bytes of all blocks on one device."""
 
+    averaged: bool
     collect: int = 0
     build: int = 0
+    joined: int = 0
     rest: int = 0
     settled: int = 0
-    use: int = 0
-    work: int = 0
-    held: int = 0
     apply: int = 0
-    averaged: bool = False
+    uses: list[tuple[Use, int]] = field(default_factory=list)
+    """Of every factor, in the order of the blocks, and how many there are alike."""
+
+    @property
+    def held(self) -> int:
+        """What stays of factorisations."""
+        return sum(count * use.held for use, count in self.uses)
+
+    @property
+    def use(self) -> int:
+        """While factors are bounded, then factorised, all of them before anyone waits; if alike, the last is the worst."""
+        held = peak = 0
+        for use, count in self.uses:
+            held += count * use.gram
+            peak = max(peak, held + use.bounding)
+        for use, count in self.uses:
+            held += count * (use.together - use.gram)
+            peak = max(peak, held + use.work)
+        return peak
 
     @property
     def first(self) -> int:
         """The most at any time of one refresh without factors from before, and of its use."""
-        used = self.rest + max(self.use + self.work, self.held + self.apply)
-        return max(self.collect + self.build + self.rest, used)
+        used = self.rest + max(self.use, self.held + self.apply)
+        return max(self.collect + self.joined + self.build + self.rest, used)
 
     @property
     def peak(self) -> int:
         """The most at any time, when factors from before, and what their use holds, are there while new ones are made."""
-        used = self.settled + max(self.use + self.work, self.held + self.apply)
+        used = self.settled + max(self.use, self.held + self.apply)
         fresh = self.rest + (self.settled if self.averaged else 0)
-        return max(self.settled + self.held + self.collect + self.build + fresh, used)
+        return max(self.settled + self.held + self.collect + self.joined + self.build + fresh, used)
 
     def stages(self) -> dict[str, int]:
         """As the table shows them."""
-        found = (self.collect, self.build, self.rest, self.use + self.work, self.apply)
+        found = (self.collect, self.joined + self.build, self.rest, self.use, self.apply)
         return dict(zip(STAGES, found, strict=True))
 
 
@@ -234,17 +254,16 @@ def add(
     here = totals.setdefault(home, Total(averaged=averaged))
     here.collect += count * one.collect
     away = sum(rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home)
+    here.joined += count * one.joined
     here.build, here.apply = max(here.build, one.build + away), max(here.apply, one.apply)
-    for store, rest, settled, use, held in (
-        (stores[0], one.rest_A, one.settled_A, one.use_A, one.held_A),
-        (stores[1], one.rest_G, one.settled_G, one.use_G, one.held_G),
+    for store, rest, settled, use in (  # in the order in which they are factorised
+        (stores[1], one.rest_G, one.settled_G, one.use_G),
+        (stores[0], one.rest_A, one.settled_A, one.use_A),
     ):
         there = totals.setdefault(store, Total(averaged=averaged))
         there.rest += count * rest
         there.settled += count * settled
-        there.use += count * use
-        there.held += count * held
-        there.work = max(there.work, one.work)
+        there.uses.append((use, count))
         there.apply = max(there.apply, one.apply)
 
 
@@ -377,7 +396,7 @@ def plan(
             activation=activations,
             algebra=algebra,
         )
-        mine = _three(keeps.get(name, {}))
+        mine = _sides(keeps.get(name, {}))
         counts = _tokens(spec, tokens, seen)
         found = outline(form, mine, *(MANY if count is None else count for count in counts))
         one = bound(form, mine) if None in counts else found.footprint

@@ -137,6 +137,8 @@ class GPT(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # a shape: there is nothing to set
+                continue
             if parameter.dim() == 2:
                 writes_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
                 std = 0.02 / math.sqrt(2 * self.config.layers) if writes_residual else 0.02

@@ -1,0 +1,601 @@
+"""The plan of curvature: what it says before anything is allocated is what a run then holds, and a budget is kept.
+
+Bytes at rest are compared exactly, with the factors' own count. What tokens are held as is counted over the sums themselves;
+factorising and applying are measured at the allocator, whose every request the profiler reports, workspaces included.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gramian
+from gramian.curvature import application, build, planning
+from gramian.curvature.block import Block
+from gramian.curvature.blocks import find_blocks
+from gramian.curvature.capture import KFACCapture
+from gramian.curvature.moments import Keep
+from gramian.curvature.planning import STAGES, CurvaturePlan, keeps_of
+from gramian.curvature.policy import representation
+from gramian.linalg import WIDEST_DENSE, Dense, LowRank, eigen
+from gramian.models import GPT, GPTConfig
+from gramian.verify import dense_kfac
+from tests.curvature.problems import assert_close, narrow
+from tests.curvature.small import Net, one_line
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "auto": {"kfac_policy": "auto", "kfac_auto_rho": 0.5},
+    "hybrid": {"kfac_policy": "hybrid", "kfac_big_threshold": 60},
+    "small_only": {"kfac_policy": "small_only"},
+    "no woodbury": {"kfac_use_woodbury": False},
+    "subset": {"max_tokens": 20},
+    "few columns": {"kfac_auto_t_max": 30},
+}
+STORED: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "fp32": {"woodbury_dtype": "fp32"},
+    "fp64 model": {"dtype": torch.float64},
+}
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what goes in, and how many classes come out."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    classes: int
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 24, 3), nn.Tanh(), nn.Conv2d(24, 40, 3, stride=2, bias=False), nn.Tanh(), nn.Flatten(),
+        nn.Linear(360, 11),
+    )  # fmt: skip
+
+
+class Tied(Net):
+    """An embedding that is the head."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True, words=131, width=40)
+
+
+CASES: dict[str, Case] = {
+    "gpt": Case(
+        lambda: GPT(GPTConfig(vocabulary=151, context=12, layers=1, width=64, heads=2)),
+        lambda: torch.randint(151, (6, 12)),
+        151,
+    ),
+    "shared inputs": Case(lambda: Net(words=131, width=40), lambda: torch.randint(131, (5, 13)), 131),
+    "tied": Case(Tied, lambda: torch.randint(131, (5, 13)), 131),
+    "conv": Case(conv, lambda: torch.randn(3, 3, 9, 9), 11),
+    "mlp": Case(
+        lambda: nn.Sequential(
+            nn.Linear(90, 70), nn.Tanh(), nn.Linear(70, 80, bias=False), nn.Tanh(), nn.Linear(80, 30)
+        ),
+        lambda: torch.randn(64, 90),
+        30,
+    ),
+}
+
+
+@dataclass
+class Run:
+    """A refresh, the plan made before it, and what its sums held when all tokens were in."""
+
+    kfac: gramian.KFACNaturalGradient
+    model: nn.Module
+    plan: CurvaturePlan
+    collected: int
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Run:
+    """Plan, then refresh on the data that the plan was made for."""
+    case, dtype = CASES[name], options.pop("dtype", torch.float32)
+    held: list[int] = []
+    collected = KFACCapture.collected
+
+    def counted(self: KFACCapture) -> Any:
+        found = collected(self)
+        held.append(sum(bytes_of(sums) for sums in found))
+        return found
+
+    monkeypatch.setattr(KFACCapture, "collected", counted)
+    torch.manual_seed(0)
+    model, inputs = case.build().to(dtype), case.inputs()
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    kfac = gramian.KFACNaturalGradient(**{"update_freq": 1, "damping": 1e-2, **options})
+    plan = kfac.plan(model, inputs=inputs)
+    refresh(kfac, model, inputs, case.classes)
+    return Run(kfac, model, plan, held[0])
+
+
+def refresh(kfac: gramian.KFACNaturalGradient, model: nn.Module, inputs: Tensor, classes: int) -> None:
+    model.zero_grad()
+    targets = torch.randint(classes, inputs.shape[:1] if inputs.is_floating_point() else inputs.shape)
+    with kfac.capture(model, num_terms=targets.numel()):
+        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+
+
+def bytes_of(sums: Any) -> int:
+    """Every tensor that sums hold, each memory once."""
+    parts = []
+    for block in sums.values():
+        if isinstance(block, Tensor):
+            parts.append(block)
+            continue
+        parts += [block.counts_V] if block.counts_V is not None else []
+        for moment in block.moments():
+            parts += [t for t in (moment.matrix, moment.first_N, moment.diagonal_N) if t is not None]
+            for chunk in moment.chunks:
+                parts += [t for t in (chunk.rows_TN, chunk.weights_T, chunk.keys_T) if t is not None]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in parts}.values())
+
+
+# ---- what ran agrees -------------------------------------------------------------------------------------------------
+
+
+def assert_at_rest(run: Run) -> None:
+    """Representation and bytes of every block, exactly."""
+    assert [row.layer for row in run.plan.rows] == list(run.kfac.kfac_factors)
+    for row in run.plan.rows:
+        block = run.kfac.kfac_factors[row.layer]
+        shared = bool(block.facts.shares_A_with)
+        assert told(block, "G") == row.G, row.layer
+        assert ("" if block.A is None else "shared" if shared else told(block, "A")) == row.A, row.layer
+        held = block.G.nbytes + (0 if block.A is None or shared else block.A.nbytes)
+        assert sum(row.bytes["rest"].values()) == held, row.layer
+    assert run.plan.totals["cpu"].rest == run.kfac.record()["bytes"]
+
+
+def told(block: Block, side: str) -> str:
+    factor = block.factors[side]
+    return f"{factor.kind} {factor.rank:,}" if "low rank" in factor.kind else factor.kind
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_at_rest_are_those_of_the_plan(
+    case: str, exact: bool, policy: str, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(case, monkeypatch, kfac_true_fisher_head=exact, **POLICIES[policy], **STORED[stored])
+    assert_at_rest(done)
+    assert done.plan.totals["cpu"].collect == pytest.approx(done.collected, rel=0.1)
+
+
+def test_layers_with_one_input_count_their_A_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run("shared inputs", monkeypatch)
+    rows = {row.layer: row for row in done.plan.rows}
+    assert [rows[name].A == "shared" for name in ("q", "k", "v")] == [False, True, True]
+    assert rows["k"].why == "A of q"
+    apart = done.kfac.plan(done.model, tokens=65)
+    assert apart.totals["cpu"].rest - done.plan.totals["cpu"].rest == 2 * done.kfac.kfac_factors["q"].A.nbytes
+
+
+@pytest.mark.parametrize("policy", ["all", "small_only"])
+def test_a_wide_head_is_low_rank_or_its_diagonal_and_never_dense(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow(monkeypatch, 100)
+    monkeypatch.setattr("gramian.curvature.footprint.WIDEST_DENSE", 100)
+    for case in ("gpt", "tied"):
+        done = run(case, monkeypatch, **POLICIES[policy], kfac_auto_t_max=40)
+        assert_at_rest(done)
+        assert "dense" not in {row.G for row in done.plan.rows if row.outputs > 100}
+
+
+@pytest.mark.parametrize("case", ["gpt", "tied", "mlp"])
+@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
+def test_averages_settle_at_no_more_than_the_plan_says(case: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = gramian.KFACNaturalGradient(ema_decay=0.9, kfac_true_fisher_head=exact).plan(CASES[case].build()).total()
+    for options in ({}, {"kfac_auto_t_max": 100}, {"memory_budget": most // 2}):
+        done = run(case, monkeypatch, ema_decay=0.9, kfac_true_fisher_head=exact, **options)
+        inputs = CASES[case].inputs()
+        for _ in range(4):
+            assert done.kfac.record()["bytes"] <= done.plan.totals["cpu"].settled
+            refresh(done.kfac, done.model, inputs, CASES[case].classes)
+
+
+# ---- factorising and applying ----------------------------------------------------------------------------------------
+
+
+MARK = 987_654
+"""Bytes that nothing else asks for: a request for them says where in the course of events something began."""
+
+
+class Measured:
+    """Bytes that the allocator gave out, at the peak and at the end; since the mark, more than there were then."""
+
+    peak = left = since_mark = 0
+
+
+def mark() -> None:
+    torch.empty(MARK, dtype=torch.uint8)
+
+
+@contextmanager
+def measured() -> Iterator[Measured]:
+    """Count every request to the CPU's allocator, those inside of operators included."""
+    found = Measured()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+        yield found
+    events = told.profiler.kineto_results.events()  # type: ignore[union-attr]
+    there = None
+    for _, count in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+        if abs(count) == MARK:
+            there = found.left
+            continue
+        found.left += count
+        found.peak = max(found.peak, found.left)
+        if there is not None:
+            found.since_mark = max(found.since_mark, found.left - there)
+
+
+LARGER: dict[str, Case] = {
+    "head": Case(
+        lambda: GPT(GPTConfig(vocabulary=1200, context=50, layers=1, width=128, heads=4)),
+        lambda: torch.randint(1200, (4, 50)),
+        1200,
+    ),
+    "many tokens": Case(
+        lambda: GPT(GPTConfig(vocabulary=300, context=120, layers=1, width=96, heads=4)),
+        lambda: torch.randint(300, (5, 120)),
+        300,
+    ),
+    "wide": Case(
+        lambda: nn.Sequential(nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 500, bias=False), nn.Linear(500, 200)),
+        lambda: torch.randn(256, 300),
+        200,
+    ),
+    "table and head": Case(
+        lambda: Net(tied=True, words=900, width=200), lambda: torch.randint(900, (5, 30)), 900
+    ),
+}  # fmt: skip
+CASES.update(LARGER)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
+@pytest.mark.parametrize("case", LARGER)
+def test_factorising_and_applying_take_what_the_plan_says(
+    case: str, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(case, monkeypatch, kfac_true_fisher_head=exact, dtype=torch.float64)
+    total, at_rest = done.plan.totals["cpu"], done.kfac.record()["bytes"]
+    blocks = done.kfac.kfac_factors.values()
+    with measured() as prepared, torch.no_grad():
+        application._prepare(blocks, done.kfac.options)
+    assert total.use == pytest.approx(prepared.peak, rel=0.1)
+    with measured() as applied:
+        found = done.kfac.compute_natural_gradient(done.model)
+    assert done.kfac.record()["bytes"] - at_rest == total.held
+    returned = sum(t.nbytes for t in found.values())
+    assert applied.peak <= 1.05 * (total.apply + returned)
+    assert total.apply <= 1.5 * applied.peak
+
+
+@pytest.mark.parametrize("case", LARGER)
+def test_eigenvectors_and_their_work_are_those_of_the_plan(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = run(case, monkeypatch, damping_mode="joint", dtype=torch.float64)
+    total, at_rest = done.plan.totals["cpu"], done.kfac.record()["bytes"]
+    factors = [f for block in done.kfac.kfac_factors.values() for f in (block.G, block.A) if f is not None]
+    with measured() as decomposed, torch.no_grad():
+        for factor in factors:
+            if isinstance(factor, Dense | LowRank):
+                factor.spectrum  # noqa: B018
+    if case != "table and head":  # whose G has none
+        assert total.use == pytest.approx(decomposed.peak, rel=0.1)
+        assert total.held == pytest.approx(
+            done.kfac.record()["bytes"] - at_rest, rel=0.1
+        )  # less by what rank is missing
+    with measured() as applied:
+        found = done.kfac.compute_natural_gradient(done.model)
+    assert applied.peak <= 1.05 * (total.apply + sum(t.nbytes for t in found.values()))
+
+
+@pytest.mark.parametrize("mode", ["pi", "joint"])
+@pytest.mark.parametrize("case", LARGER)
+def test_small_algebra_in_float32_takes_no_more_than_planned_in_float64(
+    case: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run(case, monkeypatch, damping_mode=mode)
+    total = done.plan.totals["cpu"]
+    with measured() as used:
+        found = done.kfac.compute_natural_gradient(done.model)
+    assert used.peak <= 1.05 * (max(total.use, total.held + total.apply) + sum(t.nbytes for t in found.values()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_making_factors_takes_no_more_than_planned(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = build.make_blocks
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mark()
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr("gramian.curvature.kfac.make_blocks", marked)
+    with measured() as found:
+        done = run(case, monkeypatch)
+    total = done.plan.totals["cpu"]
+    assert 0 < found.since_mark <= 1.05 * (total.joined + total.build + total.rest)
+
+
+@pytest.mark.parametrize(
+    "side, free, expected", [(1000, 48_000_000, True), (1000, 47_999_999, False), (8192, 2**40, True)]
+)
+def test_a_decomposition_stays_on_the_gpu_while_it_takes_half_of_what_is_free(
+    side: int, free: int, expected: bool
+) -> None:
+    assert eigen.fits(side, 8, free) is expected
+    model = nn.Linear(side, side, bias=False, device="meta")
+    kfac = gramian.KFACNaturalGradient(damping_mode="joint")
+    (row,) = kfac.plan(model, tokens=side, free=free).rows
+    assert ("on the CPU" in row.why) is not expected
+
+
+# ---- shapes alone ----------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every tensor that comes into being outside of the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.device.type != "meta"]
+        self.bytes += sum(t.untyped_storage().nbytes() for t in made)
+        return result
+
+
+def seven_billion() -> nn.Module:
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocabulary=151_936, context=2048, layers=32, width=4096, heads=32))  # no number is drawn
+
+
+@pytest.mark.parametrize("budget", [None, "40GB"])
+def test_seven_billion_parameters_are_planned_without_allocating_anything(budget: str | None) -> None:
+    model = seven_billion()
+    kfac = gramian.KFACNaturalGradient(memory_budget=budget, kfac_true_fisher_head=True)
+    with Allocations() as allocations:
+        started = time.perf_counter()
+        plan = kfac.plan(model, tokens=8192)
+        table = str(plan)
+        print(f"{len(plan.rows)} blocks planned in {time.perf_counter() - started:.3f} s")
+    assert allocations.bytes == 0
+    assert len(table.splitlines()) == len(plan.rows) + 3
+    assert budget is None or plan.total("cuda") <= 40e9
+    head = plan.rows[-1]
+    assert head.layer == "head" and head.outputs > WIDEST_DENSE and "dense" not in head.G
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_vocabulary_is_dense_under_no_policy(policy: str) -> None:
+    model = seven_billion()
+    for tokens in (1, 8192, 10**9, None):
+        for exact in (False, True):
+            kfac = gramian.KFACNaturalGradient(kfac_true_fisher_head=exact, **POLICIES[policy])
+            rows = {row.layer: row for row in kfac.plan(model, tokens=tokens).rows}
+            assert "dense" not in rows["head"].G and "dense" not in rows["token_embedding"].A
+            assert sum(rows["head"].bytes["rest"].values()) < 3e9
+
+
+@pytest.mark.parametrize("case", ["gpt", "tied", "conv"])
+def test_no_number_of_tokens_takes_more_than_the_plan_for_any(case: str) -> None:
+    model, layers = CASES[case].build(), None
+    for policy in POLICIES.values():
+        kfac = gramian.KFACNaturalGradient(**policy)
+        most = kfac.plan(model)
+        layers = layers or [layer for spec in find_blocks(model, kfac.options).values() for layer in spec.layers]
+        for tokens in (1, 7, 39, 63, 64, 65, 130, 131, 500, 10_000):
+            assert kfac.plan(model, tokens=tokens).total() <= most.total(), (policy, tokens)
+
+
+def test_factors_kept_on_the_cpu_leave_the_gpu_to_the_tokens() -> None:
+    model = seven_billion()
+    here, away = (gramian.KFACNaturalGradient(woodbury_store_device=d).plan(model, tokens=512) for d in ("auto", "cpu"))
+    assert here.devices == ("cuda",) and set(away.devices) == {"cuda", "cpu"}
+    assert away.totals["cuda"].rest == away.totals["cuda"].held == 0
+    assert away.totals["cpu"].rest == here.totals["cuda"].rest
+    assert away.total("cuda") < here.total("cuda")
+    crowded = gramian.KFACNaturalGradient().plan(model, tokens=512, free=2 * here.totals["cuda"].rest // 2)
+    assert 0 < crowded.totals["cuda"].rest <= here.totals["cuda"].rest // 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"tokens": 0}, ("tokens: expected", "got 0")),
+        ({"tokens": True}, ("tokens: expected",)),
+        ({"tokens": {"0": 3}}, ("tokens: has no '2'", "expected")),
+        ({"tokens": {"0": 3, "2": 3, "4": 3, "x": 1}}, ("tokens: 'x' is no layer",)),
+        ({"tokens": 3, "inputs": torch.ones(3, 90)}, ("tokens: were given beside inputs",)),
+        ({"inputs": torch.ones(3, 91)}, ("inputs: the model cannot run",)),
+        ({"tokens": 3, "head": "nowhere"}, ("head: the model has no module",)),
+        ({"tokens": 3, "power": float("nan")}, ("power: expected",)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_one_line(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(gramian.GramianError) as caught:
+        gramian.KFACNaturalGradient().plan(CASES["mlp"].build(), **arguments)
+    one_line(caught.value, *words)
+
+
+# ---- within a budget -------------------------------------------------------------------------------------------------
+
+
+def assert_within(done: Run, budget: int) -> None:
+    """What the plan says and what the sums and factors take is below it."""
+    total = done.plan.totals["cpu"]
+    assert done.plan.total("cpu") <= budget
+    assert done.collected <= 1.1 * total.collect
+    assert done.kfac.record()["bytes"] == total.rest
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
+@pytest.mark.parametrize("case", ["head", "many tokens", "wide", "table and head"])
+def test_a_quarter_of_what_it_could_take_is_enough_and_the_run_is_the_degraded_plan(
+    case: str, exact: bool, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"kfac_true_fisher_head": exact, **STORED[stored]}
+    dtype = options.pop("dtype", torch.float32)
+    free = gramian.KFACNaturalGradient(**options).plan(CASES[case].build().to(dtype))
+    done = run(case, monkeypatch, memory_budget=free.total() // 4, dtype=dtype, **options)
+    assert_within(done, free.total() // 4)
+    assert_at_rest(done)
+    told = [side["reason"] for layer in done.kfac.record()["layers"].values() for side in layer["sides"].values()]
+    planned = [row.why for row in done.plan.rows if "memory_budget" in row.why]
+    assert planned and any("memory_budget" in reason for reason in told)
+    with measured() as used:
+        found = done.kfac.compute_natural_gradient(done.model)
+    assert all(t.isfinite().all() for t in found.values())
+    assert used.peak <= free.total() // 4 + sum(t.nbytes for t in found.values())
+
+
+@pytest.mark.parametrize(
+    "share, kinds", [(0.5, ["low rank"]), (0.25, ["diagonal", "low rank"]), (0.2, ["diagonal"])], ids=str
+)
+def test_results_within_a_budget_are_those_of_the_dense_oracle_where_nothing_was_left_out(
+    share: float, kinds: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 120), nn.Tanh(), nn.Linear(120, 90, bias=False)).double()
+    x, y = torch.randn(24, 60, dtype=torch.float64), torch.randint(90, (24,))
+    options = {"damping": 1e-2, "max_condition_number": 1e12}
+    budget = int(gramian.KFACNaturalGradient(**options).plan(model).total() * share)
+    kfac = gramian.KFACNaturalGradient(memory_budget=budget, **options)
+    with kfac.capture(model, num_terms=24):
+        F.cross_entropy(model(x), y).backward()
+    natural = kfac.compute_natural_gradient(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    tokens = dense_kfac.layer_tokens(model, lambda: F.cross_entropy(model(x), y).backward(), ["0", "2"])
+    told = kfac.record()["layers"]
+    for name in ("0", "2"):
+        whole = dict(zip("AG", dense_kfac.factors(tokens[name], 24, 1 / 24, bias=name == "0"), strict=True))
+        for side, factor in kfac.kfac_factors[name].factors.items():
+            about = told[name]["sides"][side]
+            assert "memory_budget" in about["reason"] and "subset" not in about["reason"]
+            if about["representation"] == "diagonal":
+                whole[side] = torch.diag(whole[side].diagonal())
+            assert_close(factor.to_dense(), whole[side], 1e-12)
+        parts = [gradients[f"{name}.weight"]] + ([gradients["0.bias"][:, None]] if name == "0" else [])
+        expected = dense_kfac.natural(whole["A"], whole["G"], torch.cat(parts, dim=1), -1.0, "pi", 1e-2)
+        assert_close(natural[f"{name}.weight"], expected[:, : parts[0].shape[1]], 1e-9)
+    assert sorted({side["representation"] for layer in told.values() for side in layer["sides"].values()}) == kinds
+
+
+def test_a_subset_within_a_budget_is_unbiased() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(150, 5, bias=False).double()
+    x, c = torch.randn(400, 150, dtype=torch.float64), torch.randn(400, 5, dtype=torch.float64)
+    whole = gramian.KFACNaturalGradient()
+    budget = int(whole.plan(model).total() * 0.6)
+    means = torch.zeros(150, 150, dtype=torch.float64)
+    for seed in range(40):
+        kfac = gramian.KFACNaturalGradient(memory_budget=budget, seed=seed)
+        with kfac.capture(model, loss_reduction="sum", num_terms=400):
+            (model(x) * c).sum().backward()
+        factor = kfac.kfac_factors["0" if "0" in kfac.kfac_factors else "model"].A
+        assert factor.kind == "low rank" and factor.rank < 150
+        means += factor.to_dense() / 40
+    exact = x.T @ x / 400
+    assert float((means - exact).norm() / exact.norm()) < 0.2
+
+
+def test_the_order_is_low_rank_then_fewer_tokens_then_diagonal_then_refusal() -> None:
+    model = CASES["wide"].build()
+    most = gramian.KFACNaturalGradient().plan(model).total()
+    kinds, limits = [], []
+    budget = most
+    while True:
+        try:
+            plan = gramian.KFACNaturalGradient(memory_budget=budget).plan(model, tokens=10_000)
+        except gramian.GramianError as error:
+            refusal = error
+            break
+        assert plan.total() <= budget
+        sides = [side for keeps in plan.keeps.values() for side in keeps.values()]
+        kinds.append((any(side.limit for side in sides if side.why), sum(side.diagonal for side in sides)))
+        limits.append(min((side.limit for side in sides if side.limit), default=10**9))
+        budget = int(budget * 0.97)
+    assert kinds[0] == (False, 0) and (True, 0) in kinds
+    diagonals = [count for _, count in kinds]
+    assert diagonals == sorted(diagonals) and diagonals[-1] > 0
+    fewest = [limit for limit, count in zip(limits, diagonals, strict=True) if count == 0]
+    assert fewest == sorted(fewest, reverse=True) and fewest[-1] < 2 * planning.FEWEST
+    one_line(refusal, "memory_budget", "collect", "build", "rest", "use", "apply", "expected at least")
+    refused = int(str(refusal).rsplit("expected at least ", 1)[1].split()[0])
+    assert gramian.KFACNaturalGradient(memory_budget=refused).plan(model).total() <= refused
+
+
+def test_the_largest_block_gives_in_first() -> None:
+    model = CASES["wide"].build()
+    kfac = gramian.KFACNaturalGradient(kfac_use_woodbury=False)  # so that dense goes straight to diagonal
+    most = kfac.plan(model).total()
+    plan = gramian.KFACNaturalGradient(kfac_use_woodbury=False, memory_budget=int(most * 0.8)).plan(model, tokens=900)
+    assert [row.layer for row in plan.rows if "its diagonal" in row.why] == [
+        "2"
+    ]  # 700 × 500 beside 301 × 700 and 501 × 200
+
+
+def test_a_budget_that_a_number_of_tokens_fits_into_leaves_it_as_it_is() -> None:
+    model, tokens = CASES["wide"].build(), 150
+    free = gramian.KFACNaturalGradient().plan(model, tokens=tokens)
+    tight = gramian.KFACNaturalGradient(memory_budget=free.total() * 11 // 10).plan(model, tokens=tokens)
+    assert [row.representation for row in tight.rows] == [row.representation for row in free.rows]
+
+
+def test_what_is_decided_follows_from_shapes_and_options_alone() -> None:
+    model = CASES["gpt"].build()
+    most = gramian.KFACNaturalGradient().plan(model).total()
+    kfac = gramian.KFACNaturalGradient(memory_budget=most // 3)
+    wanted = keeps_of(find_blocks(model, kfac.options), kfac.options, "head", False)
+    for tokens in (1, 10, 1000, None):
+        assert kfac.plan(model, tokens=tokens).keeps == wanted
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    assert kfac.plan(model, tokens=5).keeps == wanted
+
+
+def test_a_budget_that_cannot_be_met_is_refused_before_a_token_is_kept() -> None:
+    case, model = CASES["gpt"], CASES["gpt"].build()
+    kfac = gramian.KFACNaturalGradient(memory_budget="10KB")
+    with pytest.raises(gramian.GramianError) as caught:
+        refresh(kfac, model, case.inputs(), case.classes)
+    one_line(caught.value, "memory_budget", "0.0 MB", "expected at least")
+    assert kfac.steps == 0 and not kfac.kfac_factors
+
+
+def test_representation_has_one_rule() -> None:
+    assert representation(Keep(diagonal=True), 3) == "diagonal"
+    assert [representation(Keep(rows_up_to=4, limit=9), kept) for kept in (4, 5)] == ["low rank", "dense"]
+
+
+def test_the_table_has_a_line_for_every_block_and_the_sums() -> None:
+    kfac = gramian.KFACNaturalGradient(memory_budget="20MB")
+    plan = kfac.plan(CASES["wide"].build(), tokens=256)
+    lines = str(plan).splitlines()
+    assert lines[0].split() == ["layer", "m", "o", "T", "A", "G", *STAGES, "why"]
+    assert len(lines) == 1 + len(plan.rows) + 2
+    assert lines[-1].startswith("cpu: ") and "budget of 20.0 MB" in lines[-1]
+    assert plan.total() == plan.total("cpu") and plan.total("cuda") == 0
+    assert all(set(row.bytes) == set(STAGES) for row in plan.rows)
