@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.curvature import build, fisher
+from gramian.curvature import fisher, moments
 from gramian.curvature.block import Block
 from gramian.curvature.estimate import KroneckerSums
 from gramian.parallel.world import World
@@ -299,8 +299,8 @@ BUGS = {
     "drawn labels": ((fisher, "draw_labels", rolled), "mlp: Monte Carlo frequencies", "gpt: Monte Carlo frequencies"),
     "the causal shift": ((fisher, "positions", unshifted), "gpt: Monte Carlo labels"),
     "tokens that count": ((KroneckerSums, "_weights", weightless), "conv net: Monte Carlo labels"),
-    "the bias": ((build, "_augmented", offset), "conv net: factors A and G"),
-    "the weight of the inputs": ((build, "_scalar", partial(scaled, by=1.001)), "deep linear: factors A and G"),
+    "the bias": ((moments, "_augmented", offset), "conv net: factors A and G"),
+    "the weight of the inputs": ((moments.Moment, "kept_weight", partial(scaled, by=1.001)), "deep linear: factors A and G"),
 }
 
 
