@@ -58,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     for line in _heading(config, needs, place, decision):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(decision))
-    for section in ("kfac", "privacy"):
-        if getattr(config, section) is not None:
-            console.print(f"What [{section}] holds on top is not counted.", markup=False)
+    if config.privacy is not None:
+        console.print("What [privacy] holds on top is not counted.", markup=False)
+    if config.kfac is not None:
+        for line in _curvature(config, vocabulary, place):
+            console.print(line, markup=False, soft_wrap=True)
     if not decision.fits:
         raise RunFailed(f"plan: {decision.why}")
     console.print(decision.why, markup=False, soft_wrap=True)
@@ -141,6 +143,29 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
     if place.device == "cpu" and config.run.device != "cpu":
         lines[-1] += "; no GPU is here: --gpus and --gpu-memory plan for some"
     return lines
+
+
+def _curvature(config: Config, vocabulary: int, place: _Place) -> list[str]:
+    """What [kfac] holds on top of the table above, on each process."""
+    import torch
+
+    from gramian.train.build import build_kfac
+    from gramian.train.huggingface import reading
+    from gramian.train.models import build_model
+    from gramian.train.precision import Numbers
+
+    numbers = Numbers(place.precision(config), place.device)
+    with torch.device("meta"):
+        if config.model.kind == "huggingface":
+            with reading(str(config.model.path), "model.path") as (told, causal):
+                model = causal.from_config(told)
+        else:
+            model = build_model(config, vocabulary)
+    tokens = config.data.batch * config.data.length
+    plan = build_kfac(config).plan(
+        model.to(numbers.weights), tokens=tokens, activations=numbers.activations, device=place.device
+    )
+    return ["", f"[kfac] on top of that, for a refresh of {tokens:,} tokens:", *plan.grouped().splitlines(), ""]
 
 
 def _table(decision: Decision) -> RenderableType:

@@ -13,7 +13,7 @@ switched off the next step after dense is the diagonal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -318,12 +318,23 @@ class CurvaturePlan:
 
     def __str__(self) -> str:
         """One line per block, then the totals of every device."""
+        return self._table([(row, row.layer) for row in self.rows])
+
+    def grouped(self) -> str:
+        """The table with one line for all blocks alike."""
+        alike: dict[str, list[Row]] = {}
+        for row in self.rows:
+            alike.setdefault(repr(replace(row, layer="", why="" if row.A == "shared" else row.why)), []).append(row)
+        counted = [(rows[0], len(rows) - 1) for rows in alike.values()]
+        return self._table([(row, row.layer + (f" and {more:,} alike" if more else "")) for row, more in counted])
+
+    def _table(self, named: Sequence[tuple[Row, str]]) -> str:
         head = ("layer", "m", "o", "T", "A", "G", *STAGES, "why")
         lines: list[tuple[str, ...]] = [head]
-        for row in self.rows:
+        for row, name in named:
             tokens = "any" if row.tokens is None else f"{row.tokens:,}"
             cells = [_cell(row.bytes[stage], next(iter(self.totals))) for stage in STAGES]
-            lines.append((row.layer, f"{row.inputs:,}", f"{row.outputs:,}", tokens, row.A, row.G, *cells, row.why))
+            lines.append((name, f"{row.inputs:,}", f"{row.outputs:,}", tokens, row.A, row.G, *cells, row.why))
         for device, total in self.totals.items():
             sums = (megabytes(held) for held in total.stages().values())
             lines.append((f"all on {device}", "", "", "", "", "", *sums, ""))

@@ -138,9 +138,12 @@ def test_the_gpus_of_the_machine_are_the_default(
 # ---- what is said, what is refused -----------------------------------------------------------------------------------
 
 
-def test_sections_that_are_not_counted_are_named(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curvature_has_a_table_of_its_own(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", small, "kfac.update_freq=5"]) == 0
-    assert "What [kfac] holds on top is not counted." in output(capsys)[0]
+    lines = output(capsys)[0]
+    assert any(line.startswith("[kfac] on top of that, for a refresh of ") for line in lines)
+    assert any(re.match(r"cpu: [\d.]+ MB at most; [\d.]+ MB in the first refresh", line) for line in lines)
+    assert any(line.startswith("blocks.0.fc and ") for line in lines)
 
 
 @pytest.mark.parametrize(
