@@ -545,6 +545,18 @@ def test_the_order_is_low_rank_then_fewer_tokens_then_diagonal_then_refusal() ->
     assert gramian.KFACNaturalGradient(memory_budget=refused).plan(model).total() <= refused
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_a_subset_is_smaller_than_what_it_stands_for(decay: float) -> None:
+    model = CASES["wide"].build()
+    widths = {row.layer: {"A": row.inputs, "G": row.outputs} for row in gramian.KFACNaturalGradient().plan(model).rows}
+    most = gramian.KFACNaturalGradient(ema_decay=decay).plan(model).total()
+    for share in (0.9, 0.8, 0.7, 0.6, 0.5):
+        plan = gramian.KFACNaturalGradient(ema_decay=decay, memory_budget=int(most * share)).plan(model)
+        for layer, keeps in plan.keeps.items():
+            for side, width in widths[layer].items():
+                assert keeps[side].limit is None or keeps[side].limit < width, (share, layer, side)
+
+
 def test_the_largest_block_gives_in_first() -> None:
     model = CASES["wide"].build()
     kfac = gramian.KFACNaturalGradient(kfac_use_woodbury=False)  # so that dense goes straight to diagonal
