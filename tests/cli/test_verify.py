@@ -300,7 +300,10 @@ BUGS = {
     "the causal shift": ((fisher, "positions", unshifted), "gpt: Monte Carlo labels"),
     "tokens that count": ((KroneckerSums, "_weights", weightless), "conv net: Monte Carlo labels"),
     "the bias": ((moments, "_augmented", offset), "conv net: factors A and G"),
-    "the weight of the inputs": ((moments.Moment, "kept_weight", partial(scaled, by=1.001)), "deep linear: factors A and G"),
+    "the weight of the inputs": (
+        (moments.Moment, "kept_weight", partial(scaled, by=1.001)),
+        "deep linear: factors A and G",
+    ),
 }
 
 
