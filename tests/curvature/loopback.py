@@ -10,12 +10,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramian.curvature import kfac
 from gramian.parallel.exchange import Exchange
+from gramian.taps.hub import Hub, hub_of
 
 PATIENCE = 30.0
+one_at_a_time = threading.Lock()
+"""For what threads share and processes do not: the global generator, and the list of all models with open captures."""
 
 
 class Room:
@@ -64,10 +67,10 @@ class Loopback(Exchange):
         parts = self._share(f"reshard {counts} {rows_TN.dtype}", rows_TN.detach())
         return torch.cat([part[:, mine] for part in parts])
 
-    def _share(self, call: str, what: Any) -> list[Any]:
+    def _share(self, call: str, what: Tensor) -> list[Tensor]:
         """All ranks must be at the same call: that is what a process group would hang on."""
         self.calls.append(call)
-        said = self.room.share(self.rank, (call, what))
+        said = self.room.share(self.rank, (call, what.clone()))
         assert len({name for name, _ in said}) == 1, f"ranks are at different collectives: {said}"
         return [thing for _, thing in said]
 
@@ -106,13 +109,25 @@ def _patched() -> Any:
     def world_size(group: Any) -> int:
         return getattr(getattr(_here, "exchange", None), "size", 1)
 
+    plain = Hub._set_flags
+
+    def set_flags(hub: Hub) -> None:
+        with one_at_a_time:
+            plain(hub)
+
     with (
+        mock.patch.object(Hub, "_set_flags", set_flags),
         mock.patch.object(kfac, "exchange_of", exchange_of),
         mock.patch.object(kfac, "Meeting", LoopbackMeeting),
         mock.patch.object(kfac, "world_size", world_size),
         mock.patch.object(kfac, "number_in", lambda group: 0),  # threads share a counter, processes do not
     ):
-        yield
+        somebody = nn.Linear(1, 1)
+        hub_of(somebody).live = True  # so that no thread, leaving its capture, takes itself for the last that listens
+        try:
+            yield
+        finally:
+            hub_of(somebody)._set_flags()
 
 
 def on_threads(size: int, body: Callable[[int, Loopback], Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 A case is a model and data that any process can build; a split says which samples each rank has.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
+from gramian.taps.hub import hub_of
+from tests.curvature.loopback import one_at_a_time
 from tests.curvature.small import Net
 
 IGNORE = -100
-_one_at_a_time = threading.Lock()
-"""Ranks may be threads, which share the global generator."""
 
 
 class Pictures(nn.Module):
@@ -55,11 +54,12 @@ class Case:
     """Targets per sample; 0: one, without an axis of its own."""
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        with _one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad():
+        with one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model = self.build().to(dtype)
             for p in model.parameters():
                 p += (0.2 * torch.randn(p.shape, dtype=torch.float64)).to(dtype)
+            hub_of(model)
         return model
 
     def data(self, samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
