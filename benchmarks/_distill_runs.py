@@ -61,8 +61,8 @@ class Scale:
     """[model] of the students, whatever their kind: GPT and Goose have 12·width² parameters a block."""
     steps: Mapping[str, int]
     """Of the students, by part."""
-    seeds: Mapping[str, int]
-    """How many, by part."""
+    seeds: Mapping[str, Sequence[int]]
+    """By part."""
     scored: int
     """Validation windows of the perplexity at the end."""
     evaluated: int
@@ -78,7 +78,7 @@ H200 = Scale(
     teacher_steps=4000,
     student={"layers": 3, "width": 192, "heads": 4},
     steps={"student": 1500, "temperature": 800, "goose": 700, "scan": 300},
-    seeds={"student": 3, "temperature": 2, "goose": 2, "scan": 2},
+    seeds={"student": range(3), "temperature": range(2), "goose": range(2), "scan": range(2)},
     scored=512,
     evaluated=64,
 )
@@ -91,7 +91,7 @@ TINY = Scale(
     teacher_steps=40,
     student={"layers": 1, "width": 24, "heads": 2},
     steps={"student": 12, "temperature": 12, "goose": 12, "scan": 8},
-    seeds={"student": 2, "temperature": 1, "goose": 1, "scan": 1},
+    seeds={"student": range(2), "temperature": range(1), "goose": range(1), "scan": range(1)},
     scored=16,
     evaluated=4,
 )

@@ -17,6 +17,7 @@ nothing. Draws benchmarks/figures/distill_evidence.png if matplotlib is there.
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,7 +56,7 @@ def teacher(bench: Bench) -> dict[str, Any]:
 
 
 def student(bench: Bench) -> dict[str, Any]:
-    steps, seeds = bench.scale.steps["student"], range(bench.scale.seeds["student"])
+    steps, seeds = bench.scale.steps["student"], bench.scale.seeds["student"]
     best = bench.require_teacher()["cache"]
     told: dict[str, dict[str, Any]] = {
         "distilled": {"distilled": True},
@@ -72,21 +73,27 @@ def student(bench: Bench) -> dict[str, Any]:
         for name, how in told.items()
     }
     # As many steps with cross entropy alone as fit into the time of distillation; its schedule is stretched with them.
-    slower = both["distilled"]["seconds"]["mean"] / both["CE"]["seconds"]["mean"]
-    longer = max(steps, round(steps * slower))
+    pairs = zip(both["distilled"]["runs"], both["CE"]["runs"], strict=True)
+    slower = [one["seconds"] / other["seconds"] for one, other in pairs]
     both["CE, as long"] = over_seeds(
-        [bench.run(bench.student_config(f"student-CE-long-{s}", longer, s, distilled=False)) for s in seeds]
+        [
+            bench.run(
+                bench.student_config(f"student-CE-long-{s}", max(steps, round(steps * times)), s, distilled=False)
+            )
+            for s, times in zip(seeds, slower, strict=True)
+        ]
     )
     tell(both)
     print(
-        f"  a distilled step takes {slower:.2f} × one with cross entropy alone; the teacher has {best['best_perplexity']:.3f}"
+        f"  a distilled run takes {statistics.fmean(slower):.2f} × the time of one with cross entropy alone; "
+        f"the teacher has {best['best_perplexity']:.3f}"
     )
     return {"teacher_perplexity": best["best_perplexity"], "seconds_distilled_over_CE": slower, "rows": both}
 
 
 def temperature(bench: Bench) -> dict[str, Any]:
     bench.require_teacher()
-    steps, seeds = bench.scale.steps["temperature"], range(bench.scale.seeds["temperature"])
+    steps, seeds = bench.scale.steps["temperature"], bench.scale.seeds["temperature"]
     rows = {}
     for name, told in TEMPERATURES.items():
         place = f"temperature-{name.replace(' ', '-')}"
@@ -99,7 +106,7 @@ def temperature(bench: Bench) -> dict[str, Any]:
 
 def goose(bench: Bench) -> dict[str, Any]:
     best = bench.require_teacher()["cache"]
-    steps, seeds = bench.scale.steps["goose"], range(bench.scale.seeds["goose"])
+    steps, seeds = bench.scale.steps["goose"], bench.scale.seeds["goose"]
     rows = {}
     for name, model in KINDS.items():
         for loss in ("CE", "distilled"):
@@ -122,7 +129,7 @@ def goose(bench: Bench) -> dict[str, Any]:
 
 
 def scan(bench: Bench) -> dict[str, Any]:
-    steps, seeds = bench.scale.steps["scan"], range(bench.scale.seeds["scan"])
+    steps, seeds = bench.scale.steps["scan"], bench.scale.seeds["scan"]
     rows = {}
     for way in ("eps", "exact"):
         for decay in ("one decay", "log-spaced"):
@@ -232,14 +239,17 @@ def main() -> None:
         "--only", choices=PARTS, action="append", help="a part; may be given several times (default: all)"
     )
     parser.add_argument("--folder", type=Path, help="of the runs (default: runs/distill_evidence)")
-    parser.add_argument("--seeds", type=int, help="of every part (default: 3 of student, 2 of the others)")
+    parser.add_argument("--seeds", type=int, help="how many of every part (default: 3 of student, 2 of the others)")
+    parser.add_argument("--seed", type=int, help="this one alone; its runs are kept, and the JSON is not written")
     parser.add_argument("--tiny", action="store_true", help="everything in seconds on a CPU")
     arguments = parser.parse_args()
     small = arguments.tiny or not ON_GPU
     folder = arguments.folder or Path("runs", "distill_evidence_tiny" if small else "distill_evidence")
     scale = TINY if small else H200
     if arguments.seeds is not None:
-        scale = replace(scale, seeds=dict.fromkeys(PARTS, arguments.seeds))
+        scale = replace(scale, seeds=dict.fromkeys(PARTS, range(arguments.seeds)))
+    if arguments.seed is not None:
+        scale = replace(scale, seeds=dict.fromkeys(PARTS, (arguments.seed,)))
     bench = Bench(folder, scale)
     file = "distill_evidence_cpu" if small else "distill_evidence"
     kept = folder / "results.json"
@@ -247,11 +257,16 @@ def main() -> None:
     for name in arguments.only or PARTS:
         print(f"{name}:", flush=True)
         started = time.perf_counter()
-        results[name] = PARTS[name](bench)
+        found = PARTS[name](bench)
+        if arguments.seed is not None:
+            continue
+        results[name] = found
         results[name]["part_seconds"] = time.perf_counter() - started
         print(f"  {results[name]['part_seconds']:.0f} s", flush=True)
         kept.write_text(json.dumps(results))
         path = write(file, results)
+    if arguments.seed is not None:
+        return
     print(path)
     draw(results, folder / "figure.png" if small else RESULTS.parent / "figures" / "distill_evidence.png")
 
