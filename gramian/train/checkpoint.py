@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.parallel.exchange import Exchange
 from gramian.train.checkpoint_files import (
     DTYPES,
     MANIFEST,
@@ -351,17 +352,7 @@ class CheckpointStore:
 
     def _share(self, value: Any) -> list[Any]:
         """A plain value of every process."""
-        if self._group is None:
-            return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor([len(text)])
-        lengths = [torch.empty_like(length) for _ in range(self.world)]
-        dist.all_gather(lengths, length, group=self._group)
-        longest = max(int(n) for n in lengths)
-        padded = torch.nn.functional.pad(text, (0, longest - len(text)))
-        texts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(texts, padded, group=self._group)
-        return [json.loads(bytes(t[: int(n)].tolist())) for t, n in zip(texts, lengths, strict=True)]
+        return [value] if self._group is None else Exchange(self._group, torch.device("cpu")).tell(value)
 
     def _names(self) -> list[str]:
         """Checkpoint folders, oldest first."""

@@ -28,6 +28,7 @@ from tests.curvature import (
     test_layers,
     test_loss_contract,
     test_options,
+    test_planning,
     test_precondition,
     test_record,
 )
@@ -621,6 +622,55 @@ TRAPS = (
             ),
         ),
         functools.partial(test_clip.test_count_mass_and_floor_are_those_of_eigh, "dense", 50.0),
+    ),
+    # ---- memory ----
+    Mutation(
+        "tokens kept to the end whatever becomes of them",
+        (Edit(f"{_CURVATURE}.moments:Moment.add", "self.seen <= self.keep.rows_up_to", "True"),),
+        _patched(test_planning.test_bytes_at_rest_are_those_of_the_plan, "gpt", False, "small_only", "fp16"),
+    ),
+    Mutation(
+        "a budget for each layer by itself",
+        (Edit(f"{_CURVATURE}.planning:_Budget._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
+        functools.partial(test_planning.test_seven_billion_parameters_are_planned_without_allocating_anything, "40GB"),
+    ),
+    Mutation(
+        "low rank where it takes more than dense",
+        (
+            Edit(
+                f"{_CURVATURE}.policy:low_rank_up_to",
+                "return min(width - 1, options.kfac_auto_t_max)",
+                "return options.kfac_auto_t_max",
+            ),
+        ),
+        functools.partial(test_factors.test_the_representation_is_the_policy_s, {}, 11, "0 A", test_factors.DENSE, 1),
+    ),
+    Mutation(
+        "A always dense",
+        (
+            Edit(
+                f"{_CURVATURE}.policy:low_rank_up_to",
+                "if not options.low_rank:",
+                'if not options.low_rank or side == "A":',
+            ),
+        ),
+        functools.partial(test_factors.test_the_representation_is_the_policy_s, {}, 10, "0 A", test_factors.LOW, 1),
+    ),
+    Mutation(
+        "A of one input made for each of its layers",
+        (
+            Edit(
+                f"{_CURVATURE}.join:Join._side",
+                "key = (spec.has_bias, *(None if side is None else side.group for side in said))",
+                "key = spec.name",
+            ),
+        ),
+        functools.partial(test_factors.test_layers_that_read_one_tensor_share_one_factor, 2, 1, False),
+    ),
+    Mutation(
+        "the square of the vocabulary",
+        (Edit(f"{_CURVATURE}.policy:keep_for", "if width > WIDEST_DENSE:", "if False:"),),
+        functools.partial(test_planning.test_a_vocabulary_is_dense_under_no_policy, "small_only"),
     ),
 )
 
