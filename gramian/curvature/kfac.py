@@ -683,17 +683,22 @@ class KFACNaturalGradient:
 
         Args:
             saved: what `state_dict` gave.
-            model: checked against the factors if given; else it is checked when they are used.
+            model: checked against the factors if given; else it is checked when they are used. Processes that share a model and
+                spread rows (`"gram"`) all load with it: each keeps its own rows, as a refresh would leave them.
         """
-        state.load(self, saved, None if model is None else unwrap(model))
+        state.load(self, saved, None if model is None else unwrap(model), self._spread_over(model))
 
     def save(self, path: str) -> None:
         """Write `state_dict` as one safetensors file."""
         state.save(self, path)
 
     def load(self, path: str, model: nn.Module | None = None) -> None:
-        """Read what `save` wrote."""
-        state.load(self, state.read(path), None if model is None else unwrap(model))
+        """Read what `save` wrote; as `load_state_dict`."""
+        state.load(self, state.read(path), None if model is None else unwrap(model), self._spread_over(model))
+
+    def _spread_over(self, model: nn.Module | None) -> Exchange | None:
+        """The processes among which rows of a model's low-rank sides are spread."""
+        return self._others(model) if model is not None and self.options.kfac_distributed_reduce == "gram" else None
 
     def plan(
         self,

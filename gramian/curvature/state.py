@@ -18,7 +18,10 @@ from gramian.curvature.build import settle_damping
 from gramian.curvature.consistency import check_spec, unique_parameters
 from gramian.errors import GramianError
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.columns import Columns
 from gramian.linalg.stored import Stored
+from gramian.parallel.exchange import Exchange
+from gramian.parallel.sharded_columns import ShardedColumns
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -79,8 +82,16 @@ def _stored_state(stored: Stored) -> dict[str, Any]:
     return {name: t for name, t in parts.items() if t is not None}
 
 
-def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | None) -> None:
+def load(
+    kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | None, others: Exchange | None = None
+) -> None:
     """Check all of it, then replace all of it.
+
+    Args:
+        kfac: gets it.
+        saved: the same on all processes.
+        root: the model, if it is known.
+        others: the processes over which rows of low-rank sides are spread again; None: all stay here.
 
     Raises:
         GramianError: naming the field or layer that does not fit.
@@ -94,7 +105,7 @@ def load(kfac: KFACNaturalGradient, saved: Mapping[str, Any], root: nn.Module | 
     device = _home(kfac, root)
     generator = torch.Generator()
     try:
-        blocks = _blocks(saved, specs, device, set(_frozen(known)))
+        blocks = _blocks(saved, specs, device, set(_frozen(known)), others)
         waited = set(saved["frozen"])
         counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
         generator.set_state(saved["generator"].cpu())
@@ -128,10 +139,14 @@ def _home(kfac: KFACNaturalGradient, root: nn.Module | None) -> torch.device | N
 
 
 def _blocks(
-    saved: Mapping[str, Any], specs: Mapping[str, Spec], device: torch.device | None, frozen: set[str]
+    saved: Mapping[str, Any],
+    specs: Mapping[str, Spec],
+    device: torch.device | None,
+    frozen: set[str],
+    others: Exchange | None,
 ) -> dict[str, Block]:
     """The blocks of a state, each checked against the model's own; those of layers frozen by now wait with them."""
-    made = {number: _factor(number, parts, device) for number, parts in saved["factors"].items()}
+    made = {number: _factor(number, parts, device, others) for number, parts in saved["factors"].items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():
         parts = dict(layer["spec"])
@@ -156,7 +171,7 @@ def _blocks(
     return blocks
 
 
-def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) -> Factor:
+def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, others: Exchange | None) -> Factor:
     tensors = {
         name: t if device is None or t.device.type == device.type else t.to(device)
         for name, t in parts.items()
@@ -168,10 +183,11 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None) 
     stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"])
     if kind == "dense":
         return Dense(stored)
+    columns = Columns(stored) if others is None else ShardedColumns.cut(Columns(stored), others)
     if kind == "low_rank":
-        return LowRank(stored)
+        return LowRank(columns)
     if kind == "diagonal_low_rank":
-        return DiagonalLowRank(tensors["values"], stored, int(parts["sign"]))
+        return DiagonalLowRank(tensors["values"], columns, int(parts["sign"]))
     raise GramianError(f"state: factor {number} is of kind {kind!r}; expected dense, low_rank or diagonal")
 
 
