@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gramian.curvature.block import Block
+from gramian.curvature.consistency import unique_parameters
 from gramian.errors import GramianError
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factor import fetch_traces
+from gramian.taps.coverage import Cover, Coverage
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -42,6 +44,25 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values())),
         "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
     }
+
+
+def coverage(kfac: KFACNaturalGradient) -> Coverage:
+    """How every parameter of the captured model is approximated."""
+    root = None if kfac._model is None else kfac._model()
+    if root is None:
+        raise GramianError("coverage: no model was captured yet; expected a capture before")
+    specs = {p: spec for spec in kfac._specs.values() for p in spec.parameters}
+    covers: dict[str, Cover] = {}
+    for name, p in unique_parameters(root):
+        spec = specs.get(name)
+        if spec is None:
+            covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
+        elif spec.name in kfac.kfac_factors:
+            why = f" ({spec.why})" if spec.why else ""
+            covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
+        else:
+            covers[name] = Cover("unused", spec.layout, "identity (no data)", len(spec.layers))
+    return Coverage(covers)
 
 
 def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:

@@ -10,41 +10,34 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import fisher, journal, state
+from gramian.curvature import fisher, journal, refresh, state, steps
 from gramian.curvature.application import apply, inner
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.build import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.capture import Idle, KFACCapture, check_terms
 from gramian.curvature.consistency import (
-    agree,
     check_number,
     check_spec,
     check_vector,
-    fingerprint,
-    group_of,
     has_factors,
     module_of,
     unique_parameters,
-    world_size,
 )
 from gramian.curvature.estimate import KroneckerSums, RemainderSums
-from gramian.curvature.join import Join, word_of
+from gramian.curvature.heads import known_head, seen_head
 from gramian.curvature.options import Options
 from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
 from gramian.errors import GramianError
-from gramian.parallel.exchange import Exchange, exchange_of
-from gramian.parallel.meeting import Meeting, number_in
+from gramian.parallel.exchange import Exchange
 from gramian.taps.capture import check_arguments
-from gramian.taps.coverage import Cover, Coverage
+from gramian.taps.coverage import Coverage
 from gramian.taps.hub import hub_of
-from gramian.taps.names import named_modules, unwrap
+from gramian.taps.names import unwrap
 
 
 class KFACNaturalGradient:
@@ -216,8 +209,8 @@ class KFACNaturalGradient:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
         self._refuse_nested()
-        others = self._others(model)
-        due = self._begin_step(force, others)
+        others = steps.others_of(self, model)
+        due = steps.begin(self, force, others)
         try:
             check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
             check_terms(num_terms, token_weights)
@@ -238,21 +231,8 @@ class KFACNaturalGradient:
                 seed=self._seeds[0],
             )
         except GramianError as error:
-            self._refuse_step(due, others, error)
+            steps.refuse(self, due, others, error)
             raise
-
-    def _others(self, model: nn.Module) -> Exchange | None:
-        """The processes that will join this one's sums, as they are now; None: nobody."""
-        root = module_of(model)
-        group = group_of(model, root, self.process_group)
-        self.world_size = world_size(group)
-        if self.options.kfac_distributed_reduce != "none":
-            device = next((p.device for p in root.parameters()), torch.device("cpu"))
-            return exchange_of(group, device)
-        if self.world_size > 1 and not self._warned:
-            self._warned = True
-            journal.log_by_itself()
-        return None
 
     def _capture(
         self,
@@ -270,7 +250,7 @@ class KFACNaturalGradient:
         if known is not None and known is not root and self.kfac_factors:
             raise GramianError("model: the factors here are those of another model; expected one object for each model")
         specs = self._check_model(root)
-        found = self._known_head(root, head)
+        found = known_head(root, head)
         if exact_head and found is not None and not has_factors(found, specs):
             raise GramianError(
                 f"head: {found!r} is no trained layer with K-FAC factors; expected the linear layer that makes the logits"
@@ -281,7 +261,7 @@ class KFACNaturalGradient:
         )
         cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, others=others, **told)
         if found is None:
-            kronecker.find_head = lambda: self._seen_head(cap.output_layer(), specs, exact_head)
+            kronecker.find_head = lambda: seen_head(cap.output_layer(), specs, exact_head)
         self._specs, self._model = specs, weakref.ref(root)
         return cap
 
@@ -315,8 +295,8 @@ class KFACNaturalGradient:
             `kfac_factors`.
         """
         self._refuse_nested()
-        others = self._others(model)
-        due = self._begin_step(force, others)
+        others = steps.others_of(self, model)
+        due = steps.begin(self, force, others)
         root = module_of(model)
         try:
             fisher.check_draws(fisher_type, n_samples, generator)
@@ -330,14 +310,14 @@ class KFACNaturalGradient:
                     "expected collect_kfac_factors outside of it"
                 )
         except GramianError as error:
-            self._refuse_step(due, others, error)
+            steps.refuse(self, due, others, error)
             raise
         if not due:
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
         draws, subset = self._seeds
         if generator is not None:
-            draws, subset = _draw_seed(generator), draws
+            draws, subset = steps.draw_seed(generator), draws
 
         def capture(found: fisher.Positions, weights: Tensor | None) -> KFACCapture:
             return self._capture(
@@ -359,7 +339,7 @@ class KFACNaturalGradient:
             fisher.run_passes(root, asked, capture, n_samples if drawn else None, draws, sample_ids)
         except BaseException as error:
             if others is not None:  # where the capture has said something already, that is what the others hear
-                self._meeting(others).stay_away(f"{type(error).__name__}: {error}")
+                steps.meeting(self, others).stay_away(f"{type(error).__name__}: {error}")
             raise
         return self.kfac_factors
 
@@ -372,161 +352,15 @@ class KFACNaturalGradient:
         if self._open:
             raise GramianError("capture: this object is inside a capture already; expected one at a time")
 
-    def _begin_step(self, force: bool, others: Exchange | None) -> bool:
-        """Count a step; True if it refreshes. This is the only counter there is, and the same on all processes."""
-        step, self.steps = self.steps, self.steps + 1
-        due = self._last_refresh is None or step - self._last_refresh >= self.options.update_freq
-        due = due or force
-        self._before_draws = self._generator.get_state()
-        if due:
-            self._seeds = (_draw_seed(self._generator), _draw_seed(self._generator))
-            self._meetings += others is not None
-        return due
-
-    def _refuse_step(self, due: bool, others: Exchange | None, error: GramianError) -> None:
-        """What was refused is no step, except where others take it: they are told, and all count it."""
-        if others is None:
-            self.steps -= 1
-            self._generator.set_state(self._before_draws)
-        elif due:
-            self._meeting(others).stay_away(str(error))
-
-    def _meeting(self, others: Exchange, back: int = 0) -> Meeting:
-        """Where the processes say that they come to join their sums; `back`: one of those before."""
-        if self._number is None or self._number[0] is not others.group:
-            self._number = (others.group, number_in(others.group))
-        return Meeting(others.group, f"K-FAC {self._number[1]}, refresh {self._meetings - back}")
-
-    def _known_head(self, root: nn.Module, head: str | None) -> str | None:
-        """The head by name or by the model's own word; None: to be seen in the first forward."""
-        names = {id(module): name for name, module in named_modules(root)}
-        if head is not None:
-            if head not in names.values():
-                raise GramianError(f"head: the model has no module {head!r}; expected the name of its output layer")
-            return head
-        ask = getattr(root, "get_output_embeddings", None)
-        module = ask() if callable(ask) else None
-        return names.get(id(module)) if module is not None else None
-
-    def _seen_head(self, layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-        if layer is not None and has_factors(layer, specs):
-            return layer
-        if exact_head and layer is not None:
-            raise GramianError(
-                f"head: {layer!r} has no K-FAC factors (frozen, or no linear layer); expected a trained one"
-            )
-        if exact_head:
-            raise GramianError(
-                "head: no trained layer was seen whose output the model returns as it is (a compiled model hides it); "
-                "expected head= with the name of its output layer"
-            )
-        return None
-
-    def _abandon(self, reason: str, lenient: bool = False) -> None:
-        """A refresh came to nothing; the factors are those from before."""
-        self._open = False
-        again = bool(self.dropped) and self.dropped[-1]["step"] == self.steps - 2
-        self.dropped.append({"step": self.steps - 1, "reason": reason})
-        journal.log_dropped(self.steps - 1, reason, again)
-        if lenient and self.options.strict:
-            raise GramianError(f"refresh: {reason}; expected none to be dropped (strict=True)")
+    def _finish(self, cap: KFACCapture) -> None:
+        """What a capture saw becomes factors. Collective."""
+        refresh.finish(self, cap)
 
     def _fail(self, cap: KFACCapture, reason: str, detail: str = "") -> None:
         """This process's part of a refresh came to nothing by an error that goes on to the user: all others raise, too."""
-        self._abandon(reason)
+        refresh.abandon(self, reason)
         if cap.others is not None:
-            self._meeting(cap.others).stay_away(reason + detail)
-
-    def _words(self, cap: KFACCapture, word: dict[str, Any]) -> list[Any]:
-        """What every process says of its part of the refresh.
-
-        Raises:
-            GramianError: if one of them does not come because of an error.
-        """
-        if cap.others is None:
-            return [word]
-        absent = self._meeting(cap.others).come(self._meeting(cap.others, back=1))
-        if absent:
-            self._abandon(absent)
-            raise GramianError(f"{absent}; expected every process to leave the capture without an error")
-        return cap.others.tell(word)
-
-    def _finish(self, cap: KFACCapture) -> None:
-        """Join the sums, make factors of them, and put these in place of the old ones all at once. Collective."""
-        self._open = False
-        started = time.perf_counter()
-        kronecker, remainder = cap.collected()
-        device = next(iter(self._specs.values())).device
-        word = {
-            "model": fingerprint(self._specs),
-            "options": asdict(self.options),
-            "seed": cap.kronecker.seed,
-            "step": self.steps - 1,
-            "estimate": [cap.estimate, cap.kronecker.exact_head],
-            "problem": cap.problem,
-            "passes": cap.passes,
-            "terms": cap.terms,
-            "samples": cap.samples,
-            "head": cap.kronecker.head,
-            "padded": cap.kronecker.padded,
-            "free": free_memory(device),
-            **word_of(kronecker, remainder),
-        }
-        words = self._words(cap, word)
-        try:
-            agreed = agree(words)
-            if not agreed.passes and not agreed.problem:
-                raise GramianError(cap.silence)
-            if cap.kronecker.exact_head and agreed.head is None and not agreed.problem and agreed.terms > 0:
-                raise GramianError("head: was not found; expected head= with the name of the model's output layer")
-        except GramianError as error:
-            self._abandon(str(error))
-            raise
-        if agreed.problem or not agreed.terms > 0:
-            self._abandon(agreed.problem or "no loss terms", lenient=True)
-            return
-        self._note_padding(agreed.padded)
-        reduction = "" if cap.others is None else "dense"
-        builder = Builder(self.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
-        place = Placement(self.options, agreed.free)
-        join = Join(self.options, kronecker, remainder, words, cap.others)
-        try:
-            fresh = make_blocks(self.options, self._specs, builder, join, place, self.kfac_factors)
-        except NotFinite as problem:
-            self._abandon(str(problem), lenient=True)
-            return
-        except BaseException as error:
-            self._abandon(f"{type(error).__name__} while factors were made")
-            raise
-        self._refuse_uncovered(fresh)
-        self.head = agreed.head
-        self.refreshes += 1
-        self._last_refresh = self.steps - 1
-        for block in fresh.values():
-            block.facts.step = self._last_refresh
-        self.kfac_factors = {**self.kfac_factors, **fresh}
-        self._softmax_checked = self._softmax_checked or not cap.kronecker.check_softmax
-        self._seconds = {"build": time.perf_counter() - started}
-        self._sent = {} if cap.others is None else dict(cap.others.sent)
-        journal.log_refresh(self)
-
-    def _note_padding(self, padded: Mapping[str, tuple[int, float]]) -> None:
-        """Say where padding is part of A because nobody knows which tokens it is."""
-        if padded:
-            layer, (tokens, terms) = next(iter(padded.items()))
-            if self.options.strict:
-                self._abandon(f"{layer} counts {tokens} tokens for {terms:g} loss terms")
-            journal.log_padding(layer, tokens, terms, again=bool(self.padding), strict=self.options.strict)
-        self.padding = {layer: list(counts) for layer, counts in padded.items()}
-
-    def _refuse_uncovered(self, fresh: Mapping[str, Block]) -> None:
-        missing = [spec for name, spec in self._specs.items() if name not in fresh and name not in self.kfac_factors]
-        if missing and self.options.strict:
-            self._abandon(f"{missing[0].parameters[0]} took no part in it")
-            raise GramianError(
-                f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
-                "(strict=True)"
-            )
+            steps.meeting(self, cap.others).stay_away(reason + detail)
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
@@ -654,21 +488,7 @@ class KFACNaturalGradient:
     @property
     def coverage(self) -> Coverage:
         """How every parameter of the captured model is approximated."""
-        root = None if self._model is None else self._model()
-        if root is None:
-            raise GramianError("coverage: no model was captured yet; expected a capture before")
-        specs = {p: spec for spec in self._specs.values() for p in spec.parameters}
-        covers: dict[str, Cover] = {}
-        for name, p in unique_parameters(root):
-            spec = specs.get(name)
-            if spec is None:
-                covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
-            elif spec.name in self.kfac_factors:
-                why = f" ({spec.why})" if spec.why else ""
-                covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
-            else:
-                covers[name] = Cover("unused", spec.layout, "identity (no data)", len(spec.layers))
-        return Coverage(covers)
+        return journal.coverage(self)
 
     def record(self) -> dict[str, Any]:
         """What was done, as a JSON-able dict: options, versions, seeds, and every layer's estimate, damping and clip."""
@@ -698,7 +518,11 @@ class KFACNaturalGradient:
 
     def _spread_over(self, model: nn.Module | None) -> Exchange | None:
         """The processes among which rows of a model's low-rank sides are spread."""
-        return self._others(model) if model is not None and self.options.kfac_distributed_reduce == "gram" else None
+        return (
+            steps.others_of(self, model)
+            if model is not None and self.options.kfac_distributed_reduce == "gram"
+            else None
+        )
 
     def plan(
         self,
@@ -739,7 +563,7 @@ class KFACNaturalGradient:
             self.options,
             tokens,
             inputs=inputs,
-            head=self._known_head(root, head),
+            head=known_head(root, head),
             exact_head=fisher_type == "true" or self.options.kfac_true_fisher_head,
             power=power,
             algebra=algebra,
@@ -765,7 +589,3 @@ class KFACNaturalGradient:
             GramianError: always.
         """
         raise GramianError("top_eigenvalues: is not available yet")
-
-
-def _draw_seed(generator: torch.Generator) -> int:
-    return int(torch.randint(2**62, (), generator=generator))

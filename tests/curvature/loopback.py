@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import kfac
+from gramian.curvature import steps
 from gramian.parallel.exchange import Exchange
 from gramian.taps.hub import Hub, hub_of
 
@@ -117,10 +117,10 @@ def _patched() -> Any:
 
     with (
         mock.patch.object(Hub, "_set_flags", set_flags),
-        mock.patch.object(kfac, "exchange_of", exchange_of),
-        mock.patch.object(kfac, "Meeting", LoopbackMeeting),
-        mock.patch.object(kfac, "world_size", world_size),
-        mock.patch.object(kfac, "number_in", lambda group: 0),  # threads share a counter, processes do not
+        mock.patch.object(steps, "exchange_of", exchange_of),
+        mock.patch.object(steps, "Meeting", LoopbackMeeting),
+        mock.patch.object(steps, "world_size", world_size),
+        mock.patch.object(steps, "number_in", lambda group: 0),  # threads share a counter, processes do not
     ):
         somebody = nn.Linear(1, 1)
         hub_of(somebody).live = True  # so that no thread, leaving its capture, takes itself for the last that listens

@@ -457,7 +457,7 @@ TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
         {},
     ),
     "processes looked at when the object is made": (
-        Edit(f"{_CURVATURE}.kfac:KFACNaturalGradient._others", "return exchange_of(group, device)", "return None"),
+        Edit(f"{_CURVATURE}.steps:others_of", "return exchange_of(group, device)", "return None"),
         {},
     ),
     "tokens of one process decide about the form": (

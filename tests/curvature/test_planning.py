@@ -325,7 +325,7 @@ def test_making_factors_takes_no_more_than_planned(case: str, monkeypatch: pytes
         mark()
         return make(*args, **kwargs)
 
-    monkeypatch.setattr("gramian.curvature.kfac.make_blocks", marked)
+    monkeypatch.setattr("gramian.curvature.refresh.make_blocks", marked)
     with measured() as found:
         done = run(case, monkeypatch)
     total = done.plan.totals["cpu"]

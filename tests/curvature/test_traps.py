@@ -293,9 +293,9 @@ TRAPS = (
         "no refresh at the first step",
         (
             Edit(
-                f"{_KFAC}._begin_step",
-                "self._last_refresh is None or step - self._last_refresh >= self.options.update_freq",
-                "(step + 1) % self.options.update_freq == 0",
+                f"{_CURVATURE}.steps:begin",
+                "kfac._last_refresh is None or step - kfac._last_refresh >= kfac.options.update_freq",
+                "(step + 1) % kfac.options.update_freq == 0",
             ),
         ),
         test_loss_contract.test_the_first_step_refreshes_and_then_every_nth,
@@ -537,7 +537,7 @@ TRAPS = (
         "head found by the end of its name",
         (
             Edit(
-                f"{_KFAC}._known_head",
+                f"{_CURVATURE}.heads:known_head",
                 "return names.get(id(module)) if module is not None else None",
                 'return next((name for name in names.values() if name.endswith("lm_head")), None)',
             ),
