@@ -79,8 +79,10 @@ def build(config: Config, world: World) -> Parts:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     set_globals(config.precision, config.run.deterministic)
-    if config.kfac is not None and world.size > 1:
-        raise GramianError("kfac: works on one process for now; expected no torchrun, or a config without [kfac]")
+    if config.kfac is not None and config.privacy is not None and world.size > 1:
+        raise GramianError(
+            "kfac: beside [privacy] works on one process for now; expected no torchrun, or a config without [kfac]"
+        )
     numbers = numbers_for(config.precision, world.device)
     training, validation = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
@@ -170,13 +172,14 @@ def build_kfac(config: Config) -> KFACNaturalGradient:
     assert config.kfac is not None
     told: dict[str, Any] = {
         name: value
-        for name in ("damping", "ema_decay", "kfac_policy", "max_tokens")
+        for name in ("damping", "ema_decay", "kfac_policy", "max_tokens", "memory_budget")
         if (value := getattr(config.kfac, name)) is not None
     }
     return KFACNaturalGradient(
         update_freq=config.kfac.update_freq,
         damping_mode=config.kfac.damping_mode,
         kfac_true_fisher_head=config.kfac.kfac_true_fisher_head,
+        kfac_distributed_reduce=config.kfac.kfac_distributed_reduce,
         seed=config.run.seed,
         **told,
     )

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from gramian.errors import GramianError
+from gramian.plan.amounts import parse_bytes
 
 MOST = 2**31 - 1
 """A larger number is a slip of the finger, and no index of torch holds it."""
@@ -212,6 +213,10 @@ class Kfac:
     max_tokens: Count | None = None
     kfac_true_fisher_head: bool = False
     kl_clip: Positive | None = None
+    memory_budget: int | str | None = None
+    """Most bytes that curvature holds on a device, or "8GB"; None: no limit."""
+    kfac_distributed_reduce: Literal["gram", "gather", "dense"] = "gram"
+    """How several processes join what each of them has seen."""
     public_files: tuple[str, ...] = ()
     """With [privacy]: where curvature data comes from."""
 
@@ -357,6 +362,8 @@ class Config:
             raise GramianError(
                 f"schedule.floor: expected at most optimizer.lr ({self.optimizer.lr}), got {schedule.floor}"
             )
+        if self.kfac is not None and parse_bytes("kfac.memory_budget", self.kfac.memory_budget) == 0:
+            raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
         if privacy is not None:
             if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
                 raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")

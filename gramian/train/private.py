@@ -63,6 +63,8 @@ class PrivateStepper:
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
         self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
+        self.captured = module if curvature is None else curvature.copy
+        """Whose passes K-FAC sees."""
         options, data = config.privacy, config.data
         self._seed, self._length = config.run.seed, data.length
         self.engine = PrivacyEngine(

@@ -44,25 +44,25 @@ class PublicCurvature:
             source, config.kfac.public_files, load_tokenizer(data.tokenizer), field="kfac.public_files"
         )
         self.windows = Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
-        self._module, self._copy, self.kfac = module, copy.deepcopy(module), kfac
+        self._module, self.copy, self.kfac = module, copy.deepcopy(module), kfac
         self._batch, self._seed, self._numbers, self._world = data.batch, config.run.seed, numbers, world
         self._rows = data.micro_batch or data.batch
 
     def refresh(self, number: int) -> None:
         """One step of `update_freq`, at the current weights, on the public batch of this number."""
         with torch.no_grad():
-            for own, p in zip(self._copy.parameters(), self._module.parameters(), strict=True):
+            for own, p in zip(self.copy.parameters(), self._module.parameters(), strict=True):
                 own.copy_(p)
         chosen = windows_at(number, len(self.windows), self._batch, self._seed)
         pieces = [self.windows.stack(chosen[i : i + self._rows]) for i in range(0, len(chosen), self._rows)]
         terms = [int((piece["targets"] != IGNORED).sum()) for piece in pieces]
         coefficient, scale = 1.0 / sum(terms), SCALE if self._numbers.scales else 1.0
-        with self.kfac.capture(self._copy, loss_reduction=coefficient, num_terms=terms[0], loss_scale=scale) as capture:
+        with self.kfac.capture(self.copy, loss_reduction=coefficient, num_terms=terms[0], loss_scale=scale) as capture:
             for i, (piece, count) in enumerate(zip(pieces, terms, strict=True)):
                 if capture is not None and i:
                     capture.next(num_terms=count)
                 piece = {name: value.to(self._world.device) for name, value in piece.items()}
                 with self._numbers.autocast():
-                    loss, _ = self._copy(piece["tokens"], piece["targets"], coefficient * scale, piece.get("documents"))
+                    loss, _ = self.copy(piece["tokens"], piece["targets"], coefficient * scale, piece.get("documents"))
                 loss.backward()
-                self._copy.zero_grad(set_to_none=True)
+                self.copy.zero_grad(set_to_none=True)

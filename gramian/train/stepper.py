@@ -66,6 +66,8 @@ class Stepper:
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
         self.max_norm, self.kfac, self.teaching = max_norm, kfac, teaching
         self.scaler = numbers.scaler()
+        self.captured = module
+        """Whose passes K-FAC sees."""
         self._seed = seed
 
     def take(self, batch: StepBatch, rate: float, flag: bool = False) -> Taken:
@@ -99,18 +101,19 @@ class Stepper:
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
         """What the objective tells, summed over micro-batches."""
         total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        coefficient = coefficient * self.world.size
         with self._observed(batch, coefficient) as capture:
             for i, micro in enumerate(batch.micro):
                 seed_all(self._seed, batch.position, i, self.world.rank)
                 if capture is not None and i:
-                    capture.next(num_terms=_counted(micro))
+                    capture.next(**_told(batch, i))
                 more = {} if self.teaching is None else self.teaching.arguments(micro)
                 with reducing(self.module, last=i == len(batch.micro) - 1):
                     with self.numbers.autocast():
                         loss, told = self.module(
                             micro["tokens"],
                             micro["targets"],
-                            coefficient * self.world.size,
+                            coefficient,
                             micro.get("documents"),
                             **more,
                         )
@@ -121,13 +124,14 @@ class Stepper:
         return total
 
     def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
+        """A capture by K-FAC. It sees gradients before they are averaged: each process's own, with the coefficient there."""
         if self.kfac is None:
             return nullcontext()
         return self.kfac.capture(
             self.module,
             loss_reduction=coefficient,
-            num_terms=_counted(batch.micro[0]),
             loss_scale=1.0 if self.scaler is None else self.scaler,
+            **_told(batch, 0),
         )
 
     def _clip(self) -> Tensor:
@@ -155,8 +159,14 @@ def seed_all(seed: int, *place: int) -> None:
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
 
 
-def _counted(micro: dict[str, Tensor]) -> int:
-    return int((micro["targets"] != IGNORED).sum())
+def _told(batch: StepBatch, i: int) -> dict[str, Any]:
+    """What K-FAC must know of a micro-batch: its loss terms, and its rows' places in the step, whoever computes them."""
+    sizes, targets_BT = [len(micro["targets"]) for micro in batch.micro], batch.micro[i]["targets"]
+    first = batch.first + sum(sizes[:i])
+    return {
+        "num_terms": int((targets_BT != IGNORED).sum()),
+        "sample_ids": torch.arange(first, first + sizes[i]),
+    }
 
 
 @contextmanager

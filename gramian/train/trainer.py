@@ -331,8 +331,8 @@ class Trainer:
         if parts.stepper.scaler is not None:
             parts.stepper.scaler.load_state_dict(facts["scaler"])
         if parts.stepper.kfac is not None:
-            held = {name: part.local for name, part in saved.items() if name.startswith("kfac")}
-            parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held))
+            held = {name: part.local.clone() for name, part in saved.items() if name.startswith("kfac")}
+            parts.stepper.kfac.load_state_dict(merge(facts["kfac"], held), parts.stepper.captured)
         if parts.teaching is not None:
             held = {name: part.local for name, part in saved.items() if name.startswith("teaching")}
             parts.teaching.load_state_dict(merge(facts["teaching"], held), validated)

@@ -44,11 +44,13 @@ class StepBatch:
         micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`, and int64 [rows] under "windows":
             which window each row is, on the host. As many on every rank.
         tokens: counted targets of the whole batch, over all ranks.
+        first: place of this rank's first row among those of all ranks; the others follow it.
     """
 
     position: int
     micro: list[dict[str, Tensor]]
     tokens: int
+    first: int = 0
 
 
 class Batches:
@@ -180,7 +182,7 @@ class Batches:
                     name: values if name == "windows" else values.to(self._device, non_blocking=True)
                     for name, values in rows_R.items()
                 }
-            yield StepBatch(position, self._steps.cut(rows_R), tokens)
+            yield StepBatch(position, self._steps.cut(rows_R), tokens, self._steps.first)
 
     def _refuse_dead(self) -> None:
         for process in self._processes:
@@ -209,14 +211,14 @@ class _Steps(Dataset[_Rows]):
         self._windows = windows
         self._batch = batch
         self._seed = seed
-        self._begin, self._stop = rank * batch // world, (rank + 1) * batch // world
+        self.first, self._stop = rank * batch // world, (rank + 1) * batch // world
         most = -(-batch // world)
         self._micro_batch = micro_batch or most
         self._count = -(-most // self._micro_batch)
 
     def __getitem__(self, position: int) -> _Rows:
         batch = windows_at(position, len(self._windows), self._batch, self._seed)
-        mine = batch[self._begin : self._stop]
+        mine = batch[self.first : self._stop]
         missing = len(mine) <= (self._count - 1) * self._micro_batch
         windows = np.append(mine, batch[:1]) if missing else mine
         rows_R = self._windows.stack(windows) | {"windows": torch.from_numpy(windows)}
