@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
+    from gramian.parallel.world import World
     from gramian.verify.runs import Check, Outcome
 
 TARGETS = ("kfac", "clipping", "distill", "resume")
 LATER = ()
 USAGE = {
-    "kfac": "gramian verify kfac [--verbose]",
+    "kfac": "gramian verify kfac [--fsdp] [--tp] [--verbose]",
     "clipping": "gramian verify clipping [--fsdp] [--verbose] [--profile]",
     "distill": "gramian verify distill [--fsdp] [--verbose]",
     "resume": "gramian verify resume [CONFIG.toml] [--fsdp] [--verbose]",
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--fsdp", action="store_true", help="with fully_shard (FSDP2) in place of DDP")
     parser.add_argument("--profile", action="store_true", help="clipping: where the time of the private steps went")
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="resume: of the run that is killed, shortened")
-    parser.add_argument("--tp", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tp", action="store_true", help="kfac: with tensor-parallel linears; with --fsdp a 2-D mesh")
     parser.set_defaults(run=run)
 
 
@@ -55,16 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print what came of them; under torchrun the first process alone prints."""
     first = os.environ.get("RANK", "0") == "0"
     try:
-        options = {"--tp": arguments.tp}
+        options: dict[str, object] = {}
+        if arguments.target != "kfac":
+            options |= {"--tp": arguments.tp}
         if arguments.target != "resume":
             options |= {"CONFIG": arguments.config}
         if arguments.target != "clipping":
             options |= {"--profile": arguments.profile}
-        if arguments.target == "kfac":
-            options |= {"--fsdp": arguments.fsdp}
         refuse_unavailable(USAGE.get(arguments.target, ""), arguments.target, TARGETS, LATER, options)
         if arguments.target == "kfac":
-            _verify_kfac(arguments)
+            _verify_kfac(arguments, first)
         elif arguments.target == "clipping":
             _verify_clipping(arguments, first)
         elif arguments.target == "distill":
@@ -78,7 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify_kfac(arguments: argparse.Namespace) -> None:
+def _verify_kfac(arguments: argparse.Namespace, first: bool) -> None:
+    """One process against the oracle; several, or FSDP2 and tensor parallelism on one, against one process."""
+    from gramian.parallel.world import started_by_torchrun
+
+    if started_by_torchrun() or arguments.fsdp or arguments.tp:
+        return _verify_kfac_of_processes(arguments, first)
+
     from gramian.verify.runs import kfac_matrix, run_checks
 
     console = _console()
@@ -93,55 +100,90 @@ def _verify_kfac(arguments: argparse.Namespace) -> None:
         arguments.verbose,
     )
     failed = {outcome.check.title: outcome.problem for outcome in outcomes if not outcome.passed}
-    _conclude(console, arguments.target, failed, len(checks))
+    _conclude(console, arguments.target, failed, outcomes, len(checks))
+
+
+def _verify_kfac_of_processes(arguments: argparse.Namespace, first: bool) -> None:
+    from gramian.verify.runs import kfac_processes
+    from gramian.verify.runs.spread import Layout
+
+    def layout(where: World) -> Layout:
+        return Layout(where, arguments.fsdp, arguments.tp)
+
+    _verify_together(
+        arguments,
+        first,
+        lambda where: kfac_processes.plan(layout(where)),
+        lambda where: (
+            f"K-FAC on {_machine()} {layout(where)}, against one process: the dense float64 oracle on the CPU"
+        ),
+        "Errors: norm of the difference over norm of the reference, per layer; of bound: over what the record says it may be.",
+    )
 
 
 def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
-    from gramian.parallel.world import world
     from gramian.privacy.timing import Stopwatch
-    from gramian.verify.runs import clipping_matrix, run_checks
-    from gramian.verify.runs.agreement import agree
+    from gramian.verify.runs import clipping_matrix
 
-    console = _console(quiet=not first)
     stopwatch = Stopwatch(on=True) if arguments.profile else None
-    with world(cpu=False, fsdp=arguments.fsdp) as where:
-        checks = clipping_matrix.plan(where, stopwatch=stopwatch)
-        with _progress(console, len(checks)) as on_progress:
-            outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
-    failed = agree(where, outcomes)
-    spread = {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
-    _report(
-        console,
-        outcomes,
-        f"Clipping on {_machine()}{spread} against a float64 loop of single samples on the CPU",
+    _verify_together(
+        arguments,
+        first,
+        lambda where: clipping_matrix.plan(where, stopwatch=stopwatch),
+        lambda where: f"Clipping on {_machine()}{_spread(where)} against a float64 loop of single samples on the CPU",
         "Errors: norm of the difference over the norms of the clipped gradients that are added up, per parameter.",
-        arguments.verbose,
+        lambda: [] if stopwatch is None else [_time_table(stopwatch.report(), arguments.verbose)],
     )
-    if stopwatch is not None:
-        console.print(_time_table(stopwatch.report(), arguments.verbose))
-    _conclude(console, arguments.target, failed, len(checks))
 
 
 def _verify_distill(arguments: argparse.Namespace, first: bool) -> None:
+    from gramian.verify.runs import distill_matrix
+
+    _verify_together(
+        arguments,
+        first,
+        lambda where: distill_matrix.plan(where),
+        lambda where: f"Distillation on {_machine()}{_spread(where)} against eager float64 on the CPU",
+        "Errors: norm of the difference over norm of the reference.",
+    )
+
+
+def _verify_together(
+    arguments: argparse.Namespace,
+    first: bool,
+    plan: Callable[[World], Sequence[Check]],
+    title: Callable[[World], str],
+    legend: str,
+    more: Callable[[], Sequence[RenderableType]] = tuple,
+) -> None:
+    """Run collective checks on the processes that torchrun started, or on this one; all come to the same verdict.
+
+    Args:
+        arguments: of the command.
+        first: whether this process prints.
+        plan: makes the checks, the same on all processes.
+        title: says what was compared.
+        legend: says what errors are.
+        more: what is printed below the tables.
+    """
     from gramian.parallel.world import world
-    from gramian.verify.runs import distill_matrix, run_checks
+    from gramian.verify.runs import run_checks
     from gramian.verify.runs.agreement import agree
 
     console = _console(quiet=not first)
-    with world(cpu=False, fsdp=arguments.fsdp) as where:
-        checks = distill_matrix.plan(where)
+    with world(cpu=False, fsdp=arguments.fsdp or arguments.tp) as where:
+        checks = plan(where)
         with _progress(console, len(checks)) as on_progress:
             outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
     failed = agree(where, outcomes)
-    spread = {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
-    _report(
-        console,
-        outcomes,
-        f"Distillation on {_machine()}{spread} against eager float64 on the CPU",
-        "Errors: norm of the difference over norm of the reference.",
-        arguments.verbose,
-    )
-    _conclude(console, arguments.target, failed, len(checks))
+    _report(console, outcomes, title(where), legend, arguments.verbose)
+    for part in more():
+        console.print(part)
+    _conclude(console, arguments.target, failed, outcomes, len(checks))
+
+
+def _spread(where: World) -> str:
+    return {"one": "", "ddp": f" DDP over {where.size},", "fsdp2": f" FSDP2 over {where.size},"}[where.kind]
 
 
 def _verify_resume(arguments: argparse.Namespace, first: bool) -> None:
@@ -198,15 +240,19 @@ def _report(console: Console, outcomes: Sequence[Outcome], title: str, legend: s
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _conclude(console: Console, target: str, failed: Mapping[str, str], total: int) -> None:
-    """Print what failed.
+def _conclude(
+    console: Console, target: str, failed: Mapping[str, str], outcomes: Sequence[Outcome], total: int
+) -> None:
+    """Print what failed, and how many of the checks passed: those after a crash of a collective one did not run.
 
     Raises:
-        RunFailed: if something did.
+        RunFailed: if something failed.
     """
     for title, problem in failed.items():
         console.print(f"FAILED {title}: {problem}", markup=False, soft_wrap=True, style="red")
-    console.print(f"{total - len(failed)} of {total} checks passed", markup=False)
+    passed = sum(outcome.check.title not in failed for outcome in outcomes)
+    waiting = total - len(outcomes)
+    console.print(f"{passed} of {total} checks passed{f', {waiting} did not run' if waiting else ''}", markup=False)
     if failed:
         names = "; ".join(list(failed)[:NAMED])
         more = f"; and {len(failed) - NAMED} more" if len(failed) > NAMED else ""

@@ -25,6 +25,10 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 
+_all_gather: Any = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # the old name warns since torch 2.13
+
 
 class Exchange:
     """One group of more than one process."""
@@ -138,7 +142,7 @@ class Exchange:
         whole = torch.empty(self.size * len(piece), *piece.shape[1:], dtype=piece.dtype, device=self._wire)
         if piece.numel():
             given = piece.detach().to(self._wire).contiguous()
-            dist.all_gather_into_tensor(_bytes(whole), _bytes(given), group=self.group)
+            _all_gather(_bytes(whole), _bytes(given), group=self.group)
         self.sent["all_gather"] += (self.size - 1) * piece.nbytes
         return whole.to(piece.device)
 

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,6 +29,7 @@ from gramian.privacy import PrivacyEngine
 from gramian.privacy.timing import Stopwatch
 from gramian.verify.clipped_sum import ClippedSum, clip
 from gramian.verify.runs import Check, Comparison
+from gramian.verify.runs.spread import spread
 from gramian.verify.single_sample import per_sample_gradients
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -270,7 +269,7 @@ class _Bench:
     @contextmanager
     def private(self, limit: float, **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, PrivacyEngine]]:
         """A private model without noise, spread over the processes."""
-        model = _spread(self.subject.model(self.dtype).to(self.where.device), self.where)
+        model = spread(self.subject.model(self.dtype).to(self.where.device), self.where)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         engine = PrivacyEngine(insecure_reproducible=True, seed=0)
         engine.stopwatch.on = self.stopwatch is not None
@@ -356,17 +355,6 @@ class _Bench:
                 optimizer.step()
                 yield from _compared(model, want, mode)
             yield Comparison("samples left out", mode, float(abs(counted - (self.where.rank == 0))))
-
-
-def _spread(model: nn.Module, where: World) -> nn.Module:
-    """As a user would: DDP around it, or blocks and then the root with `fully_shard`."""
-    if where.kind == "ddp":
-        return DistributedDataParallel(model)
-    if where.kind == "fsdp2":
-        for block in getattr(model, "blocks", []):
-            fully_shard(block)
-        fully_shard(model)  # in place
-    return model
 
 
 def _last_norms(engine: PrivacyEngine) -> Tensor:

@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from gramian.models import GPT, GPTConfig
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.timing import Entry, Stopwatch
+from gramian.verify.runs.spread import spread
 
 WARM_UP = 3
 LEAST_ITERATIONS = 10
@@ -231,7 +231,7 @@ class _Bench:
         self, config: GPTConfig, length: int, batch_size: int, where: World, on_progress: Callable[[], None]
     ) -> None:
         self.where, self.cuda, self._on_progress = where, where.device.type == "cuda", on_progress
-        self.model = _spread(GPT(config).to(where.device), where)
+        self.model = spread(GPT(config).to(where.device), where)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(where.rank)
         self.tokens = torch.randint(config.vocabulary, (2, batch_size, length), generator=generator).to(where.device)
@@ -343,19 +343,6 @@ class _Bench:
             return Memory(allocated, above, torch.cuda.memory_reserved(device))
 
         return after
-
-
-def _spread(model: GPT, where: World) -> nn.Module:
-    """The model over the processes."""
-    if where.kind == "ddp":
-        return DistributedDataParallel(model)
-    if where.kind == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    return model
 
 
 def _sums(entries: Sequence[Entry]) -> defaultdict[str, float]:

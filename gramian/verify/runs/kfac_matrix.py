@@ -70,8 +70,9 @@ class Subject:
 
     name: str
     build: Callable[[], nn.Module]
-    draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    """Inputs and labels."""
+    draw: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+    """Inputs and labels of so many samples."""
+    samples: int
     head: str
     """The layer that returns the logits."""
     causal: bool = False
@@ -89,7 +90,7 @@ class Subject:
 
     def batch(self, device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """The same numbers every time."""
-        x, y = self.draw(torch.Generator().manual_seed(2))
+        x, y = self.draw(torch.Generator().manual_seed(2), self.samples)
         return x.to(device, dtype) if x.is_floating_point() else x.to(device), y.to(device)
 
 
@@ -117,32 +118,33 @@ def _gpt(tied: bool) -> nn.Module:
     return GPT(GPTConfig(vocabulary=24, context=6, layers=1, width=8, heads=2, tied=tied))
 
 
-def _real(batch: int, *shape: int, classes: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        x = torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
-        return x, torch.randint(classes, (batch,), generator=generator)
+def _real(*shape: int, classes: int) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
+    def draw(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+        return x, torch.randint(classes, (samples,), generator=generator)
 
     return draw
 
 
-def _text(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(24, (2, 3, 5), generator=generator)
+def _text(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(24, (2, samples, 5), generator=generator)
     return ids[0], ids[1]
 
 
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("mlp", _mlp, _real(6, 7, classes=5), head="4"),
-        Subject("gpt", lambda: _gpt(False), _text, head="head", causal=True),
-        Subject("tied gpt", lambda: _gpt(True), _text, head="head", causal=True),
-        Subject("conv net", _convnet, _real(3, 3, 5, 5, classes=4), head="5"),
-        Subject("deep linear", _deep_linear, _real(5, 6, classes=4), head="3"),
+        Subject("mlp", _mlp, _real(7, classes=5), samples=6, head="4"),
+        Subject("gpt", lambda: _gpt(False), _text, samples=3, head="head", causal=True),
+        Subject("tied gpt", lambda: _gpt(True), _text, samples=3, head="head", causal=True),
+        Subject("conv net", _convnet, _real(3, 5, 5, classes=4), samples=3, head="5"),
+        Subject("deep linear", _deep_linear, _real(6, classes=4), samples=5, head="3"),
     )
 }
 
 
-def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """The loss of all subjects; labels that are `IGNORE` have no term."""
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=IGNORE, reduction=reduction)
 
 
@@ -263,7 +265,7 @@ class Reference:
                 twin.set_submodule(name, _Patches(module))
         twin.zero_grad()
         tokens = dense_kfac.layer_tokens(
-            twin, lambda: _cross_entropy(twin, self.x, self.y).backward(), list(inner.values())
+            twin, lambda: cross_entropy(twin, self.x, self.y).backward(), list(inner.values())
         )
         found = {}
         for name, within in inner.items():
@@ -292,7 +294,7 @@ class Reference:
         """Parameters outside K-FAC: Σ_i g_i g_iᵀ / N from one backward per sample."""
 
         def summed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            return _cross_entropy(model, x, y, "sum")
+            return cross_entropy(model, x, y, "sum")
 
         per_sample = single_sample.per_sample_gradients(self.model, summed, (self.x, self.y), names)
         found = {}
@@ -319,7 +321,7 @@ def _tied(table: _Expected, head: _Expected) -> _Expected:
 # ---- the library -----------------------------------------------------------------------------------------------------
 
 
-def _kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **options: Any) -> KFACNaturalGradient:
+def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **options: Any) -> KFACNaturalGradient:
     """The options of a case; thresholds are such that policies differ on widths this small."""
     if mode == "factored":
         options |= {"damping_A": DAMPING_A, "damping_G": DAMPING_G}
@@ -349,10 +351,10 @@ def _capture(
     model.zero_grad()
     told = {"loss_reduction": reduction, **told}
     with kfac.capture(model, num_terms=y.numel(), **told):
-        (scale * _cross_entropy(model, x, y, reduction)).backward()
+        (scale * cross_entropy(model, x, y, reduction)).backward()
 
 
-def _matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
+def as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
     """The parameters of a block as Y [O, M], bias last."""
     weight, *bias = (tensors[name] for name in block.spec.parameters)
     if block.A is None:
@@ -361,7 +363,7 @@ def _matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([weight, bias[0][:, None]], dim=1) if bias else weight
 
 
-def _compare_factors(kfac: KFACNaturalGradient, expected: Mapping[str, _Expected], case: str) -> Iterator[Comparison]:
+def compare_factors(kfac: KFACNaturalGradient, expected: Mapping[str, _Expected], case: str) -> Iterator[Comparison]:
     """Both sides of every block; a block that is missing on either side is an error."""
     if set(kfac.kfac_factors) != set(expected):
         raise ValueError(f"blocks {sorted(kfac.kfac_factors)}, expected {sorted(expected)}")
@@ -372,7 +374,7 @@ def _compare_factors(kfac: KFACNaturalGradient, expected: Mapping[str, _Expected
         yield Comparison(f"{name} G", case, relative_error(block.G.to_dense(), wanted.G))
 
 
-def _raised_damping(block: Block, mode: str) -> float | None:
+def raised_damping(block: Block, mode: str) -> float | None:
     """The damping with which the block's record says that it stands in for the clip; None: the clip is exact."""
     joint = block.clips.get("joint")
     if mode != "joint" or joint is None or not block.G.work.clip_note.startswith("damping raised"):
@@ -417,9 +419,9 @@ class _Bench:
         """A and G under every policy."""
         model, x, y = self.library()
         for policy in self.policies:
-            kfac = _kfac(policy=policy)
+            kfac = make_kfac(policy=policy)
             _capture(kfac, model, x, y)
-            yield from _compare_factors(kfac, self.reference.blocks, policy)
+            yield from compare_factors(kfac, self.reference.blocks, policy)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
         """(F + damping)^p ∇ under every policy and power, with the clip and without."""
@@ -430,9 +432,9 @@ class _Bench:
         model, x, y = self.library()
         reference = Reference(self.subject, exact_head=True)
         for policy in self.policies:
-            kfac = _kfac(policy=policy, kfac_true_fisher_head=True)
+            kfac = make_kfac(policy=policy, kfac_true_fisher_head=True)
             _capture(kfac, model, x, y)
-            yield from _compare_factors(kfac, reference.blocks, policy)
+            yield from compare_factors(kfac, reference.blocks, policy)
         for comparison in self._natural(self.extremes, reference, kfac_true_fisher_head=True):
             if comparison.layer in (self.subject.head, "token_embedding"):
                 yield comparison
@@ -440,15 +442,15 @@ class _Bench:
     def _natural(self, cases: Sequence[Case], reference: Reference, **options: Any) -> Iterator[Comparison]:
         model, x, y = self.library()
         for (policy, mode, clip), group in itertools.groupby(cases, lambda c: (c.policy, c.mode, c.clip)):
-            kfac = _kfac(mode, policy, clip, **options)
+            kfac = make_kfac(mode, policy, clip, **options)
             _capture(kfac, model, x, y)
             for case in group:
                 natural = kfac.compute_natural_gradient(model, case.power)
                 for name, block in kfac.kfac_factors.items():
-                    damping = _raised_damping(block, mode)
+                    damping = raised_damping(block, mode)
                     exact = damping is None
                     wanted = reference.natural(name, mode, case.power, clip and exact, damping or DAMPING)
-                    error = relative_error(_matrix(block, natural), wanted)
+                    error = relative_error(as_matrix(block, natural), wanted)
                     yield Comparison(name, case.label, error, "" if exact else "clip by a larger damping")
 
     # ---- Monte Carlo labels ----
@@ -459,7 +461,7 @@ class _Bench:
         labels = gradients[0].argmin(-1).masked_fill(~gradients[0].any(-1), IGNORE)
         wrong = int((labels != IGNORE).ne(counted).sum())
         yield Comparison("labelled positions", "mc", float(wrong))
-        yield from _compare_factors(kfac, Reference(self.subject, labels).blocks, "mc")
+        yield from compare_factors(kfac, Reference(self.subject, labels).blocks, "mc")
 
     def mc_frequencies(self) -> Iterator[Comparison]:
         """Σ log p(label) over draws and positions against its mean, in standard errors: p is that of the own position."""
@@ -500,7 +502,7 @@ class _Bench:
                 output.register_hook(lambda gradient: seen.append(gradient.detach().cpu()))
 
         handle = head.register_forward_hook(note)
-        kfac = _kfac()
+        kfac = make_kfac()
         try:
             kfac.collect_kfac_factors(model, batch, "mc", n_samples=draws, causal_shift=self.subject.causal)
         finally:
@@ -528,7 +530,7 @@ class _Bench:
         self, model: nn.Module, mode: str, what: str, batch: tuple[Tensor, Tensor], factor: float = 1.0, **how: Any
     ) -> Iterator[Comparison]:
         """Factors and natural gradient of `batch` against those of the plain batch; the gradient is `factor` times its."""
-        plain, other = _kfac(mode), _kfac(mode)
+        plain, other = make_kfac(mode), make_kfac(mode)
         _capture(plain, model, *self.subject.batch(self.device))
         natural = plain.compute_natural_gradient(model)
         _capture(other, model, *batch, **how)
@@ -548,7 +550,7 @@ class _Bench:
             sides = []
             for device in (self.device, torch.device("cpu")):
                 model, x, y = self.library(device)
-                kfac = _kfac(mode, policy, clip)
+                kfac = make_kfac(mode, policy, clip)
                 _capture(kfac, model, x, y)
                 sides.append((kfac, model))
             for case in group:
@@ -562,7 +564,7 @@ class _Bench:
             for policy in self.policies:
                 sides = []
                 for device in (self.device, torch.device("cpu")):
-                    kfac = _kfac(policy=policy, woodbury_dtype="fp32")
+                    kfac = make_kfac(policy=policy, woodbury_dtype="fp32")
                     _capture(kfac, *self.library(device, torch.float32))
                     sides.append(kfac.kfac_factors)
                 for name, block in sides[0].items():
