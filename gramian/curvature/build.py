@@ -114,25 +114,29 @@ class Builder:
         return self._moment_factor(total, dtype, _rescaling(total) / self.terms)
 
     def _moment_factor(self, total: Total, dtype: torch.dtype, scale: float) -> Factor:
-        rows = total.data
         if total.form == "diagonal":
             return Diagonal(total.data * scale)
         if total.form == "dense":
             return Dense.of(total.data * scale, dtype)
+        assert total.columns is not None
         if total.others is None:
-            return LowRank.of(rows.mT, dtype, total.factor * scale**0.5)
-        columns = ShardedColumns.of(rows.mT, total.width, total.others, dtype)
-        return LowRank(columns.scaled(total.factor * scale**0.5))
+            return LowRank.of(total.columns, dtype, total.factor * scale**0.5)
+        return LowRank(_spread(total, dtype).scaled(total.factor * scale**0.5))
 
     def _softmax_factor(self, total: Total, dtype: torch.dtype) -> Factor:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
-        rows, scale = total.data, _rescaling(total) / self.terms
+        scale = _rescaling(total) / self.terms
         if total.form != "low rank":
             return self._moment_factor(total, dtype, scale)
+        assert total.columns is not None
         if total.others is None:
-            return DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype)
-        columns = ShardedColumns.of((rows * scale**0.5).mT, total.width, total.others, dtype)
-        return DiagonalLowRank.softmax_of(columns)
+            return DiagonalLowRank.softmax(total.columns, dtype, total.factor * scale**0.5)
+        return DiagonalLowRank.softmax_of(_spread(total, dtype).scaled(total.factor * scale**0.5))
+
+
+def _spread(total: Total, dtype: torch.dtype) -> ShardedColumns:
+    assert isinstance(total.columns, Tensor) and total.others is not None
+    return ShardedColumns.of(total.columns, total.width, total.others, dtype)
 
 
 class Placement:

@@ -23,9 +23,9 @@ import torch
 from gramian.curvature.moments import Keep
 from gramian.curvature.policy import representation
 from gramian.linalg import WIDEST_DENSE
-from gramian.linalg.columns import BLOCK
 from gramian.linalg.eigen import WORKSPACE
 from gramian.linalg.stored import HALF
+from gramian.linalg.wide import piece_entries
 
 MANY = 2**62
 """Tokens, where any number of them may come."""
@@ -61,12 +61,10 @@ class Shape:
         return self.columns**2
 
     def loaded(self, itemsize: int) -> int:
-        """Bytes of the copies of a block of U, or of M, in the dtype of products: scaled, and widened before that."""
-        entries = self.side * self.columns
+        """Bytes of a block of U, or of M, in the dtype of products: widened and scaled, one copy."""
         if self.kind == "dense":
-            return itemsize * entries * (2 if self.storage in HALF else int(self.storage.itemsize < itemsize))
-        scaled = "minus" not in self.kind or self.extra > DOUBLE * self.side
-        return itemsize * min(entries, BLOCK) * (int(self.storage.itemsize != itemsize) + scaled)
+            return itemsize * self.small * int(self.storage.itemsize != itemsize)
+        return itemsize * piece_entries(self.side, self.columns)
 
     def solving(self, itemsize: int) -> "Use":
         """Bytes of its Cholesky factorisation, small algebra in numbers of this size."""
@@ -78,13 +76,13 @@ class Shape:
             held = itemsize * self.small
             return Use(0, bounding, 2 * held, max(copies - held, 0), held)
         gram, loaded = DOUBLE * self.small, self.loaded(DOUBLE)
-        weighted = loaded + DOUBLE * min(self.side * self.columns, BLOCK)
+        weighted = 2 * loaded
         if "minus" in self.kind:  # its bound is that of the diagonal
             return Use(0, 0, 2 * gram, weighted, gram)
         if "plus" in self.kind:  # the plain Gram is not what is factorised, and stays
-            return Use(gram, loaded + gram, 3 * gram, weighted, 2 * gram)
+            return Use(gram, loaded, 3 * gram, weighted, 2 * gram)
         held = itemsize * self.small
-        return Use(gram, loaded + gram, max(2 * held, gram), gram, held)
+        return Use(gram, loaded, 2 * held, gram - held, held)
 
     def decomposing(self, itemsize: int) -> "Use":
         """Bytes of its eigenvectors."""
@@ -97,7 +95,7 @@ class Shape:
         if "diagonal" in self.kind:  # no eigenvectors: shifted systems, one at a time
             kept = gram if "plus" in self.kind else 0
             return Use(0, 0, kept, 3 * gram + 2 * loaded, kept)
-        return Use(0, 0, gram, max((WORKSPACE + 1) * gram, gram + loaded), gram)
+        return Use(0, 0, gram, max(WORKSPACE * gram, loaded), gram)
 
 
 class Use(NamedTuple):
@@ -196,7 +194,7 @@ class Footprint:
     build: int = 0
     """On top, while tokens are added or a factor is made: of one block at a time."""
     joined: int = 0
-    """On top of both until the last factor is made: inputs with their bias, which layers may share."""
+    """On top of both until the last factor is made: products of inputs with their bias, which layers may share."""
     rest_A: int = 0
     rest_G: int = 0
     settled_A: int = 0
@@ -292,13 +290,15 @@ def _side(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
     if what == "diagonal":
         return diagonal(width, w), 2 * w * n, 4 * w * n
     if what == "dense" and keep.limit is None:
-        made = w * width**2 * (3 if bias else 1) + _storing(form, width**2, w)
+        made = w * width**2 * (3 if bias else 1) + _storing(form, width, width, w)
         return dense(width, form.storage), w * n**2 + w * n, max(2 * w * n**2, made)
-    rows, held = kept * width, a * kept * n + (8 * kept if keep.limit is not None else 0)
+    held = a * kept * n + (8 * kept if keep.limit is not None else 0)
+    chosen = a * kept * n if keep.limit is not None else 0  # rows that stay, beside those they are chosen from
     if what == "dense":
-        copies = a * rows * bias + (2 * w * rows if a < w else 0)
-        return dense(width, form.storage), held, copies + 2 * w * width**2 + _storing(form, width**2, w)
-    return low_rank(width, kept, form.storage), held, 2 * w * rows + _storing(form, rows, a)
+        written = w * kept * width + 2 * w * piece_entries(kept, width)
+        made = max(written + w * width**2, 2 * w * width**2 + _storing(form, width, width, w))
+        return dense(width, form.storage), held, max(chosen, made)
+    return low_rank(width, kept, form.storage), held, max(chosen, _storing(form, width, kept, a))
 
 
 def _softmax(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
@@ -309,22 +309,27 @@ def _softmax(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Si
     if what == "diagonal":
         return diagonal(width, w), 2 * w * width, 4 * w * width
     if what == "dense" and keep.limit is None:
-        made = 3 * w * width**2 + _storing(form, width**2, w)
+        made = 3 * w * width**2 + _storing(form, width, width, w)
         return dense(width, form.storage), w * width**2 + w * width, max(2 * w * width**2, made)
     rows, held = kept * width, w * kept * (width + 1) + (8 * kept if keep.limit is not None else 0)
     seen = 4 * w * rows
     if what == "dense":
         return dense(width, form.storage), held, max(seen, 2 * w * rows + 3 * w * width**2)
-    extra = 8 * width + (4 * kept if form.storage in HALF else 0)
-    shape = Shape("diagonal minus low rank", width, kept, form.storage, extra)
-    return shape, held, max(seen, 2 * w * rows + _storing(form, rows, w))
+    shape = Shape("diagonal minus low rank", width, kept, form.storage, DOUBLE * (width + kept))
+    return shape, held, max(seen, _storing(form, width, kept, w), shape.loaded(DOUBLE))
 
 
-def _storing(form: Form, entries: int, itemsize: int) -> int:
-    """Bytes on top of the body while a matrix is rounded to its storage and the error of that is measured."""
+def _storing(form: Form, side: int, columns: int, itemsize: int) -> int:
+    """Bytes on top of the body while a matrix is stored and the error of that is measured: of a piece of its columns.
+
+    It is put together, widened, rounded (and back), and its norm is summed in float64.
+    """
+    w = form.wide
     if form.storage in HALF:
-        return (12 + (4 if itemsize < 4 else 0) if form.wide < DOUBLE else 16) * entries
-    return 16 * entries if form.storage.itemsize < itemsize else 0
+        each = (itemsize if itemsize < w else 0) + 2 * w + (DOUBLE if w < DOUBLE else 0)
+    else:
+        each = 2 * w if form.storage.itemsize < w else w
+    return each * piece_entries(columns, side)
 
 
 def _outside(form: Form) -> Outline:
@@ -366,9 +371,7 @@ def _footprint(
 
 def _joined(form: Form, A: Shape | None) -> int:
     """Bytes of A's sums once a bias is part of them; without one they are the sums as they are."""
-    if A is None or not form.bias or A.kind == "diagonal":
-        return 0
-    return form.wide * A.small if A.kind == "dense" else form.activation * A.side * A.columns
+    return form.wide * A.small if A is not None and form.bias and A.kind == "dense" else 0
 
 
 def _largest(uses: Sequence[Use]) -> Use:

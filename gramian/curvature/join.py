@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gramian.curvature.blocks import Spec
 from gramian.curvature.estimate import BlockSums
-from gramian.curvature.moments import Keep, Moment, same_sums, smallest
+from gramian.curvature.moments import Keep, Moment, WeightedColumns, same_sums, smallest
 from gramian.curvature.options import Options
 from gramian.curvature.policy import Representation, representation
 from gramian.errors import GramianError
@@ -63,7 +63,7 @@ class Total:
 
     form: Representation
     data: Tensor
-    """Rows [T, n] of "low rank", the matrix [n, n] of "dense", [n] of "diagonal"; n counts the bias."""
+    """The matrix [n, n] of "dense", [n] of "diagonal"; n counts the bias."""
     width: int
     seen: int
     kept: int
@@ -73,10 +73,12 @@ class Total:
     reason: str
     local: int
     """Tokens of this process."""
+    columns: Tensor | WeightedColumns | None = None
+    """Of "low rank": one per token, [n, T]."""
     factor: float = 1.0
-    """What rows are still to be multiplied by."""
+    """What columns are still to be multiplied by."""
     others: Exchange | None = None
-    """Where rows are spread by features: who has the others."""
+    """Where columns are spread by features: who has the others."""
     reduction: str = ""
     """How processes were joined: "dense", "gather", "gram"; empty: they were not."""
 
@@ -310,7 +312,8 @@ class Join:
         """The rows of all processes: all of their features, or this process's share of them."""
         if self.others is None:
             assert moment is not None
-            total.data, total.factor = moment.row_matrix(bias)
+            total.columns = moment.columns(bias)
+            total.factor = total.columns.factor
             return
         plain = {side.plain for side in said if side is not None and side.kept}
         as_they_came = next(iter(plain)) if len(plain) == 1 else None
@@ -322,9 +325,10 @@ class Join:
             rows, factor = moment.row_matrix(bias)
             rows = rows if as_they_came is not None else (wide(rows) * factor).to(dtype)
         if self._reduce == "gram":
-            total.data, total.others, total.reduction = self.others.reshard(rows, counts), self.others, "gram"
+            rows, total.others, total.reduction = self.others.reshard(rows, counts), self.others, "gram"
         else:
-            total.data, total.reduction = self.others.gather_rows(rows, counts), "gather"
+            rows, total.reduction = self.others.gather_rows(rows, counts), "gather"
+        total.columns = rows.mT
 
     def _table(self, spec: Spec) -> tuple[Tensor | None, float]:
         """Σ w per row of a table, and Σ w."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide, wide_dtype, wide_mm
+from gramian.linalg.stored import Source
+from gramian.linalg.wide import wide, wide_dtype, wide_moments
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,8 @@ def same_tokens(left: Tokens, right: Tokens) -> bool:
 
 def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Σ w x xᵀ and Σ w x."""
-    rows, scale = tokens.rows_TN, tokens.scale
-    left = rows if tokens.weights_T is None else wide(rows) * tokens.weights_T[:, None].to(wide_dtype(rows))
-    product, first = wide_mm(left.mT, rows), left.sum(0, dtype=wide_dtype(rows))
+    product, first = wide_moments(tokens.rows_TN, tokens.weights_T)
+    scale = tokens.scale
     if isinstance(scale, float) and scale == 1.0:
         return product, first
     return product * scale**2, first * scale
@@ -186,19 +186,6 @@ class Moment:
         else:
             self.matrix, self.first_N = products.add(self.matrix, product), self.first_N + first
 
-    def rows(self) -> tuple[Tensor, Tensor, float]:
-        """√w_t x_t [T, N] and √w_t [T] of the tokens kept, and a number that the rows are still to be multiplied by."""
-        if len(self.chunks) == 1 and self.chunks[0].weights_T is None and isinstance(self.chunks[0].scale, float):
-            rows = self.chunks[0].rows_TN  # as they came, in half precision too
-            return rows, rows.new_ones(len(rows)), self.chunks[0].scale
-        parts, roots = [], []
-        for chunk in self.chunks:
-            rows = wide(chunk.rows_TN)
-            weights = rows.new_ones(len(rows)) if chunk.weights_T is None else chunk.weights_T.to(rows.dtype)
-            roots.append(weights.clamp(min=0).sqrt())
-            parts.append(rows * (roots[-1] * chunk.scale)[:, None])
-        return torch.cat(parts), torch.cat(roots), 1.0
-
     def kept_weight(self) -> float | Tensor:
         """Σ w over the tokens kept."""
         if self.keep.limit is None:
@@ -210,11 +197,19 @@ class Moment:
 
     # ---- in the form of a factor -----------------------------------------------------------------------------------
 
+    def columns(self, bias: bool) -> "WeightedColumns":
+        """√w_t [x_t, 1] (the 1 with a bias only) of the tokens kept, as columns, made when they are asked for."""
+        return WeightedColumns(self.chunks, bias)
+
     def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
-        """√w_t [x_t, 1] (the 1 with a bias only), [T, n], and what these rows are still to be multiplied by."""
-        rows, roots, factor = self.rows()
-        assert factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
-        return (torch.cat([rows, roots[:, None].to(rows)], dim=1) if bias else rows), factor
+        """The same written down as rows, [T, n], and what these are still to be multiplied by."""
+        columns = self.columns(bias)
+        assert columns.factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
+        if columns.plain and len(self.chunks) == 1 and not bias:
+            return self.chunks[0].rows_TN, columns.factor
+        rows_TN = torch.empty(columns.shape[::-1], dtype=columns.dtype, device=columns.device)
+        columns.write(rows_TN)
+        return rows_TN, columns.factor
 
     def product(self, bias: bool, softmax: bool) -> Tensor:
         """Σ w [x; 1][x; 1]ᵀ, [n, n]; of a softmax Σ w (diag x − x xᵀ)."""
@@ -224,10 +219,10 @@ class Moment:
                 return _augmented(self.matrix, self.first_N, float(self.weight))
             return torch.diag(self.first_N) - self.matrix if softmax else self.matrix
         if softmax:
-            rows, roots, _ = self.rows()
-            return torch.diag((rows * roots[:, None]).sum(0)) - rows.mT @ rows
+            rows, roots_T = self.row_matrix(False)[0], self.columns(False).roots()
+            return torch.diag((rows * roots_T[:, None]).sum(0)) - rows.mT @ rows
         rows, factor = self.row_matrix(bias)
-        product = wide_mm(rows.mT, rows)
+        product, _ = wide_moments(rows)
         return product if factor == 1.0 else product * factor**2
 
     def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
@@ -236,6 +231,65 @@ class Moment:
         if bias:
             return torch.cat([self.diagonal_N, self.diagonal_N.new_full((1,), float(self.weight))])
         return self.first_N - self.diagonal_N if softmax else self.diagonal_N
+
+
+class WeightedColumns(Source):
+    """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens where they are, put together some at a time.
+
+    U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
+    """
+
+    def __init__(self, chunks: Sequence[Tokens], bias: bool) -> None:
+        """Copy nothing.
+
+        Args:
+            chunks: tokens of one width, at least one chunk.
+            bias: whether every token has a last entry of 1.
+        """
+        self._chunks, self._bias = chunks, bias
+        first = chunks[0].scale
+        alike = isinstance(first, float) and all(isinstance(c.scale, float) and c.scale == first for c in chunks)
+        self.factor = float(first) if alike else 1.0
+        self.plain = alike and all(chunk.weights_T is None for chunk in chunks)
+        """Whether tokens enter as they came."""
+        rows = [chunk.rows_TN for chunk in chunks]
+        self.shape = (rows[0].shape[1] + bias, sum(len(part) for part in rows))
+        self.dtype = rows[0].dtype if self.plain and len({part.dtype for part in rows}) == 1 else wide_dtype(*rows)
+        self.device = rows[0].device
+
+    def roots(self) -> Tensor:
+        """√w_t, [T]."""
+        return torch.cat([self._roots(chunk, slice(None)) for chunk in self._chunks])
+
+    def _roots(self, chunk: Tokens, tokens: slice) -> Tensor:
+        if chunk.weights_T is None:
+            return torch.ones(len(chunk.rows_TN[tokens]), dtype=self.dtype, device=self.device)
+        return chunk.weights_T[tokens].to(self.dtype).clamp(min=0).sqrt()
+
+    def piece(self, columns: slice) -> Tensor:
+        """Of these tokens, [n, c]: where they lie, or written down."""
+        if self.plain and len(self._chunks) == 1 and not self._bias:
+            return self._chunks[0].rows_TN[columns].mT
+        piece_CN = torch.empty(columns.stop - columns.start, self.shape[0], dtype=self.dtype, device=self.device)
+        self.write(piece_CN, columns.start)
+        return piece_CN.mT
+
+    def write(self, into_CN: Tensor, first: int = 0) -> None:
+        """Write as many tokens as there are rows, beginning with one of them."""
+        at = -first
+        for chunk in self._chunks:
+            here = slice(max(-at, 0), min(len(chunk.rows_TN), len(into_CN) - at))
+            if here.start < here.stop:
+                rows_CN, roots_C = chunk.rows_TN[here], self._roots(chunk, here)
+                into_Cn, width = into_CN[at + here.start : at + here.stop], rows_CN.shape[1]
+                if self.plain:
+                    into_Cn[:, :width] = rows_CN
+                else:
+                    scale = chunk.scale if self.factor == 1.0 else 1.0
+                    torch.mul(rows_CN, (roots_C * scale)[:, None], out=into_Cn[:, :width])
+                if self._bias:
+                    into_Cn[:, width] = roots_C
+            at += len(chunk.rows_TN)
 
 
 def smallest(keys_T: Tensor, limit: int) -> Tensor:

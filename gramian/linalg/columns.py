@@ -1,4 +1,4 @@
-"""Thin products with a stored U [n, r], a block of rows at a time: never more than one wide copy of a block.
+"""Thin products with a stored U [n, r], a block of rows at a time: in wide precision one copy of a block, never of U.
 
 Products are written for the rows of U that lie here; three hooks say how they become those of all rows. Here all rows do.
 """
@@ -8,11 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gramian.linalg.stored import HALF, Others, Stored, join_columns, store_columns
-from gramian.linalg.wide import wide_mm
-
-BLOCK = 2**25
-"""Entries of U that are widened at a time."""
+from gramian.linalg.stored import HALF, Loaded, Others, Source, Stored, join_columns, store_columns
+from gramian.linalg.wide import pieces, wide_mm
 
 
 class Columns:
@@ -68,16 +65,14 @@ class Columns:
 
     def blocks(self) -> Iterator[slice]:
         """Slices of rows."""
-        size = max(1, BLOCK // max(self.count, 1))
-        for start in range(0, self.stored.body.shape[0], size):
-            yield slice(start, start + size)
+        return pieces(self.stored.body.shape[0], self.count)
 
     def transposed_times(self, y_NK: Tensor) -> Tensor:
         """Uᵀ Y, [r, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
         y_NK = self._rows(y_NK)
         total = y_NK.new_zeros(self.count, y_NK.shape[1])
         for rows in self.blocks():
-            total += self.stored.load(rows, y_NK.dtype, y_NK.device).mT @ y_NK[rows]
+            total.addmm_(self.stored.load(rows, y_NK.dtype, y_NK.device).mT, y_NK[rows])
         return self._added(total)
 
     def times(self, c_RK: Tensor) -> Tensor:
@@ -98,28 +93,49 @@ class Columns:
             exact: multiply in float64. Else a half-precision U on a GPU goes through the tensor cores, whose float32
                 accumulators cost up to 1e-4 of an entry: no more than having been stored in half precision did.
         """
-        coarse = not exact and weights_N is None and self.stored.body.is_cuda and self.stored.body.dtype in HALF
-        if weights_N is None and self._gram is not None and (self._exact or coarse):
-            return self._gram.clone()
-        weights = None if weights_N is None else self._rows(weights_N).double()
+        if weights_N is not None:
+            return self._summed_gram(self._rows(weights_N).double(), False)
+        return self.kept_gram(exact).clone()
+
+    def kept_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, kept until `forget`: to be read, not written to."""
+        coarse = not exact and self.stored.body.is_cuda and self.stored.body.dtype in HALF
+        if self._gram is None or not (self._exact or coarse):
+            self._gram, self._exact = self._summed_gram(None, coarse), not coarse
+        return self._gram
+
+    def taken_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, the caller's own and no longer kept here."""
+        gram = self.kept_gram(exact)
+        self.forget()
+        return gram
+
+    def _summed_gram(self, weights: Tensor | None, coarse: bool) -> Tensor:
         total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.stored.body.device)
         for rows in self.blocks():
             if coarse:
                 total += wide_mm(self.stored.body[rows].mT, self.stored.body[rows])
             else:
                 block = self.stored.load(rows, torch.float64)
-                total += block.mT @ (block if weights is None else block * weights[rows, None])
+                total.addmm_(block.mT, block if weights is None else block * weights[rows, None])
         if coarse and self.stored.right is not None:
             scale_R = self.stored.right.double()
-            total *= scale_R[:, None] * scale_R[None, :]
-        total = self._added(total)
-        if weights_N is None:
-            self._gram, self._exact = total.clone(), not coarse
-        return total
+            total *= scale_R[:, None]
+            total *= scale_R[None, :]
+        return self._added(total)
 
     def forget(self) -> None:
         """Let the kept Gram go; it is formed again when it is asked for."""
         self._gram = None
+
+    def squared(self) -> Tensor:
+        """U Uᵀ, [n, n], of columns that all lie here. 2·n²·r FLOPs."""
+        source = Loaded(self.stored, self.stored.dtype)
+        total = torch.zeros(self.dim, self.dim, dtype=source.dtype, device=source.device)
+        for columns in pieces(self.count, self.dim):
+            piece = source.piece(columns)
+            total.addmm_(piece, piece.mT)
+        return total
 
     def squares_N(self) -> Tensor:
         """Squared norms of the rows, [n], float64."""
@@ -149,13 +165,24 @@ class Columns:
         return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
 
     def mixed(self, c_RK: Tensor) -> "Columns":
-        """U C, stored as U is. 2·n·r·k FLOPs."""
-        product = self._times(c_RK).to(self.stored.dtype)
-        return self._with(store_columns(product, self.stored.body.dtype, self.others))
+        """U C, stored as U is. 2·n·r·k FLOPs, twice where it is rounded: a piece of U C at a time."""
+        return self._with(store_columns(_Product(self, c_RK), self.stored.body.dtype, self.others))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
         """Moved, or stored again."""
-        if dtype is None or dtype == self.stored.body.dtype:
-            return self._with(self.stored.to(device))
-        wide = self.stored.load(dtype=torch.promote_types(self.stored.dtype, dtype), device=device)
-        return self._with(store_columns(wide, dtype, self.others))
+        stored = self.stored
+        if dtype is not None and dtype != stored.body.dtype:
+            stored = store_columns(Loaded(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
+        return self._with(stored.to(device))
+
+
+class _Product(Source):
+    """U C, of the rows that lie here."""
+
+    def __init__(self, columns: Columns, c_RK: Tensor) -> None:
+        self._columns, self._c_RK = columns, c_RK
+        self.dtype, self.device = columns.stored.dtype, columns.stored.body.device
+        self.shape = (columns.stored.body.shape[0], c_RK.shape[1])
+
+    def piece(self, columns: slice) -> Tensor:
+        return self._columns._times(self._c_RK[:, columns]).to(self.dtype)

@@ -17,7 +17,7 @@ from gramian.linalg.diagonal import Diagonal
 from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
 from gramian.linalg.low_rank import LowRank
 from gramian.linalg.rational import rational_power
-from gramian.linalg.stored import AtRest, Stored, store_columns
+from gramian.linalg.stored import AtRest, Source, Stored, store_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
@@ -51,9 +51,10 @@ class DiagonalLowRank(AtRest, Factor):
         return cls(values_N, store_columns(columns_NR, storage or columns_NR.dtype), sign)
 
     @classmethod
-    def softmax(cls, weighted_p_NR: Tensor, storage: torch.dtype) -> "DiagonalLowRank":
-        """`softmax_of` columns that are stored here."""
-        return cls.softmax_of(Columns(store_columns(weighted_p_NR, storage)))
+    def softmax(cls, weighted_p_NR: Tensor | Source, storage: torch.dtype, scale: float = 1.0) -> "DiagonalLowRank":
+        """`softmax_of` columns that are stored here, each meant times a number."""
+        stored = store_columns(weighted_p_NR, storage)
+        return cls.softmax_of(Columns(stored if scale == 1.0 else stored.scaled(scale)))
 
     @classmethod
     def softmax_of(cls, columns: Columns) -> "DiagonalLowRank":
@@ -101,14 +102,16 @@ class DiagonalLowRank(AtRest, Factor):
         """√(‖d‖² ± 2 Σ d_i‖u_i‖² + ‖UᵀU‖²)."""
         d_N = self.values_N.double()
         cross = (d_N * self.columns.squares_N()).sum()
-        return (d_N.square().sum() + 2 * self.sign * cross + self.columns.gram().square().sum()).clamp(min=0).sqrt()
+        return (
+            (d_N.square().sum() + 2 * self.sign * cross + self.columns.kept_gram().square().sum()).clamp(min=0).sqrt()
+        )
 
     def largest_bound(self) -> Tensor:
         """max d, plus ‖UᵀU‖_F where U adds."""
         top = self.values_N.max().double()
         if self.sign < 0:
             return top
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
         return top + norm
 
     def eigenvalues(self) -> Tensor:
@@ -324,8 +327,9 @@ class DiagonalLowRank(AtRest, Factor):
 
     def dense(self) -> Tensor:
         """diag(d) ± U Uᵀ."""
-        whole = self.columns.whole().stored.load()
-        return torch.diag(self.values_N.to(whole)) + self.sign * (whole @ whole.mT)
+        whole = self.columns.whole().squared().mul_(self.sign)
+        whole.diagonal().add_(self.values_N.to(whole))
+        return whole
 
 
 def _within(values_N: Tensor, columns: Columns, sign: int) -> Columns:

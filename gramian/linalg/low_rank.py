@@ -14,7 +14,7 @@ from gramian.linalg.columns import Columns
 from gramian.linalg.dense import Dense
 from gramian.linalg.eigen import eigendecompose, singular_pairs
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.stored import AtRest, Stored, store_columns
+from gramian.linalg.stored import AtRest, Source, Stored, store_columns
 
 
 class LowRank(AtRest, Spectral):
@@ -32,7 +32,7 @@ class LowRank(AtRest, Spectral):
         self._largest: Tensor | None = None
 
     @classmethod
-    def of(cls, columns_NR: Tensor, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
+    def of(cls, columns_NR: Tensor | Source, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
         """Store U.
 
         Args:
@@ -43,7 +43,7 @@ class LowRank(AtRest, Spectral):
         Raises:
             GramianError: if it is not a matrix.
         """
-        if columns_NR.dim() != 2:
+        if not isinstance(columns_NR, Tensor | Source) or len(columns_NR.shape) != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
         stored = store_columns(columns_NR, storage or columns_NR.dtype)
         return cls(stored if scale == 1.0 else stored.scaled(scale))
@@ -79,7 +79,7 @@ class LowRank(AtRest, Spectral):
 
     def frobenius(self) -> Tensor:
         """‖UᵀU‖_F."""
-        norm: Tensor = torch.linalg.vector_norm(self.columns.gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
         return norm
 
     def largest_bound(self) -> Tensor:
@@ -87,7 +87,7 @@ class LowRank(AtRest, Spectral):
         if self._eigen is not None:
             return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
         if self._largest is None:
-            norm: Tensor = torch.linalg.vector_norm(self.columns.gram(exact=False))
+            norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram(exact=False))
             self._largest = norm * (1 + 1e-3)  # the Gram may be off by 1e-4
         return self._largest
 
@@ -117,7 +117,7 @@ class LowRank(AtRest, Spectral):
         Both are in float64, as K is: what rounding W to float32 does to Y in the span of U is multiplied by σ/λ.
         """
         if self._eigen is None:
-            gram = self.columns.gram()
+            gram = self.columns.taken_gram()
             try:
                 values, vectors, self.work.decomposed = eigendecompose(gram)
             except GramianError as error:
@@ -125,7 +125,6 @@ class LowRank(AtRest, Spectral):
                     raise
                 values, vectors = singular_pairs(gram)
                 self.work.fallback = f"singular values in place of eigenvalues: {error}"
-            self.columns.forget()
             noise = torch.finfo(torch.float64).eps * max(self.dim, self.rank) * (values.max() if self.rank else 0.0)
             kept = int((values > noise).sum())
             values, vectors = values[len(values) - kept :], vectors[:, len(values) - kept :]
@@ -139,10 +138,10 @@ class LowRank(AtRest, Spectral):
         key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
         if key in self._cholesky:
             return
-        gram = self.columns.gram(exact=not self.coarse(damping))
+        gram = self.columns.taken_gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
-        self._cholesky = {key: Cholesky(gram.to(key[1]), first_jitter)}
-        self.columns.forget()
+        gram = gram.to(key[1])
+        self._cholesky = {key: Cholesky(gram, first_jitter)}
 
     def pending(self) -> list[Cholesky]:
         """The launched ones."""
@@ -196,6 +195,5 @@ class LowRank(AtRest, Spectral):
         return LowRank(self.columns.to(device, dtype))
 
     def dense(self) -> Tensor:
-        """U Uᵀ."""
-        whole = self.columns.whole().stored.load()
-        return whole @ whole.mT
+        """U Uᵀ. 2·n²·r FLOPs."""
+        return self.columns.whole().squared()

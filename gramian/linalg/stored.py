@@ -2,17 +2,60 @@
 
 A body in float16 holds five decimal orders at full precision. Gradients span more and sit far below its range, so every
 column (or, of a symmetric matrix, every row and column) carries a scale of its own: M = diag(l) B diag(r).
+
+A matrix comes and goes some columns or rows at a time (`wide.pieces`): beside what was there and what is stored, a bounded
+number of entries exists in wide precision.
 """
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import pieces, wide
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+class Source(ABC):
+    """A matrix [n, r] that is made some columns at a time."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    """Of its columns."""
+    device: torch.device
+
+    @abstractmethod
+    def piece(self, columns: slice) -> Tensor:
+        """These columns, [n, c]; asked for twice."""
+
+
+class _Whole(Source):
+    """A matrix that is there."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix, self.dtype, self.device = matrix, matrix.dtype, matrix.device
+        self.shape = (matrix.shape[0], matrix.shape[1])
+
+    def piece(self, columns: slice) -> Tensor:
+        return self._matrix[:, columns]
+
+
+class Loaded(Source):
+    """What is stored, in a dtype of products."""
+
+    def __init__(self, stored: "Stored", dtype: torch.dtype) -> None:
+        """Widen nothing yet."""
+        self._stored, self.dtype, self.device = stored, dtype, stored.body.device
+        self.shape = (stored.body.shape[0], stored.body.shape[1])
+
+    def piece(self, columns: slice) -> Tensor:
+        """Widened and scaled."""
+        part, right = self._stored, self._stored.right
+        right = None if right is None else right[columns]
+        return replace(part, body=part.body[:, columns], right=right).load(dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -35,14 +78,21 @@ class Stored:
         """The dtype of products with it: float64 if stored so, else float32."""
         return torch.float64 if self.body.dtype == torch.float64 else torch.float32
 
-    def load(self, rows: slice = slice(None), dtype: torch.dtype | None = None, device: object = None) -> Tensor:
-        """M[rows] in full, as a new tensor unless nothing had to be done."""
-        whole = self.body[rows].to(device=device, dtype=dtype or self.dtype)  # type: ignore[call-overload]
-        if self.left is not None:
-            whole = whole * self.left[rows].to(whole)[:, None]
-        if self.right is not None:
-            whole = whole * self.right.to(whole)[None, :]
-        return whole  # type: ignore[no-any-return]
+    def load(
+        self, rows: slice = slice(None), dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
+        """M[rows] in full, as a new tensor unless nothing had to be done. It crosses to another device as it is stored."""
+        return self.widen(self.body[rows].to(device=device), rows, dtype)
+
+    def widen(self, body: Tensor, rows: slice = slice(None), dtype: torch.dtype | None = None) -> Tensor:
+        """M[rows], of a body[rows] that may be elsewhere: one copy."""
+        whole = body.to(dtype or self.dtype)
+        own = whole.dtype != self.body.dtype or whole.device != self.body.device
+        for scale in (None if self.left is None else self.left[rows, None], self.right):
+            if scale is not None:
+                whole = whole.mul_(scale.to(whole)) if own else whole * scale.to(whole)
+                own = True
+        return whole
 
     def select(self, columns: Tensor, scale: float) -> "Stored":
         """Some of the columns, times a factor."""
@@ -98,7 +148,7 @@ class AtRest:
         return self.stored.body.device
 
 
-def store_columns(matrix_NR: Tensor, dtype: torch.dtype, others: Others | None = None) -> Stored:
+def store_columns(matrix_NR: Tensor | Source, dtype: torch.dtype, others: Others | None = None) -> Stored:
     """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
 
     Args:
@@ -106,32 +156,30 @@ def store_columns(matrix_NR: Tensor, dtype: torch.dtype, others: Others | None =
         dtype: of the body.
         others: who holds the other rows; scales and the error are then those of all of U.
     """
+    source = _Whole(matrix_NR) if isinstance(matrix_NR, Tensor) else matrix_NR
     if dtype not in HALF:
-        return _plain(matrix_NR, dtype, others)
-    matrix_NR = wide(matrix_NR)
-    top_R = matrix_NR.abs().amax(0).double() if matrix_NR.shape[0] else matrix_NR.new_zeros(matrix_NR.shape[1]).double()
+        return _plain(matrix_NR, source, dtype, others)
+    tops = [_largest(wide(source.piece(columns))) for columns in pieces(source.shape[1], source.shape[0])]
+    top_R = torch.cat(tops) if tops else torch.zeros(0, dtype=torch.float64, device=source.device)
     if others is not None:
         top_R = others.largest(top_R.nan_to_num(torch.inf, torch.inf))
     scale_R = _powers_of_two(top_R / 2**10)
-    body = (matrix_NR / scale_R.to(matrix_NR)).to(dtype).contiguous()
-    return _with_error(matrix_NR, body, None, scale_R.float(), others)
+    return _rounded(source, dtype, None, scale_R.float(), others)
 
 
 def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
     """Store with the square roots of the diagonal (to powers of two) as scales of rows and columns: entries within ±4."""
     if dtype not in HALF:
-        return _plain(matrix_NN, dtype)
-    matrix_NN = wide(matrix_NN)
+        return _plain(matrix_NN, _Whole(matrix_NN), dtype)
     scale_N = _powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())
-    narrow = scale_N.to(matrix_NN)
-    body = (matrix_NN / narrow[:, None] / narrow[None, :]).to(dtype)
-    return _with_error(matrix_NN, body, scale_N.float(), scale_N.float())
+    return _rounded(_Whole(matrix_NN), dtype, scale_N.float(), scale_N.float())
 
 
 def join_columns(left: Stored, right: Stored, others: Others | None = None) -> Stored:
     """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
     if left.body.dtype != right.body.dtype:
-        right = store_columns(right.load(dtype=torch.promote_types(right.dtype, left.dtype)), left.body.dtype, others)
+        source = Loaded(right, torch.promote_types(right.dtype, left.dtype))
+        right = store_columns(source, left.body.dtype, others)
     right = right.to(left.body.device)
     parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
     scales = torch.cat([part.right.double() for part in parts if part.right is not None])
@@ -139,22 +187,53 @@ def join_columns(left: Stored, right: Stored, others: Others | None = None) -> S
     return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error)
 
 
-def _plain(matrix: Tensor, dtype: torch.dtype, others: Others | None = None) -> Stored:
-    body = matrix.to(dtype).contiguous()
-    if body.dtype.itemsize >= matrix.dtype.itemsize:
-        return Stored(body, None, None, torch.zeros((), device=body.device))
-    return _with_error(matrix, body, None, None, others)
+def _plain(matrix_NR: Tensor | Source, source: Source, dtype: torch.dtype, others: Others | None = None) -> Stored:
+    if dtype.itemsize < source.dtype.itemsize:
+        return _rounded(source, dtype, None, None, others)
+    if isinstance(matrix_NR, Tensor):
+        body = matrix_NR.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    else:
+        body = torch.empty(source.shape, dtype=dtype, device=source.device)
+        for columns in pieces(source.shape[1], source.shape[0]):
+            body[:, columns] = source.piece(columns)
+    return Stored(body, None, None, torch.zeros((), device=body.device))
 
 
-def _with_error(
-    matrix: Tensor, body: Tensor, left: Tensor | None, right: Tensor | None, others: Others | None = None
+def _rounded(
+    source: Source, dtype: torch.dtype, left: Tensor | None, right: Tensor | None, others: Others | None = None
 ) -> Stored:
-    stored = Stored(body, left, right, torch.zeros(()))
-    size = torch.linalg.vector_norm(matrix, dtype=torch.float64)
-    error = torch.linalg.vector_norm(matrix - stored.load(dtype=matrix.dtype), dtype=torch.float64)
+    """The body, and what rounding cost: in wide precision two pieces of columns at a time, and one in float64."""
+    body = torch.empty(source.shape, dtype=dtype, device=source.device)
+    norms = [torch.zeros(2, dtype=torch.float64, device=source.device)]
+    for columns in pieces(source.shape[1], source.shape[0]):
+        exact = wide(source.piece(columns))
+        scales = [] if left is None else [left[:, None].to(exact)]
+        scales += [] if right is None else [right[columns].to(exact)]
+        rounded = exact.clone()
+        for scale in scales:
+            rounded /= scale
+        body[:, columns] = rounded
+        rounded.copy_(body[:, columns])
+        for scale in scales:
+            rounded *= scale
+        norms.append(torch.stack([_norm(exact), _norm(rounded.sub_(exact))]))
+    size, error = _norm(torch.stack(norms), dim=0)
     if others is not None:
         size, error = others.sum(torch.stack([size, error]).square()).sqrt()
     return Stored(body, left, right, error / size.clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _norm(t: Tensor, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64)
+    return norm
+
+
+def _largest(piece_NC: Tensor) -> Tensor:
+    """Largest absolute value of every column, float64; 0 where there are no rows."""
+    if not piece_NC.shape[0]:
+        return torch.zeros(piece_NC.shape[1], dtype=torch.float64, device=piece_NC.device)
+    largest: Tensor = torch.linalg.vector_norm(piece_NC, ord=torch.inf, dim=0)
+    return largest.double()
 
 
 def _powers_of_two(positive: Tensor) -> Tensor:

@@ -6,6 +6,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+BLOCK = 2**25
+"""Entries that are held in wide precision at a time, beside what is stored."""
+
+
+def pieces(count: int, each: int) -> Iterator[slice]:
+    """Slices of so many rows, or columns, of `each` entries: no more than `BLOCK` entries, or one row, at a time."""
+    step = max(1, BLOCK // max(each, 1))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def piece_entries(count: int, each: int) -> int:
+    """Entries of the largest of these pieces."""
+    return min(count, max(1, BLOCK // max(each, 1))) * each
+
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
@@ -71,6 +86,24 @@ def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
 def wide_mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     """Matrix product with the accumulator of `wide_bmm`. Cost: 2·M·K·N FLOPs."""
     return wide_bmm(left_MK[None], right_KN[None])[0]
+
+
+def wide_moments(rows_TN: Tensor, weights_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Σ_t w_t x_t x_tᵀ [N, N] and Σ_t w_t x_t [N], accumulated wide. 2·T·N² FLOPs.
+
+    Where rows have to be widened or weighted, that is done to a piece of them at a time.
+    """
+    dtype = wide_dtype(rows_TN)
+    if weights_T is None and (rows_TN.is_cuda or rows_TN.dtype == dtype):
+        return wide_mm(rows_TN.mT, rows_TN), rows_TN.sum(0, dtype=dtype)
+    tokens, width = rows_TN.shape
+    product, first = rows_TN.new_zeros(width, width, dtype=dtype), rows_TN.new_zeros(width, dtype=dtype)
+    for piece in pieces(tokens, width):
+        rows_CN = wide(rows_TN[piece])
+        left_CN = rows_CN if weights_T is None else rows_CN * weights_T[piece, None].to(dtype)
+        product.addmm_(left_CN.mT, rows_CN)
+        first += left_CN.sum(0)
+    return product, first
 
 
 def padded(matrix_NK: Tensor) -> Tensor:

@@ -5,8 +5,7 @@ factorising and applying are measured at the allocator, whose every request the 
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +29,7 @@ from gramian.models import GPT, GPTConfig
 from gramian.verify import dense_kfac
 from tests.curvature.problems import assert_close, narrow
 from tests.curvature.small import Net, one_line
+from tests.kit.memory import mark, measured
 
 POLICIES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -212,38 +211,6 @@ def test_averages_settle_at_no_more_than_the_plan_says(case: str, exact: bool, m
 
 
 # ---- factorising and applying ----------------------------------------------------------------------------------------
-
-
-MARK = 987_654
-"""Bytes that nothing else asks for: a request for them says where in the course of events something began."""
-
-
-class Measured:
-    """Bytes that the allocator gave out, at the peak and at the end; since the mark, more than there were then."""
-
-    peak = left = since_mark = 0
-
-
-def mark() -> None:
-    torch.empty(MARK, dtype=torch.uint8)
-
-
-@contextmanager
-def measured() -> Iterator[Measured]:
-    """Count every request to the CPU's allocator, those inside of operators included."""
-    found = Measured()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
-        yield found
-    events = told.profiler.kineto_results.events()  # type: ignore[union-attr]
-    there = None
-    for _, count in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        if abs(count) == MARK:
-            there = found.left
-            continue
-        found.left += count
-        found.peak = max(found.peak, found.left)
-        if there is not None:
-            found.since_mark = max(found.since_mark, found.left - there)
 
 
 LARGER: dict[str, Case] = {

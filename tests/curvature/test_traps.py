@@ -362,7 +362,13 @@ TRAPS = (
     # ---- shapes, calls, masks ----
     Mutation(
         "U transposed",
-        (Edit(f"{_CURVATURE}.build:Builder._moment_factor", "LowRank.of(rows.mT,", "LowRank.of(rows,"),),
+        (
+            Edit(
+                f"{_CURVATURE}.build:Builder._moment_factor",
+                "LowRank.of(total.columns,",
+                "LowRank.of(total.columns.piece(slice(0, total.kept)).mT,",
+            ),
+        ),
         functools.partial(test_factors.test_factors_are_means_of_outer_products, "mlp", "all", "expand"),
     ),
     Mutation(

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gramian
-from gramian.linalg import DiagonalLowRank, Factor, LowRank, columns
+from gramian.linalg import DiagonalLowRank, Factor, LowRank
+from gramian.linalg import wide as wide_module
 from gramian.linalg.columns import Columns
 from gramian.linalg.stored import store_columns
 from tests.linalg.matrices import distance, normal, probabilities
@@ -87,7 +88,7 @@ def test_products_in_blocks_are_the_products(storage: torch.dtype, block: int, m
     u, y, weights = normal(23, 4), normal(23, 3, seed=1), normal(23, seed=2).abs()
     stored = store_columns(u, storage)
     wide = stored.load(dtype=torch.float64)
-    monkeypatch.setattr(columns, "BLOCK", block)
+    monkeypatch.setattr(wide_module, "BLOCK", block)
     blocked = Columns(stored)
     assert len([*blocked.blocks()]) == (23 if block < 8 else 4 if block == 30 else 1)
     assert distance(blocked.transposed_times(y), wide.mT @ y) <= 1e-14
@@ -110,7 +111,7 @@ def test_factors_in_blocks_are_the_factors(block: int, monkeypatch: pytest.Monke
         return found
 
     expected = answers()
-    monkeypatch.setattr(columns, "BLOCK", block)
+    monkeypatch.setattr(wide_module, "BLOCK", block)
     for actual, want in zip(answers(), expected, strict=True):
         assert distance(actual, want) <= 1e-11
 
