@@ -1,0 +1,208 @@
+r"""What K-FAC sends over W processes, from shapes alone: the bytes that `Exchange.sent` counts, to the byte.
+
+Legend: W processes; T tokens of all, T_r of process r; N width of a side (bias included), n_r ≈ N/W of its features on process
+r; k columns of a gradient; s bytes of an entry of a row (2 for bfloat16 activations), S of a sum (4, or 8 in float64), v of a
+gradient (4 or 8). ring(B) = ⌊2·B·(W−1)/W⌋ leaves a process in an all-reduce of B bytes.
+
+| one side | "gram" | "gather" | "dense" |
+|---|---|---|---|
+| refresh: rows or sums | s·T_r·(N − n_r), all-to-all | s·T_r·N·(W−1), all-gather | ring(S·N²), all-reduce |
+| refresh: storing in half precision | ring(8·T) + ring(16) | – | – |
+| refresh: its trace | ring(8) | – | – |
+| first use: the Gram matrix | ring(8·T²) | – | – |
+| every use with k columns | ring(v·T·k) + v·k·⌈N/W⌉·(W−1), all-gather | – | – |
+| held at rest, h bytes an entry | h·T·n_r | h·T·N | h·N² |
+
+A use with a gradient whose rows stay where they lie (`local`) has no all-gather. The natural gradient of a weight [o, m] uses
+its output side with k = m columns and its input side with k = o.
+
+Where "dense" sends as much as another, with the tokens spread evenly (T_r = T/W); everything below is times (W−1)/W:
+
+- gather = dense: s·T·N = 2·S·N², so T = 2·N·S/s, for any W.
+- gram = dense, refresh alone: s·T·N/W = 2·S·N², so T = 2·W·N·S/s.
+- gram = dense, with the Gram matrix: s·T·N/W + 16·T² = 2·S·N², so T = N·(√((s/W)² + 128·S) − s/W)/32, towards N·√(S/8).
+- gram = gather, with the Gram matrix: s·T·N/W + 16·T² = s·T·N, so T = s·N·(1 − 1/W)/16.
+- Every use adds v·k·(2·T + N) to "gram" alone: what it saved on rows is spent after a number of uses (`uses_until`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gramian.linalg import WIDEST_DENSE
+
+Sent = Mapping[str, int]
+"""{kind of collective: bytes that leave a process}, with the names of `Exchange.sent`."""
+GRAM_BYTES = 8
+"""Of an entry of UᵀU, of a column's scale and of a trace, which travel in float64."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a block on several processes."""
+
+    width: int
+    """N."""
+    tokens: tuple[int, ...]
+    """T_r of every process: of those that are kept, where a subset is."""
+    row_bytes: int = 2
+    """s."""
+    sum_bytes: int = 4
+    """S."""
+
+    @classmethod
+    def even(cls, width: int, tokens: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4) -> Side:
+        """Tokens spread over ranks as evenly as they can be, those with one more first."""
+        each, more = divmod(tokens, ranks)
+        return cls(width, (each + 1,) * more + (each,) * (ranks - more), row_bytes, sum_bytes)
+
+    @property
+    def ranks(self) -> int:
+        """W."""
+        return len(self.tokens)
+
+    @property
+    def total(self) -> int:
+        """T."""
+        return sum(self.tokens)
+
+    def features(self, rank: int) -> int:
+        """n_r: even up to one, those with one more first."""
+        each, more = divmod(self.width, self.ranks)
+        return each + (rank < more)
+
+    def taken(self, asked: str, low_rank_up_to: int) -> str:
+        """How processes join the side if `asked` is the option: sides with too many tokens for low rank are "dense".
+
+        Args:
+            asked: "gram", "gather" or "dense".
+            low_rank_up_to: tokens up to which it is low rank (`policy.low_rank_up_to`).
+        """
+        if self.total > low_rank_up_to:
+            return "dense"
+        return "gather" if asked == "dense" and self.width > WIDEST_DENSE else asked
+
+    # ---- bytes that leave a process --------------------------------------------------------------------------------
+
+    def join(self, reduction: str, rank: int = 0) -> Sent:
+        """Rows or sums of a refresh."""
+        own = self.tokens[rank]
+        if reduction == "gram":
+            return _sent(all_to_all=self.row_bytes * own * (self.width - self.features(rank)))
+        if reduction == "gather":
+            return _sent(all_gather=self.row_bytes * own * self.width * (self.ranks - 1))
+        return _sent(all_reduce=self._ring(self.sum_bytes * self.width**2))
+
+    def settle(self, reduction: str, half: bool = True) -> Sent:
+        """What else a refresh sends: the scales and the error of half precision, and the trace."""
+        if reduction != "gram":
+            return {}
+        scales = self._ring(GRAM_BYTES * self.total) + self._ring(2 * GRAM_BYTES)
+        return _sent(all_reduce=scales * half + self._ring(GRAM_BYTES))
+
+    def gram(self, reduction: str) -> Sent:
+        """UᵀU, with the first use."""
+        return _sent(all_reduce=self._ring(GRAM_BYTES * self.total**2)) if reduction == "gram" else {}
+
+    def use(self, reduction: str, columns: int, value_bytes: int = 4, local: bool = False) -> Sent:
+        """A power of the damped side times [N, k].
+
+        Args:
+            reduction: how the side was joined.
+            columns: k.
+            value_bytes: v.
+            local: the [N, k] and the result stay spread by rows as the side is.
+        """
+        if reduction != "gram":
+            return {}
+        rows = 0 if local else value_bytes * columns * -(-self.width // self.ranks) * (self.ranks - 1)
+        return _sent(all_reduce=self._ring(value_bytes * self.total * columns), all_gather=rows)
+
+    def held(self, reduction: str, rank: int = 0, storage_bytes: int = 2) -> int:
+        """Bytes at rest on a process; a matrix is as wide as it is long."""
+        entries = {
+            "gram": self.total * self.features(rank),
+            "gather": self.total * self.width,
+            "dense": self.width**2,
+        }
+        return storage_bytes * entries[reduction]
+
+    def _ring(self, size: int) -> int:
+        return 2 * size * (self.ranks - 1) // self.ranks
+
+
+def natural_gradient(
+    outputs: Side, inputs: Side, reductions: tuple[str, str], value_bytes: int = 4, local: bool = False
+) -> Sent:
+    """(G + λ_G)⁻¹ Y (A + λ_A)⁻¹ for Y [o, m], once both Gram matrices are there.
+
+    Args:
+        outputs: of G, o wide.
+        inputs: of A, m wide.
+        reductions: how each of the two was joined.
+        value_bytes: v.
+        local: the output side's rows of Y stay where they lie, as FSDP2 shards them.
+    """
+    return total(
+        outputs.use(reductions[0], inputs.width, value_bytes, local),
+        inputs.use(reductions[1], outputs.width, value_bytes),
+    )
+
+
+def total(*parts: Sent) -> dict[str, int]:
+    """Added up by kind."""
+    sums: Counter[str] = Counter()
+    for part in parts:
+        sums.update(part)
+    return dict(sums)
+
+
+def _sent(**bytes_: int) -> Sent:
+    return {kind: count for kind, count in bytes_.items() if count}
+
+
+# ---- where two send as much ------------------------------------------------------------------------------------------
+
+
+def gather_meets_dense(width: int, row_bytes: int = 2, sum_bytes: int = 4) -> float:
+    """T below which "gather" sends less than "dense", for any W: 2·N·S/s."""
+    return 2 * width * sum_bytes / row_bytes
+
+
+def gram_meets_dense(
+    width: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4, with_gram_matrix: bool = True
+) -> float:
+    """T below which "gram" sends less than "dense".
+
+    Args:
+        width: N.
+        ranks: W.
+        row_bytes: s.
+        sum_bytes: S.
+        with_gram_matrix: count UᵀU too, which the first use needs; False: the refresh alone, 2·W·N·S/s.
+    """
+    if not with_gram_matrix:
+        return 2 * ranks * width * sum_bytes / row_bytes
+    share = row_bytes / ranks
+    return width * (math.sqrt(share**2 + 128 * sum_bytes) - share) / 32
+
+
+def gram_meets_gather(width: int, ranks: int, row_bytes: int = 2) -> float:
+    """T below which "gram", its Gram matrix counted, sends less than "gather": s·N·(1 − 1/W)/16."""
+    return row_bytes * width * (1 - 1 / ranks) / 16
+
+
+def uses_until(side: Side, other: str, columns: int, value_bytes: int = 4) -> float:
+    """Uses of one refresh after which "gram" has sent more than another reduction; below 0: before the first.
+
+    Args:
+        side: with its tokens.
+        other: "gather" or "dense".
+        columns: k of every use.
+        value_bytes: v.
+    """
+    spared = sum(side.join(other).values()) - sum(total(side.join("gram"), side.gram("gram")).values())
+    return spared / sum(side.use("gram", columns, value_bytes).values())

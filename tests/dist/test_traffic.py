@@ -1,0 +1,122 @@
+"""Bytes that gloo processes count while K-FAC refreshes and is used, against the model: equal to the byte."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gramian
+from gramian.curvature import traffic
+from gramian.curvature.traffic import Side
+from gramian.parallel.exchange import Exchange, exchange_of
+from gramian.parallel.sharded_columns import ShardedColumns
+from tests.kit.matrix import sample
+from tests.kit.processes import distributed
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+REDUCTIONS = ("gram", "gather", "dense")
+SPLITS: dict[int, dict[str, tuple[int, ...]]] = {
+    2: {"even": (2, 2), "uneven": (1, 3), "empty": (0, 2)},
+    3: {"even": (1, 1, 1), "uneven": (2, 0, 1)},
+    4: {"even": (1, 1, 1, 1), "uneven": (0, 2, 1, 1)},
+}
+DTYPES = {torch.float64: (8, 8), torch.float32: (4, 4), torch.bfloat16: (2, 4)}
+POSITIONS = 2
+
+
+class Net(nn.Module):
+    """Widths that no number of processes here divides; the first layer has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(13, 11), nn.Linear(11, 17, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def counted_bytes(rank: int, size: int, reduction: str, split: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A refresh layer by layer, then the first natural gradient and a second one."""
+    torch.manual_seed(0)
+    model, samples = Net().to(dtype), split[rank]
+    x, y = torch.randn(samples, POSITIONS, 13).to(dtype), torch.randint(17, (samples, POSITIONS))
+    kfac = gramian.KFACNaturalGradient(kfac_distributed_reduce=reduction, use_eigenvalue_correction=False)
+    with kfac.capture(model, num_terms=y.numel(), loss_reduction="sum"):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+    tokens, (row, whole) = tuple(POSITIONS * n for n in split), DTYPES[dtype]
+    sides = {
+        name: (Side(o, tokens, row, whole), Side(m, tokens, row, whole))
+        for name, (o, m) in {"first": (11, 14), "second": (17, 11)}.items()
+    }
+    record = kfac.record()
+    for name, both in sides.items():
+        assert record["layers"][name]["sent"] == traffic.total(*(side.join(reduction, rank) for side in both)), name
+    half = dtype != torch.float64
+    every = [side for both in sides.values() for side in both]
+    settled = traffic.total(
+        *(side.join(reduction, rank) for side in every), *(s.settle(reduction, half) for s in every)
+    )
+    for kind in ("all_reduce", "all_to_all"):  # words, of what each process holds, are gathered
+        assert record["sent"][kind] == settled.get(kind, 0), kind
+    others = next((e for e in _exchanges(kfac)), None)
+    gradients = {n: torch.ones_like(p) for n, p in model.named_parameters()}
+    value = 8 if dtype == torch.float64 else 4
+    use = traffic.total(*(traffic.natural_gradient(G, A, (reduction, reduction), value) for G, A in sides.values()))
+    first = traffic.total(use, *(side.gram(reduction) for side in every))
+    for wanted in (first, use):
+        before = {} if others is None else dict(others.sent)
+        kfac.compute_natural_gradient(model, gradients=gradients)
+        assert _since(others, before) == wanted
+
+
+def _exchanges(kfac: gramian.KFACNaturalGradient) -> Any:
+    for block in kfac.kfac_factors.values():
+        for factor in block.factors.values():
+            if isinstance(getattr(factor, "columns", None), ShardedColumns):
+                yield factor.columns.others
+
+
+def _since(others: Exchange | None, before: dict[str, int]) -> dict[str, int]:
+    now = {} if others is None else others.sent
+    return {kind: count - before[kind] for kind, count in now.items() if count > before[kind]}
+
+
+def matrix(size: int) -> list[Any]:
+    return list(itertools.product(REDUCTIONS, SPLITS[size].values(), DTYPES))
+
+
+@pytest.mark.parametrize("reduction, split, dtype", sample(matrix(2), 4))
+@distributed(world_size=2)
+def test_two_processes(rank: int, world_size: int, reduction: str, split: tuple[int, ...], dtype: torch.dtype) -> None:
+    counted_bytes(rank, world_size, reduction, split, dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduction, split, dtype", matrix(3))
+@distributed(world_size=3)
+def test_three_processes(
+    rank: int, world_size: int, reduction: str, split: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    counted_bytes(rank, world_size, reduction, split, dtype)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduction, split, dtype", matrix(4))
+@distributed(world_size=4)
+def test_four_processes(rank: int, world_size: int, reduction: str, split: tuple[int, ...], dtype: torch.dtype) -> None:
+    counted_bytes(rank, world_size, reduction, split, dtype)
+
+
+@distributed(world_size=2)
+def test_rows_that_stay_where_they_lie_are_not_gathered(rank: int, world_size: int) -> None:
+    others = exchange_of(None, torch.device("cpu"))
+    assert others is not None
+    part = others.features(13)[rank]
+    columns = ShardedColumns.of(torch.ones(part.stop - part.start, 4), 13, others).local()
+    before = dict(others.sent)
+    columns.times(columns.transposed_times(torch.ones(part.stop - part.start, 5)))
+    assert _since(others, before) == Side(13, (2, 2)).use("gram", 5, local=True)
