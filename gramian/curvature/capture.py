@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from gramian.curvature.estimate import KroneckerSums, RefreshPass, RemainderSums
 from gramian.errors import GramianError
 from gramian.parallel.exchange import Exchange
+from gramian.parallel.tensor_parallel import Dealt, TensorParallel
 from gramian.taps.capture import Capture
+from gramian.taps.names import unwrap
 from gramian.taps.record import PassInfo
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ ONE_BACKWARD = "capture: got a second backward; expected cap.next(num_terms=...)
 
 class KFACCapture(Capture):
     """What `kfac.capture(...)` gives on a step that refreshes."""
+
+    takes_shares = True
 
     def __init__(
         self,
@@ -51,6 +55,8 @@ class KFACCapture(Capture):
         self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
         self.others = others
         """The processes that share the refresh; None: this one alone."""
+        self.dealt = dealt_out(unwrap(model), others)
+        """How the samples are dealt out to them; None: this process has all."""
         self.draw = 0
         """Number of the draw of labels that the next pass has."""
         self.silence = ""
@@ -121,6 +127,8 @@ class KFACCapture(Capture):
         """Install the taps."""
         self._kfac._refuse_nested()
         super().__enter__()
+        if self._hub.tensor_parallel is not None and self.others is not None:
+            self._hub.tensor_parallel.exchange.sent = self.others.sent  # one account
         self._kfac._open = True
         return self
 
@@ -140,11 +148,25 @@ class KFACCapture(Capture):
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
         first, self._samples = self._samples, self._samples + batch
-        samples_B = global_ids(ids, first, batch, self.others)
+        samples_B = global_ids(ids, first, batch, self.dealt)
         forwards = self.kronecker.forwards
         forwards[self._tellings] = forwards.get(self._tellings, 0) + 1
+        spread = self._hub.tensor_parallel
+        mine = slice(0, batch) if spread is None else spread.share(batch)
         return RefreshPass(
-            number, batch, None, None, weights, factor, self._loss_scale, count, samples_B, self.draw, self._tellings
+            number=number,
+            batch=mine.stop - mine.start,
+            units=None,
+            sample_ids=None,
+            token_weights=None if weights is None else weights[mine],
+            factor=factor,
+            loss_scale=self._loss_scale,
+            num_terms=count,
+            samples_B=samples_B[mine],
+            draw=self.draw,
+            telling=self._tellings,
+            whole_batch=batch,
+            spread=spread,
         )
 
     def end_of_pass(self, info: PassInfo) -> None:
@@ -154,7 +176,8 @@ class KFACCapture(Capture):
         backward = torch._C._current_graph_task_id()
         if info.telling not in self._counted:
             self._counted[info.telling] = backward
-            self.terms += info.num_terms
+            if info.spread is None or info.spread.first:  # one process of those that see the same terms
+                self.terms += info.num_terms
         elif self._counted[info.telling] != backward:
             raise GramianError(ONE_BACKWARD)
         self.samples += info.batch
@@ -190,7 +213,24 @@ class Idle:
         check_terms(num_terms, token_weights)
 
 
-def global_ids(given: Any, first: int, batch: int, others: Exchange | None) -> Tensor:
+def dealt_out(root: nn.Module, others: Exchange | None) -> Dealt | None:
+    """Who has which samples: each process its own, or all processes of a tensor-parallel group the same; None: this one all.
+
+    Raises:
+        GramianError: if a tensor-parallel group is not among the processes that join their sums.
+    """
+    spread = TensorParallel.of(root)
+    if spread is None or spread.size == 1:
+        return None if others is None else Dealt(others.rank, others.size)
+    if others is None:
+        raise GramianError(
+            'kfac_distributed_reduce: is "none", but no process has whole features of a tensor-parallel layer; '
+            'expected "gram", "gather" or "dense"'
+        )
+    return spread.dealt(others)
+
+
+def global_ids(given: Any, first: int, batch: int, others: Dealt | Exchange | None) -> Tensor:
     """Ids of a batch's samples among those of all processes, [B].
 
     Where none are given, the i-th sample of process r of W is sample i·W + r: as a `DistributedSampler` deals them out, so
@@ -200,7 +240,7 @@ def global_ids(given: Any, first: int, batch: int, others: Exchange | None) -> T
         given: the user's own ids, or None.
         first: samples that came before.
         batch: B.
-        others: the processes.
+        others: how samples are dealt out; None: this process has all.
 
     Raises:
         GramianError: for ids that are none.

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gramian.curvature.blocks import Spec
 from gramian.errors import GramianError
 from gramian.parallel.gradients import DataParallel
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.names import named_parameters, unwrap
 
 
@@ -93,11 +95,21 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     """The group of the processes that share a model's data: the user's word, else that of DDP or FSDP2; None: the default.
 
+    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included.
+
     Raises:
-        GramianError: for a model that is sharded otherwise than by FSDP2.
+        GramianError: for a model that is sharded otherwise than by FSDP2 and tensor parallelism.
     """
-    spread = DataParallel.of(model, root)
-    return spread.group if given is None else given
+    if TensorParallel.of(root) is None:
+        spread = DataParallel.of(model, root)
+        return spread.group if given is None else given
+    meshes = [p.device_mesh for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
+    if given is None and meshes and meshes[0].size() != world_size(None):
+        raise GramianError(
+            f"process_group: the model's mesh has {meshes[0].size()} of {world_size(None)} processes; expected the group of "
+            "all processes of the mesh"
+        )
+    return given
 
 
 def world_size(group: Any) -> int:

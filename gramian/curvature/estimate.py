@@ -20,6 +20,7 @@ from gramian.curvature.options import Options
 from gramian.curvature.planning import Keeps, keeps_of
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.sites.site import Sides
 from gramian.taps.statistic import Needs, ParameterInfo
@@ -36,6 +37,10 @@ class RefreshPass(PassInfo):
     """Number of the draw of labels."""
     telling: int = 0
     """Number of the word on num_terms that it goes by: forwards of one backward share theirs."""
+    whole_batch: int = 0
+    """Samples behind `num_terms`: this process's, and those that others of a tensor-parallel group took."""
+    spread: TensorParallel | None = None
+    """The processes that see the same samples, and of which each takes its share."""
 
 
 @dataclass
@@ -232,7 +237,7 @@ class KroneckerSums(SumsOfOneCapture):
         g_TV = wide(gradients.rows_TN)
         weights = (g_TV != 0).any(1).to(p_TV) if chosen.weights is None else chosen.weights.to(p_TV)
         if self.check_softmax:
-            seen = _check_softmax(spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
+            seen = _checked_softmax(info.spread, spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
             self.check_softmax = not seen
         block.probabilities = block.probabilities or Moment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
@@ -260,25 +265,29 @@ class KroneckerSums(SumsOfOneCapture):
             return
         batch, tokens = sides.gradients_BTO.shape[:2]
         alone = self.forwards.get(info.telling, 1) == 1
-        if alone and info.num_terms == batch * tokens:
+        if info.spread is None and alone and info.num_terms == batch * tokens:
             self._answered[info.number] = None
             return
         answered_BT = (sides.gradients_BTO != 0).any(-1)
-        answers = int(answered_BT.sum())
-        if answers == batch * tokens > info.num_terms:
-            self._answered[info.number] = None  # a term has several tokens
+        answers_seen = torch.stack([answered_BT.sum(), answered_BT.new_tensor(batch * tokens, dtype=torch.long)])
+        if info.spread is not None:  # what follows is the same on all processes that see these samples
+            answers_seen = info.spread.sum(answers_seen)
+        answers, seen = answers_seen.tolist()
+        if answers == seen > info.num_terms or (alone and info.num_terms == seen):
+            self._answered[info.number] = None  # a term has several tokens, or every token one
         elif not alone or answers == info.num_terms:
             self._answered[info.number] = answered_BT
 
     def _note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
         """Note a layer that counts more tokens than there are terms because nobody knows which of them have one."""
-        batch, tokens = sides.gradients_BTO.shape[:2]
+        batch, tokens = info.whole_batch, sides.gradients_BTO.shape[1]
         counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
         if info.token_weights is not None or counted <= info.num_terms:
             return
         answered_BT = self._answered.get(info.number)
         fits = answered_BT is None or answered_BT.shape[1] in (1, tokens) or tokens == 1
-        if info.number not in self._answered or not fits:
+        says = info.spread is None or info.spread.first
+        if says and (info.number not in self._answered or not fits):
             self.padded[layer] = (counted, info.num_terms)
 
     # ---- tokens ----------------------------------------------------------------------------------------------------
@@ -352,6 +361,22 @@ class KroneckerSums(SumsOfOneCapture):
         if sides.counted_BT is None:
             self._chosen[memo] = chosen
         return chosen
+
+
+def _checked_softmax(spread: TensorParallel | None, layer: str, *told: Any) -> bool:
+    """`_check_softmax`, with one answer for all processes that see the same samples: nobody raises alone and is waited for."""
+    if spread is None:
+        return _check_softmax(layer, *told)
+    problem, seen = "", False
+    try:
+        seen = _check_softmax(layer, *told)
+    except GramianError as error:
+        problem = str(error)
+    said = spread.tell([problem, seen])
+    problem = next((text for text, _ in said if text), "")
+    if problem:
+        raise GramianError(problem)
+    return any(seen for _, seen in said)
 
 
 def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dtype: torch.dtype) -> bool:

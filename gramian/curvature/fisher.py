@@ -217,7 +217,7 @@ def run_passes(
         cap = capture(found, weights)
         if not asked.inputs.shape[0]:
             cap.batch_size = 0  # said, so that no row stands in for samples that are not there
-        samples = global_ids(sample_ids, 0, asked.inputs.shape[0], cap.others)
+        samples = global_ids(sample_ids, 0, asked.inputs.shape[0], cap.dealt)
         around.enter_context(hub_of(root).governed_by(Withheld()))
         around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
         for draw in range(draws or 1):

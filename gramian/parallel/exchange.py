@@ -12,7 +12,7 @@ Bytes that leave this process (`sent`), with B for those of one tensor:
 |---|---|---|
 | all_reduce | ring: reduce-scatter, then all-gather | ⌊2·B·(W−1)/W⌋ |
 | all_gather | its own piece, to each of the others | (W−1)·B of the piece |
-| all_to_all | to each of the others what is for it | Σ_{d≠rank} T·n_d·itemsize |
+| all_to_all | to each of the others what is for it | Σ_{d≠rank} T·n_d·itemsize; `to_samples`: Σ_{d≠rank} T_d·n·itemsize |
 """
 
 import json
@@ -125,6 +125,27 @@ class Exchange:
         dist.all_to_all_single(_bytes(taken), _bytes(given), arriving, leaving, group=self.group)
         self.sent["all_to_all"] += sum(leaving) - leaving[self.rank]
         return taken.to(rows_TN.device)
+
+    def to_samples(self, part: Tensor, dim: int, widths: list[int], counts: list[int]) -> Tensor:
+        """This process's rows with all features, from its features of all rows: `reshard` the other way. One all-to-all.
+
+        Args:
+            part: [Σ rows, …] with this process's features along `dim`; rows in the order of ranks.
+            dim: the axis that is spread, not 0.
+            widths: features of each process.
+            counts: rows that each process takes.
+        """
+        entries = part.numel() // max(len(part), 1) if part.numel() else 0
+        given = part.detach().to(self._wire).contiguous()
+        mine, item = counts[self.rank], part.dtype.itemsize
+        shapes = [(mine, *part.shape[1:dim], width, *part.shape[dim + 1 :]) for width in widths]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        taken = torch.empty(sum(sizes), dtype=part.dtype, device=self._wire)
+        leaving = [count * entries * item for count in counts]
+        dist.all_to_all_single(_bytes(taken), _bytes(given), [n * item for n in sizes], leaving, group=self.group)
+        self.sent["all_to_all"] += sum(leaving) - leaving[self.rank]
+        pieces = [piece.view(shape) for piece, shape in zip(taken.split(sizes), shapes, strict=True)]
+        return torch.cat(pieces, dim=dim).to(part.device)
 
     def gather_features(self, part_nK: Tensor, n: int) -> Tensor:
         """The whole [n, K] of each process's rows `features(n)[rank]`. One all-gather of pieces of ⌈n/W⌉ rows."""

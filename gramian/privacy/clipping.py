@@ -154,6 +154,7 @@ class Clipping:
     withholds = True
     per_sample = True
     batch_size: int | None = None
+    takes_shares = False
     statistics = ()
 
     def __init__(

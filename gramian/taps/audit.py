@@ -2,17 +2,20 @@
 
 Σ_i g_i from the records is compared with the gradient that reaches the parameter in this backward, before any reduction
 over processes. It catches a weight used outside its layer, a wrong orientation, double counts and forgotten uses in one
-comparison. Cost: one more weight gradient, once per model; the comparison needs no collective.
+comparison. Cost: one more weight gradient, once per model; the comparison needs no collective, except in a tensor-parallel
+model, whose backward is one anyway.
 """
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide
+from gramian.parallel.tensor_parallel import TensorParallel, whole
 from gramian.taps.record import ParameterRecord
 from gramian.taps.statistic import ParameterInfo
 
@@ -23,8 +26,14 @@ AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 class Audit:
     """Collects both sides of the comparison during one backward."""
 
-    def __init__(self, parameters: Mapping[str, ParameterInfo]) -> None:
-        """Watch nothing yet."""
+    def __init__(self, parameters: Mapping[str, ParameterInfo], spread: TensorParallel | None = None) -> None:
+        """Watch nothing yet.
+
+        Args:
+            parameters: to be compared.
+            spread: the processes that took a share of the samples each; what they explain is added up.
+        """
+        self._spread = spread
         self._expected: dict[str, ParameterRecord] = {}
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
@@ -36,7 +45,7 @@ class Audit:
     def watch(self, name: str, tensor: Tensor) -> None:
         """See the local gradient that reaches this tensor (under FSDP2 the unsharded one that the forward reads)."""
         known = name not in self._names or id(tensor) in self._watched
-        if not known and tensor.requires_grad and tensor.is_leaf and not hasattr(tensor, "placements"):
+        if not known and tensor.requires_grad and tensor.is_leaf and self._is_read(tensor):
             self._watched[id(tensor)] = tensor
             self._watched_names.add(name)
             handle = tensor.register_hook(lambda gradient: self._gradient(name, gradient))
@@ -44,6 +53,12 @@ class Audit:
             for key in [key for key in hooks if key != handle.id]:  # ours first: the user's may change the gradient
                 hooks[key] = hooks.pop(key)
             self._handles.append(handle)
+
+    def _is_read(self, tensor: Tensor) -> bool:
+        """True for what a forward reads: a plain tensor, or one that is spread by features alone; False for FSDP2's shards."""
+        if not isinstance(tensor, DTensor):
+            return True
+        return self._spread is not None and tensor.device_mesh == self._spread.mesh
 
     def record(self, record: ParameterRecord) -> None:
         """What the taps explain."""
@@ -76,6 +91,9 @@ class Audit:
             arrived, total = self._arrived.get(name), self._totals.get(name)
             if arrived is None:
                 continue
+            arrived = whole(arrived)
+            if self._spread is not None and total is not None:
+                total = self._spread.sum(total)
             if not bool(arrived.isfinite().all()):
                 continue
             compared.add(name)
@@ -84,7 +102,9 @@ class Audit:
                     raise GramianError(f"{name}: got a gradient, but none through its layer; {_ADVICE}")
                 continue
             record, got = self._expected[name], wide(arrived).to(total.dtype)
-            rounding = torch.finfo(record.gradient.dtype).eps * record.gradient.magnitude()
+            magnitude = record.gradient.magnitude()
+            magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
+            rounding = torch.finfo(record.gradient.dtype).eps * magnitude
             allowed = AGREES[record.gradient.dtype] * got.norm() + 8 * rounding
             error = (got - total).norm()
             if not bool(error <= allowed):

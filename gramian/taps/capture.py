@@ -33,6 +33,8 @@ class Capture:
     `p.grad` is the ordinary gradient.
     """
 
+    takes_shares = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -104,7 +106,7 @@ class Capture:
         left = {name: p for name, p in self._hub.parameters.items() if name not in self._hub.audited}
         if not left or not self._audit_wanted or self._hub.rule.withholds:
             return None
-        audit = Audit(left)
+        audit = Audit(left, self._hub.tensor_parallel)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit

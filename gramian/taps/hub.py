@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
+from gramian.parallel.gradients import local as part_of
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps import names
 from gramian.taps.blank import with_a_row
 from gramian.taps.discover import discover
@@ -30,6 +33,11 @@ from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
 from gramian.taps.statistic import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.tap import LISTENERS, Tap, Use, register_hub
+
+SPREADS = ("linear", "embedding", "norm")
+"""Kinds of layers that may be tensor parallel."""
+PASSED_ON = ("View", "Reshape", "Alias", "ToCopy", "Squeeze", "Redistribute", "ToTorchTensor", "FromTorchTensor")
+"""Autograd nodes behind which an output is still the same numbers."""
 
 _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary()
 
@@ -59,6 +67,9 @@ class Hub:
         self._installed: list[Tap] = []
         self._holders = 0
         self._grouped: set[str] = set()
+        self.tensor_parallel: TensorParallel | None = None
+        """The processes that the model is spread over by features, and that deal its samples out among themselves while those
+        who listen take shares; None: every process sees all of its samples."""
         self.output_layer: str | None = None
         """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
 
@@ -113,9 +124,17 @@ class Hub:
             raise GramianError(
                 f"batch_size: open captures of one model say {sorted(map(str, sizes))}; expected one number"
             )
+        if self._listeners and self._listeners[0].takes_shares != listener.takes_shares and self._spread() is not None:
+            raise GramianError("capture: K-FAC of a tensor-parallel model is under way; expected one capture at a time")
+        self.tensor_parallel = self._spread() if listener.takes_shares else None
         self.install()
         self._listeners.append(listener)
         self._set_flags()
+
+    def _spread(self) -> TensorParallel | None:
+        root = self.root()
+        assert root is not None
+        return TensorParallel.of(root)
 
     def detach(self, listener: Listener) -> None:
         """Stop reporting to a listener."""
@@ -129,7 +148,9 @@ class Hub:
         """Plain flags, which a compiled graph can guard on without knowing who listens."""
         self.live = bool(self._listeners)
         LISTENERS.anywhere = any(hub.live for hub in _hub_of.values())
-        self.per_sample = any(listener.per_sample for listener in self._listeners)
+        if not self.live:
+            self.tensor_parallel = None
+        self.per_sample = self.tensor_parallel is not None or any(listener.per_sample for listener in self._listeners)
         given = [listener.batch_size for listener in self._listeners if listener.batch_size is not None]
         self.batch_size = given[0] if given else None
 
@@ -191,11 +212,35 @@ class Hub:
                 output = self._expanded(tap, output)
             if not (output.requires_grad or self.rule.withholds):
                 return output
+        self._refuse_spread(tap, module, [*kept, *([output] if isinstance(output, Tensor) else [])])
         if not torch.compiler.is_compiling():
             self._show(tap)
             if self.rule.withholds and not in_backward():
                 self.rule.foresee(tap, kept, output)
         return tap.observe(output, kept, extra)
+
+    def _refuse_spread(self, tap: Tap, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Raise, on every process, for a tensor-parallel layer that cannot be looked at sample by sample.
+
+        Raises:
+            GramianError: naming it.
+        """
+        assert tap.site is not None
+        spread = any(isinstance(t, DTensor) for t in tensors)
+        layer = f"{tap.name or 'model'} ({type(module).__name__})"
+        if spread and self.tensor_parallel is None:
+            raise GramianError(
+                f"{layer} is tensor parallel, which only K-FAC can look at; expected a layer that is whole"
+            )
+        if self.tensor_parallel is not None and not tap.site.compiles:
+            raise GramianError(
+                f"{layer} has no formula and must be run again sample by sample, which a tensor-parallel model cannot be; "
+                "expected a registered site (register_site)"
+            )
+        if spread and tap.site.kind not in SPREADS:
+            raise GramianError(
+                f"{layer} is tensor parallel; expected {', '.join(SPREADS)} layers to be, and others to be whole"
+            )
 
     def _leaves(self, tap: Tap) -> "list[tuple[str, Tensor]] | None":
         """Where a layer without a formula leaves the weights it ran on, to be compared with what its tap explains."""
@@ -300,17 +345,25 @@ class Hub:
         if module is None or not audience:
             return
         assert tap.site is not None
-        refuse_unbatched_indices(pass_, tap.name, kept)
-        refuse_picked_row(pass_, tap.name, kept, output_gradients)
+        kept_here, gradients_here = [part_of(t) for t in kept], [part_of(t) for t in output_gradients]
+        refuse_unbatched_indices(pass_, tap.name, kept_here)
+        refuse_picked_row(pass_, tap.name, kept_here, gradients_here)
         if self.rule.withholds:
             self._warn_of_groups(pass_, tap, output_gradients[0])
         device = output_gradients[0].device.type
         self._passes.begin(pass_, device)
+        batch = pass_.batch
+        if self.tensor_parallel is not None:
+            with tap.named_errors():
+                kept = [self.tensor_parallel.take(t, batch) for t in kept]
+                output_gradients = [self.tensor_parallel.take(t, batch) for t in output_gradients]
+            mine = self.tensor_parallel.share(batch)
+            batch = mine.stop - mine.start
         with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
             self.live = False  # the generic site runs the layer again: untapped
             try:
                 with tap.named_errors():
-                    by_local = tap.site.gradients(module, kept, output_gradients, pass_.batch, extra)
+                    by_local = tap.site.gradients(module, kept, output_gradients, batch, extra)
             finally:
                 self.live = True
             gradients = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
@@ -325,7 +378,7 @@ class Hub:
                         f"expected {list(self.parameters[name].shape)}"
                     )
             for listener, info in audience:
-                sides = partial(tap.site.sides, module, kept, output_gradients, pass_.batch)
+                sides = partial(tap.site.sides, module, kept, output_gradients, batch)
                 record = LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info, sides, borrowed)
                 listener.layer(record)
             if self.rule.withholds and not tap.site.compiles:
@@ -359,7 +412,7 @@ def _maker(output: Any) -> str | None:
             continue
         if isinstance(use, Use):
             return use.tap.name
-        if not any(word in node.name() for word in ("View", "Reshape", "Alias", "ToCopy", "Squeeze")):
+        if not any(word in node.name() for word in PASSED_ON):
             return None
         node = node.next_functions[0][0] if node.next_functions else None
     return None

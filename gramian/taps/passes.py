@@ -35,6 +35,9 @@ class Listener(Protocol):
     batch_size: int | None
     """B, where the user gave it."""
 
+    takes_shares: bool
+    """True if it takes this process's share of the samples where processes see the same ones (tensor parallelism)."""
+
     @property
     def statistics(self) -> Sequence[Statistic]:
         """What it computes."""

@@ -3,11 +3,7 @@
 import itertools
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-import gramian
 from tests.curvature.splits import CASES
 from tests.dist import kfac_bodies as bodies
 from tests.kit.matrix import sample
@@ -51,11 +47,3 @@ def test_a_collection_while_gradients_are_accumulated(rank: int, world_size: int
 @distributed(world_size=2)
 def test_preconditioned_training_is_that_of_one_process(rank: int, world_size: int, reduce: str) -> None:
     bodies.trained(rank, world_size, "fsdp2", reduce)
-
-
-@distributed(world_size=2)
-def test_tensor_parallel_layers_are_refused_by_name(rank: int, world_size: int) -> None:
-    model = CASES["words"].model()
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"fc": ColwiseParallel()})
-    with pytest.raises(gramian.GramianError, match="sharded"):
-        gramian.KFACNaturalGradient().capture(model, num_terms=torch.tensor(4))

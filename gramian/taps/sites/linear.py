@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide
+from gramian.parallel.tensor_parallel import whole
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Form, Sides, Site, first_tensor, tokens, trains
@@ -62,8 +63,9 @@ class Linear(Site):
         def outputs(rows_TI: Tensor) -> Tensor:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
-            matrix = wide(weight.detach().mT if self.transposed else weight.detach())
-            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(bias.detach()))
+            matrix = wide(whole(weight.detach()))
+            matrix = matrix.mT if self.transposed else matrix
+            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(whole(bias.detach())))
 
         return Sides(tokens(kept[0], batch), tokens(output_gradients[0], batch), outputs=outputs)
 
