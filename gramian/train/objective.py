@@ -22,6 +22,12 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The layer that makes the logits, as Hugging Face models tell it: nothing shows it from outside but a loss."""
+        ask = getattr(self.model, "get_output_embeddings", None)
+        head: nn.Module | None = ask() if callable(ask) else getattr(self.model, "head", None)
+        return head
+
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, coefficient: float | Tensor, documents_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
