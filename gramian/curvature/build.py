@@ -17,6 +17,7 @@ from gramian.curvature.options import Options
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factor import fetch_traces
+from gramian.linalg.offload import Offload
 from gramian.linalg.wide import exact_float32
 from gramian.parallel.sharded_columns import ShardedColumns
 
@@ -79,6 +80,7 @@ class Builder:
                     A, G, facts.reason_A, facts.reason_G = G, A, facts.reason_G, facts.reason_A
                     facts.reduction_A, facts.reduction_G = facts.reduction_G, facts.reduction_A
             else:
+                place.settle()
                 A, G = _tied(A, G, gradients, counts)
                 facts.reason_A = f"head ({facts.reason_A}) and table ({reason}), weighted by their traces"
                 facts.reason_G = f"head ({facts.reason_G}) and token counts, weighted by their traces"
@@ -151,15 +153,26 @@ class Placement:
         """
         self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
         self._left = None if free is None or self._fixed is not None else free // 2
+        self._offload = Offload()
 
     def __call__(self, factor: Factor) -> Factor:
-        """The factor in its place."""
+        """The factor in its place; what goes from a GPU to the CPU is there after `settle`."""
         if self._fixed is not None:
-            return factor if factor.device.type == self._fixed.type else factor.to(self._fixed)
+            return self._moved(factor, self._fixed)
         if self._left is None:
             return factor
         self._left -= factor.nbytes
-        return factor if self._left >= 0 else factor.to("cpu")
+        return factor if self._left >= 0 else self._moved(factor, torch.device("cpu"))
+
+    def _moved(self, factor: Factor, device: torch.device) -> Factor:
+        if factor.device.type == device.type:
+            return factor
+        away = factor.device.type == "cuda" and device.type == "cpu"
+        return self._offload(factor) if away else factor.to(device)
+
+    def settle(self) -> None:
+        """Wait until every factor is in its place: before anyone reads one."""
+        self._offload.settle()
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -218,10 +231,13 @@ def make_blocks(
                 continue  # the others still join theirs
             try:
                 block = _made(builder, spec, totals, remainder.pop(name, None), place)
-            except Exception as error:
+            except (
+                Exception
+            ) as error:  # of any kind (no memory, a solver's): raised below, when all processes know of it
                 problem = error
             else:
                 fresh.update({} if block is None else {name: block})
+        place.settle()
         said = join.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem

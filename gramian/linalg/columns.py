@@ -3,11 +3,12 @@
 Products are written for the rows of U that lie here; three hooks say how they become those of all rows. Here all rows do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from gramian.linalg.pinned import blocks_on
 from gramian.linalg.stored import HALF, Loaded, Others, Source, Stored, join_columns, store_columns
 from gramian.linalg.wide import pieces, wide_mm
 
@@ -67,12 +68,17 @@ class Columns:
         """Slices of rows."""
         return pieces(self.stored.body.shape[0], self.count)
 
+    def _loaded(self, dtype: torch.dtype, device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows of U on a device, widened there."""
+        for rows, body in blocks_on(self.stored.body, self.blocks(), device):
+            yield rows, self.stored.widen(body, rows, dtype)
+
     def transposed_times(self, y_NK: Tensor) -> Tensor:
         """Uᵀ Y, [r, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
         y_NK = self._rows(y_NK)
         total = y_NK.new_zeros(self.count, y_NK.shape[1])
-        for rows in self.blocks():
-            total.addmm_(self.stored.load(rows, y_NK.dtype, y_NK.device).mT, y_NK[rows])
+        for rows, block in self._loaded(y_NK.dtype, y_NK.device):
+            total.addmm_(block.mT, y_NK[rows])
         return self._added(total)
 
     def times(self, c_RK: Tensor) -> Tensor:
@@ -81,8 +87,8 @@ class Columns:
 
     def _times(self, c_RK: Tensor) -> Tensor:
         out = c_RK.new_empty(self.stored.body.shape[0], c_RK.shape[1])
-        for rows in self.blocks():
-            torch.mm(self.stored.load(rows, c_RK.dtype, c_RK.device), c_RK, out=out[rows])
+        for rows, block in self._loaded(c_RK.dtype, c_RK.device):
+            torch.mm(block, c_RK, out=out[rows])
         return out
 
     def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
@@ -111,18 +117,20 @@ class Columns:
         return gram
 
     def _summed_gram(self, weights: Tensor | None, coarse: bool) -> Tensor:
-        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=self.stored.body.device)
-        for rows in self.blocks():
-            if coarse:
-                total += wide_mm(self.stored.body[rows].mT, self.stored.body[rows])
-            else:
-                block = self.stored.load(rows, torch.float64)
-                total.addmm_(block.mT, block if weights is None else block * weights[rows, None])
-        if coarse and self.stored.right is not None:
-            scale_R = self.stored.right.double()
+        body = self.stored.body
+        where = self.stored.home or body.device
+        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=where)
+        if coarse:
+            for rows in self.blocks():
+                total += wide_mm(body[rows].mT, body[rows])
+            scale_R = total.new_ones(self.count) if self.stored.right is None else self.stored.right.double()
             total *= scale_R[:, None]
             total *= scale_R[None, :]
-        return self._added(total)
+        else:
+            weights = None if weights is None else weights.to(where)
+            for rows, block in self._loaded(torch.float64, where):
+                total.addmm_(block.mT, block if weights is None else block * weights[rows, None])
+        return self._added(total.to(body.device))
 
     def forget(self) -> None:
         """Let the kept Gram go; it is formed again when it is asked for."""
@@ -146,8 +154,9 @@ class Columns:
         return self._added(self._squares().sum())
 
     def _squares(self) -> Tensor:
-        parts = [self.stored.load(rows, torch.float64).square().sum(1) for rows in self.blocks()]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=self.stored.body.device)
+        device = self.stored.body.device
+        parts = [block.square().sum(1) for _, block in self._loaded(torch.float64, self.stored.home)]
+        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.float64, device=device)
 
     # ---- other columns from these ----------------------------------------------------------------------------------
 
@@ -167,6 +176,10 @@ class Columns:
     def mixed(self, c_RK: Tensor) -> "Columns":
         """U C, stored as U is. 2·n·r·k FLOPs, twice where it is rounded: a piece of U C at a time."""
         return self._with(store_columns(_Product(self, c_RK), self.stored.body.dtype, self.others))
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Columns":
+        """Every tensor moved; `home`: where products are made from now on."""
+        return self._with(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
         """Moved, or stored again."""

@@ -1,5 +1,7 @@
 """A matrix held whole; its eigenvectors are found when they are first asked for."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -173,6 +175,10 @@ class Dense(AtRest, Spectral):
         columns = vectors.flip(1)[:, :kept] * descending[:kept].sqrt()
         lost = float(descending[kept:].double().sum())
         return Compressed(LowRank.of(columns, self.storage_dtype), lost)
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Dense":
+        """M moved."""
+        return Dense(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Dense":
         """Moved, or stored again."""

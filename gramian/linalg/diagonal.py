@@ -1,5 +1,7 @@
 """M = diag(d): token counts, and whatever is kept of a matrix that may not be held otherwise."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -128,6 +130,10 @@ class Diagonal(Spectral):
         """A diagonal is as small as it gets."""
         kept_rank(self.values_N.sort(descending=True).values, rank, energy)
         return Compressed(self, 0.0)
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Diagonal":
+        """d moved."""
+        return Diagonal(move(self.values_N))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
         """Moved; kept in float32 at least."""

@@ -6,6 +6,8 @@ Exact: p = ±1 (and all integers), trace, Frobenius norm, log det. Other powers 
 inverses, and shifts that differ by column are solved by conjugate gradients; `work.error_bound` says how well.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -316,6 +318,10 @@ class DiagonalLowRank(AtRest, Factor):
             rest = self.values_N.double() - _row_sums(self.columns)
             d_N = rest.clamp(min=0) + _row_sums(columns)
         return DiagonalLowRank(d_N, columns, self.sign)
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "DiagonalLowRank":
+        """d and U moved."""
+        return DiagonalLowRank(move(self.values_N), self.columns.moved(move, home), self.sign)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
         """Moved, or stored again."""

@@ -8,9 +8,10 @@ The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to i
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Factor(ABC):
     work: Work
     _bound: float | None = None
     _trace: float | None = None
+    _told_trace: Tensor | None = None
+    """Where it was found before the factor moved."""
 
     # ---- what each representation answers --------------------------------------------------------------------------
 
@@ -155,6 +158,10 @@ class Factor(ABC):
     @abstractmethod
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Keep `rank` directions, or as few as hold the share `energy` of the trace."""
+
+    @abstractmethod
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> Self:
+        """The same matrix with every tensor moved; `home`: the GPU that goes on making its products."""
 
     @abstractmethod
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
@@ -311,14 +318,13 @@ class Spectral(Factor):
 
 def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
     """{id of a factor: its trace}, waiting for each device once; what was read before is not read again."""
-    by_device: dict[torch.device, list[Factor]] = {}
-    for factor in factors:
-        if factor._trace is None:
-            by_device.setdefault(factor.device, []).append(factor)
+    by_device: dict[torch.device, list[tuple[Factor, Tensor]]] = {}
+    for factor in {id(factor): factor for factor in factors if factor._trace is None}.values():
+        trace = factor.trace() if factor._told_trace is None else factor._told_trace
+        by_device.setdefault(trace.device, []).append((factor, trace.double()))
     for together in by_device.values():
-        traces = torch.stack([factor.trace().double() for factor in together]).tolist()
-        for factor, trace in zip(together, traces, strict=True):
-            factor._trace = trace
+        for (factor, _), number in zip(together, torch.stack([t for _, t in together]).tolist(), strict=True):
+            factor._trace, factor._told_trace = number, None
     return {id(factor): factor._trace for factor in factors if factor._trace is not None}
 
 

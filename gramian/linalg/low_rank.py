@@ -5,6 +5,8 @@ the stored U exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/
 never written down. Powers, any λ, log det and merging need nothing else.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -189,6 +191,10 @@ class LowRank(AtRest, Spectral):
     def thin(self, chosen: Tensor) -> "LowRank":
         """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices."""
         return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "LowRank":
+        """U moved."""
+        return LowRank(self.columns.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Moved, or stored again."""

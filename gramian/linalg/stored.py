@@ -8,6 +8,7 @@ number of entries exists in wide precision.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,6 +68,8 @@ class Stored:
     right: Tensor | None
     relative_error: Tensor
     """‖M − stored‖_F / ‖M‖_F, 0-dim: of U Uᵀ about twice that of U."""
+    home: torch.device | None = None
+    """The GPU that multiplies it, where it was sent away from one; None: the device it lies on."""
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +93,8 @@ class Stored:
         own = whole.dtype != self.body.dtype or whole.device != self.body.device
         for scale in (None if self.left is None else self.left[rows, None], self.right):
             if scale is not None:
-                whole = whole.mul_(scale.to(whole)) if own else whole * scale.to(whole)
+                scale = scale.to(whole.device, non_blocking=whole.is_cuda).to(whole.dtype)
+                whole = whole.mul_(scale) if own else whole * scale
                 own = True
         return whole
 
@@ -103,18 +107,22 @@ class Stored:
             right = (ones if right is None else right) * scale
         else:
             body = body * scale
-        return Stored(body, self.left, right, self.relative_error)
+        return replace(self, body=body, right=right)
 
     def to(self, device: torch.device | str | None = None) -> "Stored":
         """The same on another device."""
-        scales = [None if t is None else t.to(device=device) for t in (self.left, self.right)]
-        return Stored(self.body.to(device=device), scales[0], scales[1], self.relative_error.to(device=device))
+        return self.moved(lambda t: t.to(device=device))
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Stored":
+        """Every tensor moved; `home`: where products are made from now on."""
+        left, right = (None if t is None else move(t) for t in (self.left, self.right))
+        return Stored(move(self.body), left, right, move(self.relative_error), home)
 
     def scaled(self, factor: float) -> "Stored":
         """factor·M, without rounding anything a second time: the factor goes into the scales, in float64."""
         one_R = torch.ones(self.body.shape[1], dtype=torch.float64, device=self.body.device)
         right = factor * (one_R if self.right is None else self.right.double())
-        return Stored(self.body, self.left, right, self.relative_error)
+        return replace(self, right=right)
 
 
 class Others(Protocol):
@@ -184,7 +192,7 @@ def join_columns(left: Stored, right: Stored, others: Others | None = None) -> S
     parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
     scales = torch.cat([part.right.double() for part in parts if part.right is not None])
     error = torch.maximum(left.relative_error.double(), right.relative_error.double())
-    return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error)
+    return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error, left.home)
 
 
 def _plain(matrix_NR: Tensor | Source, source: Source, dtype: torch.dtype, others: Others | None = None) -> Stored:

@@ -1,0 +1,91 @@
+"""Copies between a GPU and pinned host memory, on a stream of their own, beside the work that goes on.
+
+Away: a copy begins when the work queued before it is done, and goes on beside what is queued after it. The GPU's memory is
+given to others when the copy is done (`record_stream`). What was sent may be read on the CPU when a later `mark` has passed.
+
+Back: a block of rows is on its way while the one before it is multiplied, and no more than two are on the GPU.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """Copies on a stream of their own, beside the current one; one per GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream.
+
+        Args:
+            device: a GPU.
+        """
+        self.device, self._stream = device, torch.cuda.Stream(device)
+
+    def send(self, t: Tensor) -> Tensor:
+        """A copy in pinned memory, to be read when a `mark` made after this has passed."""
+        there = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            there.copy_(t, non_blocking=True)
+        t.record_stream(self._stream)
+        return there
+
+    def fetch(self, pinned: Tensor) -> tuple[Tensor, Any]:
+        """A copy on the GPU, and the event after which it is one."""
+        with torch.cuda.stream(self._stream):
+            return pinned.to(self.device, non_blocking=True), self._stream.record_event()
+
+    def receive(self, t: Tensor, event: Any) -> Tensor:
+        """Let the current stream wait for what was fetched."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        t.record_stream(current)
+        return t
+
+    def mark(self) -> Any:
+        """An event after the last copy."""
+        return self._stream.record_event()
+
+    def work_mark(self) -> Any:
+        """An event after the work queued so far."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+
+_lanes: dict[torch.device, Lane] = {}
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The one of a GPU."""
+    if device not in _lanes:
+        _lanes[device] = Lane(device)
+    return _lanes[device]
+
+
+def blocks_on(body: Tensor, blocks: Iterable[slice], device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows on a device; those in pinned memory come to a GPU while the one before is worked on."""
+    if device is None or device.type != "cuda" or not body.is_pinned():
+        for rows in blocks:
+            yield rows, body[rows].to(device=device)
+        return
+    yield from _ahead(lane_of(device), body, blocks)
+
+
+def _ahead(lane: Lane, body: Tensor, blocks: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks as they arrive: the next is fetched before this one is handed out, and after the one before is done with."""
+    waiting: deque[tuple[slice, Tensor, Any]] = deque()
+    worked: deque[Any] = deque()
+    for rows in blocks:
+        if len(worked) > 1:
+            worked.popleft().synchronize()
+        waiting.append((rows, *lane.fetch(body[rows])))
+        if len(waiting) > 1:
+            ready, part, event = waiting.popleft()
+            yield ready, lane.receive(part, event)
+            del part
+            worked.append(lane.work_mark())
+    for ready, part, event in waiting:
+        yield ready, lane.receive(part, event)
