@@ -14,11 +14,19 @@ from tests.train.runs import PRIVATE, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
+SHORT: dict[str, dict[str, Any]] = {
+    "run": {"steps": 12},
+    "data": {"length": 16, "batch": 5, "micro_batch": 2},
+    "checkpoint": {"snapshot_every": 2, "every": 4},
+}
+"""With few tokens sides are of low rank, and their rows spread over processes, one of which has a row of data more."""
 RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "plain": (1, {"model": {"dropout": 0.1}, "data": {"micro_batch": 3}}),
     "plain, two processes": (2, {}),
     "sharded, two processes": (2, {"parallel": {"strategy": "fsdp2"}}),
     "K-FAC": (1, {"kfac": {"update_freq": 4}}),
+    "K-FAC, two processes": (2, {"kfac": {"update_freq": 3, "ema_decay": 0.5}, **SHORT}),
+    "K-FAC, sharded, two processes": (2, {"kfac": {"update_freq": 3}, "parallel": {"strategy": "fsdp2"}, **SHORT}),
     "private, with curvature of public data": (
         1,
         {
@@ -32,15 +40,16 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-SAMPLED = ("plain", "private, two processes")
+SAMPLED = ("plain", "private, two processes", "K-FAC, two processes")
 
 
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)
 def test_a_run_that_was_killed_ends_bitwise_where_the_other_ends(kind: str, tmp_path: Path) -> None:
     processes, sections = RUNS[kind]
-    sampled = [Kill("save", 12)] if kind == "plain" else [Kill("step", 23)]
-    kills = random_kills(40, 20, seed=1) if FULL else sampled
-    found = check_resume(small(**sections), tmp_path, kills, processes)
+    config = small(**sections)
+    sampled = [Kill("save", 12)] if kind == "plain" else [Kill("step", config.run.steps * 6 // 10)]
+    kills = random_kills(config.run.steps, 20, seed=1) if FULL else sampled
+    found = check_resume(config, tmp_path, kills, processes)
     assert {kill: told[:5] for kill, told in found.items() if told} == {}
     assert len(found) == len(kills)
 
