@@ -163,7 +163,11 @@ def _curvature(config: Config, vocabulary: int, place: _Place) -> list[str]:
             model = build_model(config, vocabulary)
     tokens = config.data.batch * config.data.length
     plan = build_kfac(config).plan(
-        model.to(numbers.weights), tokens=tokens, activations=numbers.activations, device=place.device
+        model.to(numbers.weights),
+        tokens=tokens,
+        activations=numbers.activations,
+        device=place.device,
+        world_size=max(place.gpus, 1),
     )
     return ["", f"[kfac] on top of that, for a refresh of {tokens:,} tokens:", *plan.grouped().splitlines(), ""]
 

@@ -161,7 +161,7 @@ class Placement:
             return self._moved(factor, self._fixed)
         if self._left is None:
             return factor
-        self._left -= factor.nbytes
+        self._left -= _most_bytes(factor)
         return factor if self._left >= 0 else self._moved(factor, torch.device("cpu"))
 
     def _moved(self, factor: Factor, device: torch.device) -> Factor:
@@ -173,6 +173,16 @@ class Placement:
     def settle(self) -> None:
         """Wait until every factor is in its place: before anyone reads one."""
         self._offload.settle()
+
+
+def _most_bytes(factor: Factor) -> int:
+    """Bytes on the process that holds most of it: the same number on all of them."""
+    columns = factor.columns if isinstance(factor, LowRank | DiagonalLowRank) else None
+    if not isinstance(columns, ShardedColumns):
+        return factor.nbytes
+    body = columns.stored.body
+    most = max(part.stop - part.start for part in columns.others.features(columns.dim))
+    return factor.nbytes + int((most - len(body)) * columns.count * body.element_size())
 
 
 def free_memory(device: torch.device) -> int | None:

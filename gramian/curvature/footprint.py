@@ -43,6 +43,8 @@ class Shape:
     storage: torch.dtype
     extra: int = 0
     """Bytes of scales and of a diagonal beside columns."""
+    spread: int = 1
+    """Processes that share its rows."""
 
     def __str__(self) -> str:
         """As a table shows it."""
@@ -53,7 +55,26 @@ class Shape:
         """Bytes at rest."""
         if self.kind == "diagonal":
             return self.side * self.storage.itemsize
-        return self.side * self.columns * self.storage.itemsize + self.extra
+        return self.here * self.columns * self.storage.itemsize + self.extra
+
+    @property
+    def here(self) -> int:
+        """Rows on one process: on the one with most."""
+        return -(-self.side // self.spread)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of the two blocks of U that are on a GPU at once, where U lies in host memory."""
+        return 0 if self.kind in ("dense", "diagonal") else 2 * self.storage.itemsize * self._piece
+
+    @property
+    def visiting(self) -> int:
+        """Bytes of the Gram of such a U on that GPU, and of a block of it, weighted."""
+        return 0 if self.kind in ("dense", "diagonal") else DOUBLE * self.small + 2 * self.loaded(DOUBLE)
+
+    @property
+    def _piece(self) -> int:
+        return piece_entries(self.here, self.columns)
 
     @property
     def small(self) -> int:
@@ -64,7 +85,7 @@ class Shape:
         """Bytes of a block of U, or of M, in the dtype of products: widened and scaled, one copy."""
         if self.kind == "dense":
             return itemsize * self.small * int(self.storage.itemsize != itemsize)
-        return itemsize * piece_entries(self.side, self.columns)
+        return itemsize * self._piece
 
     def solving(self, itemsize: int) -> "Use":
         """Bytes of its Cholesky factorisation, small algebra in numbers of this size."""
@@ -82,7 +103,8 @@ class Shape:
         if "plus" in self.kind:  # the plain Gram is not what is factorised, and stays
             return Use(gram, loaded, 3 * gram, weighted, 2 * gram)
         held = itemsize * self.small
-        return Use(gram, loaded, 2 * held, gram - held, held)
+        summed = gram if self.spread > 1 else 0  # those of all processes, beside that of this one
+        return Use(gram, max(loaded, summed), 2 * held, gram - held, held)
 
     def decomposing(self, itemsize: int) -> "Use":
         """Bytes of its eigenvectors."""
@@ -119,9 +141,9 @@ def dense(side: int, storage: torch.dtype, summed: bool = False) -> Shape:
     return Shape("dense", side, side, storage, 8 * side if storage in HALF else 0)
 
 
-def low_rank(side: int, columns: int, storage: torch.dtype) -> Shape:
+def low_rank(side: int, columns: int, storage: torch.dtype, spread: int = 1) -> Shape:
     """Columns with their scales."""
-    return Shape("low rank", side, columns, storage, 8 * columns)
+    return Shape("low rank", side, columns, storage, 8 * columns, spread)
 
 
 def diagonal(side: int, wide: int) -> Shape:
@@ -140,13 +162,14 @@ def merged(left: Shape, right: Shape) -> Shape:
         return dense(left.side, storage, summed=True)
     values = [shape for shape in (left, right) if "diagonal" in shape.kind]
     if not values:
-        return low_rank(left.side, columns, storage)
+        return low_rank(left.side, columns, storage, max(left.spread, right.spread))
     minus = any("minus" in shape.kind for shape in values)
     width = DOUBLE if minus else values[0].storage.itemsize
     kind: Literal["diagonal plus low rank", "diagonal minus low rank"] = (
         "diagonal minus low rank" if minus else "diagonal plus low rank"
     )
-    return Shape(kind, left.side, columns, storage, 8 * columns + width * left.side)
+    spread = max(left.spread, right.spread)
+    return Shape(kind, left.side, columns, storage, 8 * columns + width * left.side, spread)
 
 
 @dataclass(frozen=True)
@@ -179,6 +202,10 @@ class Form:
     """Columns that an average over refreshes keeps; 0: there is none."""
     decomposed: bool
     """Whether its use needs eigenvectors."""
+    processes: int = 1
+    """W that share the tokens."""
+    reduction: str = ""
+    """How they join rows: "gram", "gather" or "dense"."""
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -204,6 +231,10 @@ class Footprint:
     use_G: Use = Use()
     apply: int = 0
     """While a vector is multiplied: of one block at a time."""
+    visiting: int = 0
+    """On the layer's GPU while Grams are made of factors kept elsewhere."""
+    fetched: int = 0
+    """On top there, where factors come from elsewhere: of the blocks on their way."""
 
     @property
     def rest(self) -> int:
@@ -232,7 +263,7 @@ def outline(form: Form, keeps: tuple[Keep, Keep, Keep], tokens: int, table_token
     Args:
         form: of the block.
         keeps: what is kept of A, of G and of a table's gradients.
-        tokens: T that the weight multiplies.
+        tokens: T that the weight multiplies, on all processes.
         table_tokens: T that look it up.
     """
     if form.kind != "kronecker":
@@ -268,10 +299,21 @@ def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
     """The most that any number of tokens can take, field by field."""
     counts = {MANY}
     for keep in keeps:
-        counts |= {count for count in (keep.rows_up_to, keep.limit) if count}
+        counts |= {share * count for count in (keep.rows_up_to, keep.limit) if count for share in {1, form.processes}}
     found = [outline(form, keeps, count, count).footprint for count in counts]
     sides = [_largest([getattr(one, side) for one in found]) for side in ("use_A", "use_G")]
-    numbers = ("collect", "build", "joined", "rest_A", "rest_G", "settled_A", "settled_G", "apply")
+    numbers = (
+        "collect",
+        "build",
+        "joined",
+        "rest_A",
+        "rest_G",
+        "settled_A",
+        "settled_G",
+        "apply",
+        "visiting",
+        "fetched",
+    )
     most = {name: max(getattr(one, name) for one in found) for name in numbers}
     return Footprint(use_A=sides[0], use_G=sides[1], **most)
 
@@ -285,38 +327,65 @@ _Side = tuple[Shape, int, int]
 def _side(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
     """Σ w x xᵀ, with a last input of 1 if there is a bias."""
     a, w, n = form.activation, form.wide, width - bias
-    kept = tokens if keep.limit is None else min(tokens, keep.limit)
-    what = representation(keep, kept)
+    local = -(-tokens // form.processes)
+    kept, mine = (count if keep.limit is None else min(count, keep.limit) for count in (tokens, local))
+    what = _joined_form(form, width, keep, kept)
     if what == "diagonal":
         return diagonal(width, w), 2 * w * n, 4 * w * n
-    if what == "dense" and keep.limit is None:
-        made = w * width**2 * (3 if bias else 1) + _storing(form, width, width, w)
+    if keep.limit is None and mine > keep.rows_up_to:
+        made = w * width**2 * (3 if bias else 1) + _storing(form, width, width, w) + _summing(form, width)
         return dense(width, form.storage), w * n**2 + w * n, max(2 * w * n**2, made)
-    held = a * kept * n + (8 * kept if keep.limit is not None else 0)
-    chosen = a * kept * n if keep.limit is not None else 0  # rows that stay, beside those they are chosen from
+    held = a * mine * n + (8 * mine if keep.limit is not None else 0)
+    chosen = a * mine * n if keep.limit is not None else 0  # rows that stay, beside those they are chosen from
     if what == "dense":
-        written = w * kept * width + 2 * w * piece_entries(kept, width)
-        made = max(written + w * width**2, 2 * w * width**2 + _storing(form, width, width, w))
+        written = w * mine * width + 2 * w * piece_entries(mine, width)
+        made = max(written + w * width**2, 2 * w * width**2 + _storing(form, width, width, w)) + _summing(form, width)
         return dense(width, form.storage), held, max(chosen, made)
-    return low_rank(width, kept, form.storage), held, max(chosen, _storing(form, width, kept, a))
+    shape = low_rank(width, kept, form.storage, _spread(form))
+    return shape, held, max(chosen, _joining(form, shape, mine, w, a), _storing(form, shape.here, kept, a))
+
+
+def _joined_form(form: Form, width: int, keep: Keep, kept: int) -> str:
+    """The form of a side of all processes' tokens."""
+    what = representation(keep, kept)
+    as_matrix = form.processes > 1 and form.reduction == "dense" and width <= WIDEST_DENSE and not keep.why
+    return "dense" if what == "low rank" and as_matrix else what
+
+
+def _spread(form: Form) -> int:
+    return form.processes if form.reduction == "gram" else 1
+
+
+def _summing(form: Form, width: int) -> int:
+    """Bytes of the sum over processes, beside this one's product."""
+    return form.wide * width**2 if form.processes > 1 else 0
+
+
+def _joining(form: Form, shape: Shape, mine: int, written: int, sent: int) -> int:
+    """Bytes of rows on their way: written down, laid out as they travel, and those of all processes."""
+    if form.processes == 1:
+        return 0
+    return mine * shape.side * (written + sent) + sent * shape.here * shape.columns
 
 
 def _softmax(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
     """Σ w (diag p − p pᵀ) from probabilities."""
     w = form.wide
-    kept = tokens if keep.limit is None else min(tokens, keep.limit)
-    what = representation(keep, kept)
+    local = -(-tokens // form.processes)
+    kept, mine = (count if keep.limit is None else min(count, keep.limit) for count in (tokens, local))
+    what = _joined_form(form, width, keep, kept)
     if what == "diagonal":
         return diagonal(width, w), 2 * w * width, 4 * w * width
-    if what == "dense" and keep.limit is None:
-        made = 3 * w * width**2 + _storing(form, width, width, w)
+    if keep.limit is None and mine > keep.rows_up_to:
+        made = 3 * w * width**2 + _storing(form, width, width, w) + _summing(form, width)
         return dense(width, form.storage), w * width**2 + w * width, max(2 * w * width**2, made)
-    rows, held = kept * width, w * kept * (width + 1) + (8 * kept if keep.limit is not None else 0)
+    rows, held = mine * width, w * mine * (width + 1) + (8 * mine if keep.limit is not None else 0)
     seen = 4 * w * rows
     if what == "dense":
-        return dense(width, form.storage), held, max(seen, 2 * w * rows + 3 * w * width**2)
-    shape = Shape("diagonal minus low rank", width, kept, form.storage, DOUBLE * (width + kept))
-    return shape, held, max(seen, _storing(form, width, kept, w), shape.loaded(DOUBLE))
+        return dense(width, form.storage), held, max(seen, 2 * w * rows + 3 * w * width**2 + _summing(form, width))
+    shape = Shape("diagonal minus low rank", width, kept, form.storage, DOUBLE * (width + kept), _spread(form))
+    made = max(_joining(form, shape, mine, w, w), _storing(form, shape.here, kept, w), shape.loaded(DOUBLE))
+    return shape, held, max(seen, made)
 
 
 def _storing(form: Form, side: int, columns: int, itemsize: int) -> int:
@@ -366,6 +435,8 @@ def _footprint(
         uses[0],
         uses[1],
         _applying(form, A, G),
+        max(shape.visiting for shape in (A, G) if shape is not None),
+        max(shape.fetched for shape in (A, G) if shape is not None),
     )
 
 

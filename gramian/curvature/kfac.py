@@ -537,12 +537,13 @@ class KFACNaturalGradient:
         activations: torch.dtype | None = None,
         device: str | torch.device | None = None,
         free: int | None = None,
+        world_size: int = 1,
     ) -> CurvaturePlan:
         """What a refresh and its use will hold, from shapes alone: bytes per layer, stage and device.
 
         Args:
             model: on any device, the meta device among them; nothing is allocated.
-            tokens: T of a refresh, for all layers or {layer: T}; None: the most that any number of tokens can take.
+            tokens: T of a refresh on all processes, for all layers or {layer: T}; None: the most that any number can take.
             inputs: in place of tokens, the arguments of one forward over a whole refresh (meta tensors do): tells every
                 layer's own tokens, and which layers share one A.
             head: name of the layer whose outputs are the logits; None: the model's own word, or the last linear layer.
@@ -552,6 +553,7 @@ class KFACNaturalGradient:
             activations: their dtype, where autocast makes it another than the parameters'.
             device: where the model will run; None: where it is.
             free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
+            world_size: processes that share the tokens; the plan is that of each.
 
         Returns:
             `.rows`, `.total(device)`; `str()` is the table.
@@ -570,6 +572,7 @@ class KFACNaturalGradient:
             activations=activations,
             device=device,
             free=free,
+            world_size=world_size,
         )
 
     # ---- not yet ---------------------------------------------------------------------------------------------------

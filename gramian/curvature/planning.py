@@ -199,6 +199,8 @@ class Total:
     rest: int = 0
     settled: int = 0
     apply: int = 0
+    leaving: int = 0
+    """Of the factor that is on its way elsewhere while the next is made."""
     uses: list[tuple[Use, int]] = field(default_factory=list)
     """Of every factor, in the order of the blocks, and how many there are alike."""
 
@@ -223,18 +225,23 @@ class Total:
     def first(self) -> int:
         """The most at any time of one refresh without factors from before, and of its use."""
         used = self.rest + max(self.use, self.held + self.apply)
-        return max(self.collect + self.joined + self.build + self.rest, used)
+        return max(self.collect + self.making + self.rest, used)
 
     @property
     def peak(self) -> int:
         """The most at any time, when factors from before, and what their use holds, are there while new ones are made."""
         used = self.settled + max(self.use, self.held + self.apply)
         fresh = self.rest + (self.settled if self.averaged else 0)
-        return max(self.settled + self.held + self.collect + self.joined + self.build + fresh, used)
+        return max(self.settled + self.held + self.collect + self.making + fresh, used)
+
+    @property
+    def making(self) -> int:
+        """While factors are made, on top of tokens and factors."""
+        return self.joined + self.build + self.leaving
 
     def stages(self) -> dict[str, int]:
         """As the table shows them."""
-        found = (self.collect, self.joined + self.build, self.rest, self.use, self.apply)
+        found = (self.collect, self.making, self.rest, self.use, self.apply)
         return dict(zip(STAGES, found, strict=True))
 
 
@@ -253,9 +260,11 @@ def add(
     """
     here = totals.setdefault(home, Total(averaged=averaged))
     here.collect += count * one.collect
-    away = sum(rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home)
+    sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
     here.joined += count * one.joined
-    here.build, here.apply = max(here.build, one.build + away), max(here.apply, one.apply)
+    here.build, here.leaving = max(here.build, one.build + sum(sent)), max(here.leaving, *sent, 0)
+    applying = max(one.apply, one.visiting) + one.fetched if sent else one.apply
+    here.apply = max(here.apply, applying)
     for store, rest, settled, use in (  # in the order in which they are factorised
         (stores[1], one.rest_G, one.settled_G, one.use_G),
         (stores[0], one.rest_A, one.settled_A, one.use_A),
@@ -303,6 +312,10 @@ class CurvaturePlan:
     totals: Mapping[str, Total]
     budget: int | None
     keeps: Keeps
+    world_size: int = 1
+    """Processes; all numbers are of the one that holds most."""
+    reduction: str = ""
+    """How they join their rows."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -342,8 +355,9 @@ class CurvaturePlan:
         table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         for device, total in self.totals.items():
             limit = "" if self.budget is None else f" of a budget of {megabytes(self.budget)}"
+            each = "" if self.world_size == 1 else f" on each of {self.world_size:,} processes ({self.reduction})"
             table.append(
-                f"{device}: {megabytes(total.peak)} at most{limit}; {megabytes(total.first)} in the first refresh"
+                f"{device}: {megabytes(total.peak)} at most{limit}{each}; {megabytes(total.first)} in the first refresh"
             )
         return "\n".join(table)
 
@@ -367,13 +381,14 @@ def plan(
     activations: torch.dtype | None = None,
     device: str | torch.device | None = None,
     free: int | None = None,
+    world_size: int = 1,
 ) -> CurvaturePlan:
     """What K-FAC will hold for a model, from shapes alone; the model may be on the meta device.
 
     Args:
         model: the user's module, unwrapped.
         options: of the K-FAC object.
-        tokens: T of a refresh, for all layers or {layer: T}; None: the most that any number of tokens can take.
+        tokens: T of a refresh on all processes, for all layers or {layer: T}; None: the most that any number can take.
         inputs: in place of tokens, the arguments of one forward over all of a refresh (meta tensors do): tells every layer's
             own tokens, and which layers share one A. Without it every A counts by itself.
         head: the layer whose outputs are the logits; None: the last linear one.
@@ -383,10 +398,14 @@ def plan(
         activations: their dtype, where autocast makes it another than the parameters'.
         device: where the model will run; None: where it is (of the meta device: "cuda").
         free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
+        world_size: W, processes that share the tokens evenly; the plan is that of the one with most.
 
     Raises:
         GramianError: if memory_budget cannot be met, or an argument makes no sense.
     """
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise GramianError(f"world_size: expected an integer of at least 1, got {world_size!r}")
+    alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     specs = find_blocks(model, options)
     seen = _seen(model, specs, tokens, inputs)
     head = head if head is not None else _last_linear(specs, seen)
@@ -406,9 +425,10 @@ def plan(
             powers=power != -1,
             activation=activations,
             algebra=algebra,
+            processes=1 if alone else world_size,
         )
         mine = _sides(keeps.get(name, {}))
-        counts = _tokens(spec, tokens, seen)
+        counts = _tokens(spec, tokens, seen, world_size if alone else 1)
         found = outline(form, mine, *(MANY if count is None else count for count in counts))
         one = bound(form, mine) if None in counts else found.footprint
         stores = (_store(options, home),) * 2
@@ -420,7 +440,8 @@ def plan(
         on_cpu = elsewhere and free is not None and home == "cuda" and not _decomposes(found, free)
         why = _why(spec, mine, found, shares.get(name, ""), counts, on_cpu)
         rows.append(_row(spec, form, found, one, counts, home, stores, why, shares.get(name, "")))
-    return CurvaturePlan(tuple(rows), totals, options.budget, keeps)
+    reduction = "" if world_size == 1 else options.kfac_distributed_reduce
+    return CurvaturePlan(tuple(rows), totals, options.budget, keeps, world_size, reduction)
 
 
 def form_of(
@@ -431,6 +452,7 @@ def form_of(
     powers: bool = False,
     activation: torch.dtype | None = None,
     algebra: torch.dtype = torch.float64,
+    processes: int = 1,
 ) -> Form:
     """What the bytes of a block follow from."""
     activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
@@ -452,6 +474,8 @@ def form_of(
         algebra=8 if spec.dtype == torch.float64 else algebra.itemsize,
         averaged=options.kfac_auto_t_max if options.ema_decay else 0,
         decomposed=powers or options.damping_mode == "joint",
+        processes=processes,
+        reduction=options.kfac_distributed_reduce if processes > 1 else "",
     )
 
 
@@ -474,8 +498,8 @@ def _seen(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any)
     return trace(model, layers, inputs)
 
 
-def _tokens(spec: Spec, tokens: Any, seen: Trace | None) -> tuple[int | None, int | None]:
-    """T that meet the weight as a matrix, and as a table; None: any number."""
+def _tokens(spec: Spec, tokens: Any, seen: Trace | None, apart: int) -> tuple[int | None, int | None]:
+    """T that meet the weight as a matrix, and as a table, where so many processes go each its own way; None: any number."""
     if spec.kind != "kronecker":
         return 0, 0
     if tokens is None and seen is None:
@@ -485,7 +509,7 @@ def _tokens(spec: Spec, tokens: Any, seen: Trace | None) -> tuple[int | None, in
         told = (
             seen.tokens.get(layer, 0) if seen is not None else tokens[layer] if isinstance(tokens, Mapping) else tokens
         )
-        counts[layer in spec.tables] += told
+        counts[layer in spec.tables] += -(-told // apart)
     return counts[0], counts[1]
 
 
