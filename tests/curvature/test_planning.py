@@ -27,6 +27,8 @@ from gramian.curvature.policy import representation
 from gramian.linalg import WIDEST_DENSE, Dense, LowRank, eigen
 from gramian.models import GPT, GPTConfig
 from gramian.verify import dense_kfac
+from tests.curvature import loopback
+from tests.curvature.loopback import on_threads
 from tests.curvature.problems import assert_close, narrow
 from tests.curvature.small import Net, one_line
 from tests.kit.memory import mark, measured
@@ -468,6 +470,51 @@ def test_results_within_a_budget_are_those_of_the_dense_oracle_where_nothing_was
     assert sorted({side["representation"] for layer in told.values() for side in layer["sides"].values()}) == kinds
 
 
+@pytest.mark.parametrize("storage, rounding", [("fp64", 1e-8), ("fp16", 1e-4)])
+def test_within_a_quarter_every_result_is_within_its_stated_error(storage: str, rounding: float) -> None:
+    torch.manual_seed(0)
+    terms, bias = 900, {"0": True, "2": False, "3": True}
+    model = CASES["wide"].build().double()
+    x, y = torch.randn(terms, 200, dtype=torch.float64), torch.randint(120, (terms,))
+    options = {"damping": 1e-2, "max_condition_number": 1e12, "woodbury_dtype": storage}
+    kfac = gramian.KFACNaturalGradient(
+        memory_budget=gramian.KFACNaturalGradient(**options).plan(model).total() // 4, **options
+    )
+    with kfac.capture(model, num_terms=terms):
+        F.cross_entropy(model(x), y).backward()
+    natural = kfac.compute_natural_gradient(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    tokens = dense_kfac.layer_tokens(model, lambda: F.cross_entropy(model(x), y).backward(), list(bias))
+    stated = set()
+    for name, told in kfac.record()["layers"].items():
+        inputs = tokens[name].inputs_TI
+        inputs = torch.cat([inputs, inputs.new_ones(terms, 1)], 1) if bias[name] else inputs
+        factors = kfac.kfac_factors[name].factors
+        for side, rows in (("A", inputs), ("G", terms * tokens[name].gradients_TO)):
+            about, exact = told["sides"][side], rows.mT @ rows / terms
+            error = about["quantisation_error"]
+            off = len(exact) ** 0.5 * (error + error**2) * float(exact.norm()) + 1e-12
+            if about["representation"] == "diagonal":
+                exact, kind = torch.diag(exact.diagonal()), "diagonal"
+            elif (
+                "subset of" in about["reason"]
+            ):  # what a random subset of so many, rescaled, is off by in the mean square
+                kept, kind = int(about["reason"].split("subset of ")[1].split()[0]), "subset"
+                spread = (rows.square().sum(1).square().sum() - terms * exact.square().sum()) / (terms - 1)
+                deviation = float(((1 - kept / terms) / kept * spread).sqrt())
+                off += 2 * deviation
+            else:
+                kind = "rounded"
+            stated.add(kind)
+            assert float((factors[side].to_dense().double() - exact).norm()) <= off, (name, side, kind)
+        parts = [gradients[f"{name}.weight"]] + ([gradients[f"{name}.bias"][:, None]] if bias[name] else [])
+        own = [factors[side].to_dense().double() for side in "AG"]
+        expected = dense_kfac.natural(*own, torch.cat(parts, dim=1), -1.0, "pi", 1e-2)
+        assert_close(natural[f"{name}.weight"], expected[:, : parts[0].shape[1]], rounding)
+    assert stated == ({"subset"} if storage == "fp64" else {"subset", "diagonal", "rounded"})
+
+
 def test_a_subset_within_a_budget_is_unbiased() -> None:
     torch.manual_seed(0)
     model = nn.Linear(150, 5, bias=False).double()
@@ -577,3 +624,97 @@ def test_the_table_has_a_line_for_every_block_and_the_sums() -> None:
     assert lines[-1].startswith("cpu: ") and "budget of 20.0 MB" in lines[-1]
     assert plan.total() == plan.total("cpu") and plan.total("cuda") == 0
     assert all(set(row.bytes) == set(STAGES) for row in plan.rows)
+
+
+# ---- on several processes --------------------------------------------------------------------------------------------
+
+WORLDS = [("gpt", 2), ("mlp", 4), pytest.param("gpt", 3, marks=pytest.mark.full), ("tied", 5)]
+REDUCTIONS = ["gram", "gather", "dense", "none"]
+
+
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.full)], ids=["empirical", "exact head"])
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("case, ranks", WORLDS)
+def test_every_process_holds_what_the_plan_says(case: str, ranks: int, reduce: str, exact: bool) -> None:
+    torch.manual_seed(0)
+    inputs, classes = CASES[case].inputs(), CASES[case].classes
+    models = [CASES[case].build() for _ in range(ranks)]
+    options = {"kfac_distributed_reduce": reduce, "kfac_true_fisher_head": exact, "update_freq": 1}
+
+    def body(rank: int, _: Any) -> tuple[int, list[tuple[str, str]]]:
+        kfac = gramian.KFACNaturalGradient(**options)
+        refresh(kfac, models[rank], inputs[rank::ranks], classes)
+        forms = [
+            ("" if b.A is None else "shared" if b.facts.shares_A_with else told(b, "A"), told(b, "G"))
+            for b in kfac.kfac_factors.values()
+        ]
+        return kfac.record()["bytes"], forms
+
+    found = on_threads(ranks, body)
+    plan = gramian.KFACNaturalGradient(**options).plan(models[0], inputs=inputs, world_size=ranks)
+    assert max(held for held, _ in found) == plan.totals["cpu"].rest
+    for _, forms in found:
+        assert forms == [(row.A, row.G) for row in plan.rows]
+    assert f"on each of {ranks} processes ({reduce})" in str(plan)
+
+
+def test_the_plan_says_what_processes_save_and_what_joining_costs() -> None:
+    model, tokens = seven_billion(), 8192
+
+    def head(reduce: str, ranks: int) -> dict[str, int]:
+        kfac = gramian.KFACNaturalGradient(kfac_distributed_reduce=reduce)
+        row = kfac.plan(model, tokens=tokens, world_size=ranks).rows[-1]
+        return {stage: held["cuda"] for stage, held in row.bytes.items()}
+
+    one, spread, whole = head("gram", 1), head("gram", 8), head("gather", 8)
+    assert head("gather", 1) == head("dense", 1) == one
+    wide = 151_936 * tokens * 2  # of the columns in half precision
+    assert one["rest"] - spread["rest"] == pytest.approx(wide * 7 / 8, rel=0.05)
+    assert whole["rest"] == one["rest"]
+    assert spread["collect"] == whole["collect"] == pytest.approx(one["collect"] / 8, rel=0.2)
+    assert whole["build"] - spread["build"] == pytest.approx(2 * wide * 7 / 8, rel=0.2)  # rows of all, in float32
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 1.5, "2"])
+def test_a_number_of_processes_that_is_none_is_refused(world_size: Any) -> None:
+    with pytest.raises(gramian.GramianError) as caught:
+        gramian.KFACNaturalGradient().plan(CASES["mlp"].build(), tokens=3, world_size=world_size)
+    one_line(caught.value, "world_size: expected", repr(world_size))
+
+
+@pytest.mark.parametrize("poorest", [0, 1])
+def test_the_process_with_the_fewest_free_bytes_decides_for_all(poorest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placement "auto": the ranks pretend to have different amounts, also one that only a rank with fewer rows fits into."""
+    torch.manual_seed(0)
+    models, inputs = [CASES["gpt"].build() for _ in range(2)], CASES["gpt"].inputs()
+    free, moved, kept = [2**40, 2**40], [[], []], [[], []]  # type: ignore[var-annotated]
+    place = build.Placement.__call__
+
+    def rank() -> int:
+        number: int = loopback._here.exchange.rank
+        return number
+
+    def placed(self: build.Placement, factor: Any) -> Any:
+        kept[rank()].append(factor.nbytes)
+        return place(self, factor)
+
+    def away(self: build.Placement, factor: Any, device: torch.device) -> Any:
+        moved[rank()].append(len(kept[rank()]))
+        return factor
+
+    monkeypatch.setattr("gramian.curvature.refresh.free_memory", lambda device: free[rank()])
+    monkeypatch.setattr(build.Placement, "__call__", placed)
+    monkeypatch.setattr(build.Placement, "_moved", away)
+
+    def body(number: int, _: Any) -> None:
+        kfac = gramian.KFACNaturalGradient(update_freq=1)
+        refresh(kfac, models[number], inputs[number::2], 151)
+
+    on_threads(2, body)
+    assert moved == [[], []]
+    sizes = list(zip(*kept, strict=True))
+    uneven = next(i for i, (left, right) in enumerate(sizes) if left != right)  # 151 rows: one process has one more
+    free[poorest] = 2 * sum(right for _, right in sizes[: uneven + 1])
+    kept[0].clear(), kept[1].clear()
+    on_threads(2, body)
+    assert moved[0] == moved[1] and 0 < len(moved[0]) < len(sizes)
