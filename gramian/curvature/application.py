@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from gramian.curvature.block import Block
 from gramian.curvature.options import Options
+from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
 from gramian.linalg.cholesky import settle_all
 from gramian.linalg.factor import fetch_bounds
@@ -18,7 +19,9 @@ Vector = Mapping[str, Tensor]
 """{parameter: tensor of its shape}."""
 
 
-def apply(blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
+def apply(
+    blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options, spread: Spread
+) -> dict[str, Tensor]:
     """(F + damping)^power v, or F v, on every block that v touches.
 
     Args:
@@ -26,14 +29,15 @@ def apply(blocks: Mapping[str, Block], vector: Vector, power: float | None, opti
         vector: v; parameters of a block that are missing count as zero.
         power: any real number; None: F itself, undamped and unclipped.
         options: for the damping mode and the first jitter.
+        spread: who makes which factorisation.
 
     Returns:
         {parameter: tensor} for all parameters of the blocks touched, like v in dtype, device and memory layout.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad(), exact_float32():
-        if power == -1:
-            _prepare(blocks.values(), options)
+        if power is not None:
+            _prepare(blocks, {name: _wide(block, vector) for name, block in blocks.items()}, power, options, spread)
         for block in blocks.values():
             found.update(_apply_block(block, vector, power, options))
     if options.strict:
@@ -41,22 +45,32 @@ def apply(blocks: Mapping[str, Block], vector: Vector, power: float | None, opti
     return found
 
 
-def _prepare(blocks: Iterable[Block], options: Options) -> None:
-    """Launch every factorisation before anyone waits for the first."""
-    factors = list({id(f): f for block in blocks for f in block.factors.values()}.values())
-    if options.damping_mode != "joint":
+def _prepare(
+    blocks: Mapping[str, Block], dtypes: Mapping[str, torch.dtype], power: float, options: Options, spread: Spread
+) -> None:
+    """Launch every factorisation before anyone waits for the first; several processes share them out."""
+    factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
+    if power == -1 and options.damping_mode != "joint":
         fetch_bounds(factors)
-    for block in blocks:
-        assert block.damping is not None
-        block.prepare(block.damping, options.kfac_eps)
-    settle_all([system for factor in factors for system in factor.pending()])
+    spread.factorise(blocks, dtypes, power, options.kfac_eps)
+    if power == -1:
+        for name, block in blocks.items():
+            assert block.damping is not None
+            block.prepare(block.damping, options.kfac_eps, dtypes[name])
+        settle_all([system for factor in factors for system in factor.pending()])
+
+
+def _wide(block: Block, vector: Vector) -> torch.dtype:
+    """The dtype in which a block meets a vector."""
+    like = next(vector[name] for name in block.spec.parameters if name in vector)
+    return torch.float64 if torch.float64 in (block.G.dtype, like.dtype) else torch.float32
 
 
 def _apply_block(block: Block, vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
     places = {name: vector[name] for name in block.spec.parameters if name in vector}
     given = {name: whole(t) for name, t in places.items()}
     like = next(iter(places.values()))
-    wide = torch.float64 if block.G.dtype == torch.float64 or like.dtype == torch.float64 else torch.float32
+    wide = _wide(block, vector)
     y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
     if power is None:
         out = block.matvec(y)

@@ -8,8 +8,9 @@ from torch import Tensor
 from gramian.curvature.blocks import Spec
 from gramian.curvature.damping import Damping
 from gramian.errors import GramianError
-from gramian.linalg import WIDEST_DENSE, Clip, DiagonalLowRank, Factor, Spectral
+from gramian.linalg import WIDEST_DENSE, Clip, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.factor import raised
+from gramian.linalg.handed import What, decompose, prepare_power
 from gramian.linalg.stored import HALF
 from gramian.linalg.wide import padded
 
@@ -78,13 +79,48 @@ class Block:
         out = self.G.matvec(y_OM)
         return out if self.A is None else self.A.matvec(out.mT.to(self.A.dtype)).mT
 
-    def prepare(self, damping: Damping, first_jitter: float) -> None:
-        """Launch the factorisations that power -1 at this damping will use, and wait for nothing."""
+    def prepare(self, damping: Damping, first_jitter: float, dtype: torch.dtype) -> None:
+        """Launch the factorisations that power -1 of a Y of this dtype will use at this damping, and wait for nothing."""
         if not damping.joint or self.A is None:
-            dtype = self._dtype(-1.0, damping)
+            dtype = torch.promote_types(dtype, self._dtype(-1.0, damping))
             for side, factor, value in self._sides(damping):
                 if self._solves(side, factor, value, damping):
                     factor.prepare_solve(value, first_jitter, dtype)
+
+    def factorisations(self, p: float, damping: Damping) -> dict[str, What]:
+        """{side: what `power` will need of it}; sides that need nothing are left out."""
+        found: dict[str, What] = {}
+        for side, factor, value in self._sides(damping):
+            if isinstance(factor, Diagonal):
+                continue
+            if damping.joint and self.A is not None:
+                if isinstance(factor, Spectral) or (side == "G" and self._writes_out_G(damping)):
+                    found[side] = "eigen"
+            elif p == -1 and self._solves(side, factor, value, damping):
+                found[side] = "solve"
+            elif isinstance(factor, Spectral) or not (
+                factor.clips_nothing(value, damping.max_condition) or factor.dim > WIDEST_DENSE
+            ):
+                found[side] = "eigen"
+        return found
+
+    def factorise(self, side: str, what: What, p: float, damping: Damping, jitter: float, dtype: torch.dtype) -> None:
+        """Make it, as `power` of a Y of this dtype would; a Cholesky factorisation is launched and not waited for."""
+        value, factor = (damping.lambda_A if side == "A" else damping.lambda_G), self.holder(side, what)
+        if what == "solve":
+            factor.prepare_solve(value, jitter, torch.promote_types(dtype, self._dtype(p, damping)))
+            return
+        assert isinstance(factor, Dense | LowRank)
+        if damping.joint and self.A is not None:
+            decompose(factor, torch.float32 if self._stable(damping) else torch.float64)
+        else:
+            wide = torch.promote_types(dtype, self._dtype(p, damping))
+            prepare_power(factor, p, value, damping.max_condition, wide)
+
+    def holder(self, side: str, what: What) -> Factor:
+        """The factor that keeps a factorisation: the side's own, or the matrix that it is written out as."""
+        factor = self.factors[side]
+        return factor.written_out() if what == "eigen" and isinstance(factor, DiagonalLowRank) else factor
 
     def power(self, y_OM: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
         """(F + damping)^p Y, with the clip if there is one; [o, m] on Y's device.
@@ -148,11 +184,9 @@ class Block:
         assert isinstance(self.A, Spectral)
         value, G = damping.lambda_G, self.G
         if isinstance(G, DiagonalLowRank):
-            top = G.bound() * self.A.bound()
-            clipped = damping.max_condition is not None and value * damping.max_condition < top + value
-            if not clipped or G.dim > WIDEST_DENSE:
+            if not self._writes_out_G(damping):
                 return self._joint_by_column(y_OM, p, value, damping.max_condition)
-            G = G.written_out()  # single eigenvalues have to be raised
+            G = G.written_out()
         assert isinstance(G, Spectral)
         sigma, alpha = G.spectrum, self.A.spectrum
         top = float(sigma.max()) * float(alpha.max()) if len(sigma) and len(alpha) else 0.0
@@ -173,6 +207,21 @@ class Block:
                 count, mass = count + unseen, mass + unseen * (floor - value)
             self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
         return out.to(G.dtype)
+
+    def _writes_out_G(self, damping: Damping) -> bool:
+        """True if single eigenvalues of a G without eigenvectors have to be raised, and it is narrow enough for that."""
+        assert self.A is not None
+        if damping.max_condition is None or self.G.dim > WIDEST_DENSE:
+            return False
+        return damping.lambda_G * damping.max_condition < self.G.bound() * self.A.bound() + damping.lambda_G
+
+    def _stable(self, damping: Damping) -> bool:
+        """True if bounds show that float32 does for joint damping."""
+        assert self.A is not None
+        value, top = damping.lambda_G, self.G.bound() * self.A.bound()
+        floor = 0.0 if damping.max_condition is None else (top + value) / damping.max_condition
+        exact = torch.finfo(torch.float32).eps * (top + value) / max(value, floor) <= 1e-2
+        return exact and self.G.dtype == self.A.dtype == torch.float32
 
     def _joint_by_column(self, y_OM: Tensor, p: float, value: float, max_condition: float | None) -> Tensor:
         """G without eigenvectors: in A's basis every column j is (α_j G + λI)^p, by conjugate gradients."""

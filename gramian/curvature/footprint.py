@@ -336,7 +336,7 @@ def _side(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
         made = w * width**2 * (3 if bias else 1) + _storing(form, width, width, w) + _summing(form, width)
         return dense(width, form.storage), w * n**2 + w * n, max(2 * w * n**2, made)
     held = a * mine * n + (8 * mine if keep.limit is not None else 0)
-    chosen = a * mine * n if keep.limit is not None else 0  # rows that stay, beside those they are chosen from
+    chosen = a * mine * n if local > mine else 0  # rows that stay, beside those they are chosen from
     if what == "dense":
         written = w * mine * width + 2 * w * piece_entries(mine, width)
         made = max(written + w * width**2, 2 * w * width**2 + _storing(form, width, width, w)) + _summing(form, width)

@@ -34,6 +34,7 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "world_size": kfac.world_size,
         "reduce": kfac.options.kfac_distributed_reduce,
         "sent": dict(kfac._sent),
+        "factorised": {"here": kfac._spread.here, "all": kfac._spread.all},
         "steps": kfac.steps,
         "refreshes": kfac.refreshes,
         "dropped": list(kfac.dropped),

@@ -32,6 +32,7 @@ from gramian.curvature.estimate import KroneckerSums, RemainderSums
 from gramian.curvature.heads import known_head, seen_head
 from gramian.curvature.options import Options
 from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
+from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
 from gramian.parallel.exchange import Exchange
 from gramian.taps.capture import check_arguments
@@ -171,6 +172,7 @@ class KFACNaturalGradient:
         self._seeds = (0, 0)
         self._before_draws = self._generator.get_state()
         self._sent: dict[str, int] = {}
+        self._spread = Spread(None)
         self._warned = False
         self._softmax_checked = False
         self._identity: set[str] = set()
@@ -456,7 +458,7 @@ class KFACNaturalGradient:
 
     def _apply(self, touched: dict[str, Block], vector: Mapping[str, Tensor], power: float | None) -> dict[str, Tensor]:
         started = time.perf_counter()
-        found = apply(touched, vector, power, self.options)
+        found = apply(touched, vector, power, self.options, self._spread)
         self._seconds["apply"] = time.perf_counter() - started
         journal.log_clips(self, touched.values())
         return {name: found[name] for name in (*vector, *(n for n in found if n not in vector))}
@@ -481,7 +483,7 @@ class KFACNaturalGradient:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, belongs to no model until it captures one or is loaded with one, and to no process group."""
-        return {**self.__dict__, "_model": None, "_number": None, "process_group": None}
+        return {**self.__dict__, "_model": None, "_number": None, "process_group": None, "_spread": Spread(None)}
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 

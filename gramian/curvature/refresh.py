@@ -13,6 +13,7 @@ from gramian.curvature.build import Builder, NotFinite, Placement, free_memory, 
 from gramian.curvature.capture import KFACCapture
 from gramian.curvature.consistency import agree, fingerprint
 from gramian.curvature.join import Join, word_of
+from gramian.curvature.spread import Spread
 from gramian.curvature.steps import meeting
 from gramian.errors import GramianError
 
@@ -76,6 +77,7 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
     kfac.kfac_factors = {**kfac.kfac_factors, **fresh}
     kfac._softmax_checked = kfac._softmax_checked or not cap.kronecker.check_softmax
     kfac._seconds = {"build": time.perf_counter() - started}
+    kfac._spread = Spread(cap.others)
     kfac._sent = {} if cap.others is None else dict(cap.others.sent)
     journal.log_refresh(kfac)
 

@@ -16,6 +16,7 @@ from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec, find_blocks
 from gramian.curvature.build import settle_damping
 from gramian.curvature.consistency import check_spec, unique_parameters
+from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.columns import Columns
@@ -122,7 +123,7 @@ def load(
     ]
     if missing:
         raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
-    kfac.kfac_factors = blocks
+    kfac.kfac_factors, kfac._spread = blocks, Spread(others)
     for name, value in counters.items():
         setattr(kfac, name, value)
     kfac._generator = generator

@@ -53,6 +53,28 @@ class Cholesky:
         self._lower, info = torch.linalg.cholesky_ex(matrix)
         self._good = (info == 0) & self._lower.diagonal().isfinite().all()
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[Attempt]) -> "Cholesky":
+        """A factorisation that was made elsewhere: its `parts` and its `attempts`."""
+        found = cls.__new__(cls)
+        found._matrix = found._inverse = found._logdet = None
+        found._attempts = list(attempts)
+        found._lower = parts[0] if len(parts) == 1 else None
+        found._eigen = None if len(parts) == 1 else (parts[0], parts[1])
+        return found
+
+    def parts(self) -> list[Tensor]:
+        """L, or eigenvalues and eigenvectors where it came to these; to be asked for before the first `solve`.
+
+        Raises:
+            GramianError: if M holds NaN or infinity.
+        """
+        self._settle()
+        if self._eigen is not None:
+            return list(self._eigen)
+        assert self._lower is not None
+        return [self._lower]
+
     @property
     def attempts(self) -> tuple[Attempt, ...]:
         """What was tried, the last one with success."""

@@ -13,9 +13,11 @@ Bytes that leave this process (`sent`), with B for those of one tensor:
 | all_reduce | ring: reduce-scatter, then all-gather | ⌊2·B·(W−1)/W⌋ |
 | all_gather | its own piece, to each of the others | (W−1)·B of the piece |
 | all_to_all | to each of the others what is for it | Σ_{d≠rank} T·n_d·itemsize; `to_samples`: Σ_{d≠rank} T_d·n·itemsize |
+| broadcast | from the one that has it, to each of the others | (W−1)·B |
 """
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -157,6 +159,23 @@ class Exchange:
         whole = self._gather_even(piece)
         pieces = whole.split(each + 1)
         return torch.cat([whole[: more * (each + 1)], *(piece[:each] for piece in pieces[more:])])
+
+    def hand(self, t: Tensor | None, shape: Sequence[int], like: Tensor, source: int) -> Tensor:
+        """What one process has, on all of them. One broadcast.
+
+        Args:
+            t: the tensor; read on the process that has it.
+            shape: its shape, the same everywhere.
+            like: of its dtype, on the device where it is wanted.
+            source: the process that has it.
+        """
+        whole = torch.empty(*shape, dtype=like.dtype, device=self._wire)
+        if t is not None and source == self.rank:
+            whole.copy_(t.detach())
+            self.sent["broadcast"] = self.sent.get("broadcast", 0) + (self.size - 1) * whole.nbytes
+        if whole.numel():
+            dist.broadcast(_bytes(whole), group=self.group, group_src=source)
+        return whole.to(like.device)
 
     def _gather_even(self, piece: Tensor) -> Tensor:
         """Pieces of one shape, joined along dim 0."""

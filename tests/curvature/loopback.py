@@ -67,6 +67,10 @@ class Loopback(Exchange):
         parts = self._share(f"reshard {counts} {rows_TN.dtype}", rows_TN.detach())
         return torch.cat([part[:, mine] for part in parts])
 
+    def hand(self, t: Tensor | None, shape: Any, like: Tensor, source: int) -> Tensor:
+        mine = t if t is not None and source == self.rank else like.new_empty(0)
+        return self._share(f"hand {list(shape)} {like.dtype} {source}", mine)[source].view(*shape)
+
     def _share(self, call: str, what: Tensor) -> list[Tensor]:
         """All ranks must be at the same call: that is what a process group would hang on."""
         self.calls.append(call)
