@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
     train.check_device(config)
     cuda = cuda and config.run.device != "cpu"
     if first and arguments.json is not None:
-        _refuse_unwritable(arguments.json)
+        refuse_unwritable(arguments.json)
 
     console, compiled = console_of(), cuda or arguments.compile
     failure, found = "", None
@@ -113,7 +113,7 @@ def _config(arguments: argparse.Namespace, device: str) -> Config:
         return load_config(path, overrides)
 
 
-def _refuse_unwritable(file: Path) -> None:
+def refuse_unwritable(file: Path) -> None:
     """Make the folder, before anything is measured.
 
     Raises:

@@ -17,9 +17,11 @@ Bytes that leave this process (`sent`), with B for those of one tensor:
 """
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +34,28 @@ _all_gather: Any = getattr(
 )  # the old name warns since torch 2.13
 
 
+class Meter:
+    """What collectives of this process sent and how long they took, waiting for the device around each."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.sent: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def collective(self, kind: str, leaving: int, device: torch.device) -> Iterator[None]:
+        """Measure one."""
+        started = _now(device)
+        yield
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + _now(device) - started
+        self.sent[kind] = self.sent.get(kind, 0) + leaving
+
+
 class Exchange:
     """One group of more than one process."""
+
+    meter: ClassVar[Meter | None] = None
+    """Measures all exchanges of this process while it is set (`metered`)."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         """Remember who is in it.
@@ -67,8 +89,8 @@ class Exchange:
 
     def _all_reduce(self, t: Tensor, dtype: torch.dtype, op: Any) -> Tensor:
         total = torch.empty(t.shape, dtype=dtype, device=self._wire).copy_(t.detach())
-        dist.all_reduce(total, op=op, group=self.group)
-        self.sent["all_reduce"] += 2 * total.nbytes * (self.size - 1) // self.size
+        with self._sending("all_reduce", 2 * total.nbytes * (self.size - 1) // self.size):
+            dist.all_reduce(total, op=op, group=self.group)
         return total.to(t.device)
 
     # ---- moves -----------------------------------------------------------------------------------------------------
@@ -99,14 +121,14 @@ class Exchange:
         whole = torch.empty(sum(counts), *rows_TN.shape[1:], dtype=rows_TN.dtype, device=self._wire)
         pieces = whole.split(counts)
         pieces[self.rank].copy_(rows_TN.detach())
-        broadcasts = [
-            dist.broadcast(_bytes(piece), group=self.group, group_src=r, async_op=True)
-            for r, piece in enumerate(pieces)
-            if piece.numel()
-        ]
-        for broadcast in broadcasts:
-            broadcast.wait()
-        self.sent["all_gather"] += (self.size - 1) * rows_TN.nbytes
+        with self._sending("all_gather", (self.size - 1) * rows_TN.nbytes):
+            broadcasts = [
+                dist.broadcast(_bytes(piece), group=self.group, group_src=r, async_op=True)
+                for r, piece in enumerate(pieces)
+                if piece.numel()
+            ]
+            for broadcast in broadcasts:
+                broadcast.wait()
         return whole.to(rows_TN.device)
 
     def reshard(self, rows_TN: Tensor, counts: list[int]) -> Tensor:
@@ -124,8 +146,8 @@ class Exchange:
         taken = torch.empty(sum(counts), widths[self.rank], dtype=rows_TN.dtype, device=self._wire)
         leaving = [tokens * width * item for width in widths]
         arriving = [count * widths[self.rank] * item for count in counts]
-        dist.all_to_all_single(_bytes(taken), _bytes(given), arriving, leaving, group=self.group)
-        self.sent["all_to_all"] += sum(leaving) - leaving[self.rank]
+        with self._sending("all_to_all", sum(leaving) - leaving[self.rank]):
+            dist.all_to_all_single(_bytes(taken), _bytes(given), arriving, leaving, group=self.group)
         return taken.to(rows_TN.device)
 
     def to_samples(self, part: Tensor, dim: int, widths: list[int], counts: list[int]) -> Tensor:
@@ -182,13 +204,39 @@ class Exchange:
         whole = torch.empty(self.size * len(piece), *piece.shape[1:], dtype=piece.dtype, device=self._wire)
         if piece.numel():
             given = piece.detach().to(self._wire).contiguous()
-            _all_gather(_bytes(whole), _bytes(given), group=self.group)
-        self.sent["all_gather"] += (self.size - 1) * piece.nbytes
+            with self._sending("all_gather", (self.size - 1) * piece.nbytes):
+                _all_gather(_bytes(whole), _bytes(given), group=self.group)
         return whole.to(piece.device)
+
+    @contextmanager
+    def _sending(self, kind: str, leaving: int) -> Iterator[None]:
+        """Count the bytes that leave this process."""
+        if self.meter is None:
+            yield
+        else:
+            with self.meter.collective(kind, leaving, self._wire):
+                yield
+        self.sent[kind] += leaving
 
     def _check(self, rows_TN: Tensor, counts: list[int]) -> None:
         if len(counts) != self.size or len(rows_TN) != counts[self.rank]:
             raise GramianError(f"counts: {len(rows_TN)} rows on process {self.rank} of {self.size}; expected {counts}")
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Measure what this process exchanges inside the block: for profiles, since every collective then waits for the device."""
+    Exchange.meter = meter = Meter()
+    try:
+        yield meter
+    finally:
+        Exchange.meter = None
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def exchange_of(group: Any, device: torch.device) -> Exchange | None:

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from gramian.cli import main
+from gramian.curvature.traffic import Side
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
+from tests.cli.torchrun import on_processes
+from tests.kit.processes import run_on_ranks
 
+ONE = World(0, 1, torch.device("cpu"), "one")
 TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
 
 
@@ -26,12 +30,15 @@ TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--wid
     [
         ([], ["TARGET", "accepted: clipping, kfac"]),
         (["everything"], ["'everything'", "unknown", "accepted: clipping, kfac"]),
-        (["kfac", "--fsdp"], ["--fsdp", "not available yet", "accepted: gramian profile kfac"]),
         (["kfac", "--mode", "keep"], ["--mode", "'keep'", "not available yet"]),
         (["kfac", "--algorithm", "gram"], ["--algorithm", "'gram'", "not available yet"]),
         (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
         (["kfac", "--iterations", "20"], ["--iterations", "20", "not available yet"]),
-        (["kfac", "--json", "x.json"], ["--json", "not available yet"]),
+        (["kfac", "--json", "/"], ["--json", "Is a directory", "accepted"]),
+        (["kfac", "--reduce", "ring"], ["--reduce", "'ring'", "accepted: gram, gather, dense, none"]),
+        (["kfac", "--offload", "--cpu"], ["--offload", "on the CPU", "accepted: on a GPU"]),
+        (["clipping", "--reduce", "gram"], ["--reduce", "'gram'", "not available yet"]),
+        (["train", "--offload"], ["--offload", "not available yet"]),
         (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "accepted: gramian profile clipping"]),
         (["clipping", "--mode", "fast"], ["--mode", "'fast'", "accepted: auto, bookkeeping, keep, two_pass"]),
         (["clipping", "--algorithm", "ghost"], ["--algorithm", "'ghost'", "accepted: auto, gram, direct"]),
@@ -79,7 +86,7 @@ def test_every_sequence_length_has_a_row_per_stage(capsys):
 def test_stages_ratios_and_bytes_are_those_of_the_run():
     config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
     calls = []
-    found = kfac_profile.profile_kfac(config, 8, 2, torch.device("cpu"), rounds=2, on_progress=lambda: calls.append(1))
+    found = kfac_profile.profile_kfac(config, 8, 2, ONE, rounds=2, on_progress=lambda: calls.append(1))
     assert [stage.name for stage in found.stages] == ["plain step", "capture", "decompose", "apply"]
     assert found.stages[0].ratio == 1.0
     assert all(stage.seconds >= 0 for stage in found.stages)
@@ -90,10 +97,75 @@ def test_stages_ratios_and_bytes_are_those_of_the_run():
 
 def test_memory_on_the_cpu_is_that_of_the_process():
     config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
-    memory = kfac_profile.profile_kfac(config, 8, 2, torch.device("cpu"), rounds=1).stages[0].memory
+    memory = kfac_profile.profile_kfac(config, 8, 2, ONE, rounds=1).stages[0].memory
     assert memory.before is not None and memory.after is not None and memory.peak is not None
     assert 10e6 < memory.before <= memory.peak >= memory.after
     assert memory.reserved is None
+
+
+def test_factors_that_are_kept_elsewhere_have_stages_of_their_own():
+    """On the CPU nothing moves; what is measured is."""
+    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
+    found = kfac_profile.profile_kfac(config, 8, 2, ONE, offload=True, rounds=1)
+    assert [stage.name for stage in found.stages][-2:] == ["offload", "fetch"]
+    assert found.offloaded_bytes == 0 and found.collectives == ()
+
+
+def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.Profile:
+    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=4)
+    return kfac_profile.profile_kfac(config, 4, 1, World(rank, size, torch.device("cpu"), "ddp"), reduce, rounds=1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reduce", ["gram", pytest.param("gather", marks=pytest.mark.full)])
+def test_several_processes_show_what_they_send_by_kind_of_collective(reduce):
+    """Of blocks.0.fc, whose output side has the 8 tokens of both processes: what the model of traffic says is among it."""
+    for found in run_on_ranks(2, profile_of_processes, reduce):
+        stages = {stage.name: stage for stage in found.stages}
+        assert 0 < stages["reduce"].seconds <= stages["capture"].seconds
+        sent = {(seen.stage, seen.kind): seen.sent for seen in found.collectives}
+        assert all(seen.seconds > 0 for seen in found.collectives)
+        side = Side(64, (4, 4), row_bytes=4)
+        if reduce == "gram":
+            assert sent["capture", "all_to_all"] >= side.join("gram")["all_to_all"]
+            assert sent["apply", "all_gather"] >= side.use("gram", 17)["all_gather"]
+            assert sent["first use", "all_reduce"] - sent["apply", "all_reduce"] >= side.gram("gram")["all_reduce"]
+        else:
+            assert sent["capture", "all_gather"] >= side.join("gather")["all_gather"]
+            assert not any(stage == "apply" for stage, _ in sent)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("option", [[], ["--fsdp"]], ids=["DDP", "FSDP2"])
+def test_the_first_process_alone_prints_the_profile_and_writes_the_numbers(option, tmp_path):
+    done = on_processes([*TINY, "--seq-lengths", "4", *option, "--json", str(tmp_path / "kfac.json")])
+    assert done.returncode == 0, done.stderr
+    assert all(f"process {rank} ends with 0" in done.stderr for rank in (0, 1))
+    assert done.stdout.count("K-FAC on CPU") == 1
+    assert f"{'FSDP2' if option else 'DDP'} over 2, joined by gram" in done.stdout
+    assert re.search(r"capture +all-to-all +\d+\.\d{3} +\d+\.\d\d", done.stdout)
+    numbers = json.loads((tmp_path / "kfac.json").read_text())
+    assert numbers["processes"] == 2 and numbers["profiles"][0]["collectives"]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_profile_that_fails_on_one_process_ends_both_with_1():
+    breaks = (
+        "from gramian.curvature.moments import Moment\n"
+        "plain = Moment.row_matrix\n"
+        "def broken(self, bias):\n"
+        "    if rank == 1: raise RuntimeError('no luck')\n"
+        "    return plain(self, bias)\n"
+        "Moment.row_matrix = broken\n"
+    )
+    done = on_processes([*TINY, "--seq-lengths", "4"], breaks)
+    assert done.returncode == 1
+    assert all(f"process {rank} ends with 1" in done.stderr for rank in (0, 1)), done.stderr
+    assert done.stderr.count("gramian: profile kfac: ") == 1
 
 
 @pytest.mark.parametrize(("width", "heads"), [(128, 4), (1024, 16), (96, 4), (64, 4)])
