@@ -10,13 +10,15 @@ gradient (4 or 8). ring(B) = ⌊2·B·(W−1)/W⌋ leaves a process in an all-re
 | refresh: storing in half precision | ring(8·T) + ring(16) | – | – |
 | refresh: its trace | ring(8) | – | – |
 | first use: the Gram matrix | ring(8·T²) | – | – |
+| first use: its factorisation, from the one that makes it | (W−1)·v·T², broadcast | (W−1)·v·T² | (W−1)·v·N² |
 | every use with k columns | ring(v·T·k) + v·k·⌈N/W⌉·(W−1), all-gather | – | – |
 | held at rest, h bytes an entry | h·T·n_r | h·T·N | h·N² |
 
 A use with a gradient whose rows stay where they lie (`local`) has no all-gather. The natural gradient of a weight [o, m] uses
 its output side with k = m columns and its input side with k = o.
 
-Where "dense" sends as much as another, with the tokens spread evenly (T_r = T/W); everything below is times (W−1)/W:
+Where two send as much, with the tokens spread evenly (T_r = T/W) and factorisations left out: these are shared out over the
+processes, v·n²·(W−1)/W for each, the same for "gram" and "gather" and most for "dense". Everything below is times (W−1)/W:
 
 - gather = dense: s·T·N = 2·S·N², so T = 2·N·S/s, for any W.
 - gram = dense, refresh alone: s·T·N/W = 2·S·N², so T = 2·W·N·S/s.
@@ -106,6 +108,11 @@ class Side:
     def gram(self, reduction: str) -> Sent:
         """UᵀU, with the first use."""
         return _sent(all_reduce=self._ring(GRAM_BYTES * self.total**2)) if reduction == "gram" else {}
+
+    def factorisation(self, reduction: str, value_bytes: int = 4) -> Sent:
+        """A Cholesky factor, with the first use: from the one process that makes it, the others send nothing."""
+        side = self.width if reduction == "dense" else self.total
+        return _sent(broadcast=(self.ranks - 1) * value_bytes * side**2)
 
     def use(self, reduction: str, columns: int, value_bytes: int = 4, local: bool = False) -> Sent:
         """A power of the damped side times [N, k].

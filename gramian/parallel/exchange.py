@@ -192,11 +192,12 @@ class Exchange:
             source: the process that has it.
         """
         whole = torch.empty(*shape, dtype=like.dtype, device=self._wire)
-        if t is not None and source == self.rank:
+        gives = t is not None and source == self.rank
+        if gives:
             whole.copy_(t.detach())
-            self.sent["broadcast"] = self.sent.get("broadcast", 0) + (self.size - 1) * whole.nbytes
         if whole.numel():
-            dist.broadcast(_bytes(whole), group=self.group, group_src=source)
+            with self._sending("broadcast", (self.size - 1) * whole.nbytes * gives):
+                dist.broadcast(_bytes(whole), group=self.group, group_src=source)
         return whole.to(like.device)
 
     def _gather_even(self, piece: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ class Exchange:
         else:
             with self.meter.collective(kind, leaving, self._wire):
                 yield
-        self.sent[kind] += leaving
+        self.sent[kind] = self.sent.get(kind, 0) + leaving
 
     def _check(self, rows_TN: Tensor, counts: list[int]) -> None:
         if len(counts) != self.size or len(rows_TN) != counts[self.rank]:

@@ -62,27 +62,25 @@ def counted_bytes(rank: int, size: int, reduction: str, split: tuple[int, ...], 
     )
     for kind in ("all_reduce", "all_to_all"):  # words, of what each process holds, are gathered
         assert record["sent"][kind] == settled.get(kind, 0), kind
-    others = next((e for e in _exchanges(kfac)), None)
+    others = kfac._spread.others
+    assert others is not None
     gradients = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     value = 8 if dtype == torch.float64 else 4
     use = traffic.total(*(traffic.natural_gradient(G, A, (reduction, reduction), value) for G, A in sides.values()))
-    first = traffic.total(use, *(side.gram(reduction) for side in every))
-    for wanted in (first, use):
-        before = {} if others is None else dict(others.sent)
-        kfac.compute_natural_gradient(model, gradients=gradients)
-        assert _since(others, before) == wanted
+    grams = traffic.total(*(side.gram(reduction) for side in every))
+    made = traffic.total(*(side.factorisation(reduction, value) for side in every))
+    before = dict(others.sent)
+    kfac.compute_natural_gradient(model, gradients=gradients)
+    first = _since(others, before)
+    assert first.get("all_reduce", 0) == use.get("all_reduce", 0) + grams.get("all_reduce", 0)
+    assert int(others.sum(torch.tensor(first.get("broadcast", 0)))) == made["broadcast"]
+    before = dict(others.sent)
+    kfac.compute_natural_gradient(model, gradients=gradients)
+    assert _since(others, before) == use
 
 
-def _exchanges(kfac: gramian.KFACNaturalGradient) -> Any:
-    for block in kfac.kfac_factors.values():
-        for factor in block.factors.values():
-            if isinstance(getattr(factor, "columns", None), ShardedColumns):
-                yield factor.columns.others
-
-
-def _since(others: Exchange | None, before: dict[str, int]) -> dict[str, int]:
-    now = {} if others is None else others.sent
-    return {kind: count - before[kind] for kind, count in now.items() if count > before[kind]}
+def _since(others: Exchange, before: dict[str, int]) -> dict[str, int]:
+    return {kind: count - before.get(kind, 0) for kind, count in others.sent.items() if count > before.get(kind, 0)}
 
 
 def matrix(size: int) -> list[Any]:
