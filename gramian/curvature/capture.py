@@ -12,7 +12,7 @@ from gramian.errors import GramianError
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.tensor_parallel import Dealt, TensorParallel
 from gramian.taps.capture import Capture
-from gramian.taps.names import unwrap
+from gramian.taps.names import is_compiled, unwrap
 from gramian.taps.record import PassInfo
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class KFACCapture(Capture):
         self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
         self.others = others
         """The processes that share the refresh; None: this one alone."""
-        self.dealt = dealt_out(unwrap(model), others)
+        self.dealt = dealt_out(model, others)
         """How the samples are dealt out to them; None: this process has all."""
         self.draw = 0
         """Number of the draw of labels that the next pass has."""
@@ -213,13 +213,15 @@ class Idle:
         check_terms(num_terms, token_weights)
 
 
-def dealt_out(root: nn.Module, others: Exchange | None) -> Dealt | None:
+def dealt_out(model: nn.Module, others: Exchange | None) -> Dealt | None:
     """Who has which samples: each process its own, or all processes of a tensor-parallel group the same; None: this one all.
 
     Raises:
-        GramianError: if a tensor-parallel group is not among the processes that join their sums.
+        GramianError: if a tensor-parallel model is compiled, or its group is not among the processes that join their sums.
     """
-    spread = TensorParallel.of(root)
+    spread = TensorParallel.of(unwrap(model))
+    if spread is not None and any(is_compiled(module) for module in model.modules()):
+        raise GramianError("model: is tensor parallel and compiled, which K-FAC cannot see into; expected eager mode")
     if spread is None or spread.size == 1:
         return None if others is None else Dealt(others.rank, others.size)
     if others is None:

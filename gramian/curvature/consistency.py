@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from gramian.curvature.blocks import Spec
 from gramian.errors import GramianError
-from gramian.parallel.gradients import DataParallel
+from gramian.parallel.gradients import DataParallel, reshard
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.names import named_parameters, unwrap
 
@@ -100,6 +100,7 @@ def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     Raises:
         GramianError: for a model that is sharded otherwise than by FSDP2 and tensor parallelism.
     """
+    reshard(root)
     if TensorParallel.of(root) is None:
         spread = DataParallel.of(model, root)
         return spread.group if given is None else given

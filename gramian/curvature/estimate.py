@@ -42,6 +42,11 @@ class RefreshPass(PassInfo):
     spread: TensorParallel | None = None
     """The processes that see the same samples, and of which each takes its share."""
 
+    @property
+    def rows(self) -> int:
+        """Samples of the whole batch."""
+        return self.whole_batch
+
 
 @dataclass
 class BlockSums:
@@ -280,7 +285,7 @@ class KroneckerSums(SumsOfOneCapture):
 
     def _note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
         """Note a layer that counts more tokens than there are terms because nobody knows which of them have one."""
-        batch, tokens = info.whole_batch, sides.gradients_BTO.shape[1]
+        batch, tokens = info.rows, sides.gradients_BTO.shape[1]
         counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
         if info.token_weights is not None or counted <= info.num_terms:
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from gramian.curvature.capture import KFACCapture, global_ids
@@ -112,7 +113,7 @@ def logits_of(output: Any) -> Tensor:
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
     if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
         raise GramianError("model: returned no logits; expected a tensor [B, ..., V], alone, first, or as .logits")
-    return logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,8 @@ def run_passes(
                 raise GramianError(
                     f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
                 )
+            if hub_of(root).tensor_parallel is not None:
+                _refuse_part_of_classes(cap, logits)
             labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
             assert labels is not None
             _refuse_unknown_classes(labels, found.counted, logits.shape[-1])
@@ -237,6 +240,21 @@ def run_passes(
             raise GramianError(
                 f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
             )
+
+
+def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
+    """A tensor-parallel head may hand each process its own classes; labels want all of them.
+
+    Raises:
+        GramianError: naming the head.
+    """
+    head = cap.kronecker.head or cap.output_layer()
+    classes = next((spec.outputs for spec in cap.kronecker.specs.values() if head in spec.layers), logits.shape[-1])
+    if logits.shape[-1] != classes:
+        raise GramianError(
+            f"{head}: returns {logits.shape[-1]} of its {classes} classes to each process; "
+            "expected ColwiseParallel(output_layouts=Replicate())"
+        )
 
 
 def _refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:

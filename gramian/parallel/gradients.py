@@ -103,6 +103,17 @@ def landed(shard: DTensor) -> DTensor:
     return placed_
 
 
+def reshard(root: nn.Module) -> None:
+    """Let FSDP2 put its shards back where a forward without a backward (an evaluation) left whole parameters. No collective.
+
+    A backward that is still to come gathers them again.
+    """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    if units and not all(isinstance(p, DTensor) for p in root.parameters()):
+        for unit in units:
+            unit.reshard()
+
+
 def each_unsharded(root: nn.Module) -> Iterator[None]:
     """Gather the parameters of one FSDP2 group after the other, so that whole tensors stand in its modules. Collective."""
     for module in root.modules():

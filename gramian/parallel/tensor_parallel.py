@@ -126,6 +126,26 @@ class TensorParallel:
             )
         return [among.index(member) for member in members]
 
+    def refuse_other_inputs(self, first: Tensor) -> None:
+        """Raise, on all processes, if they do not see the same batch: their layers would mix unrelated samples. Collective.
+
+        Args:
+            first: the model's first tensor.
+
+        Raises:
+            GramianError: naming the process.
+        """
+        flat = whole(first).detach().double().flatten()
+        place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
+        norm, projection = float(flat.norm()), float(flat @ torch.cos(0.37 * place))
+        said = self.tell([list(first.shape), projection])
+        for rank, (shape, other) in enumerate(said):
+            if shape != said[0][0] or not abs(other - said[0][1]) <= 1e-3 * norm:
+                raise GramianError(
+                    f"model: process {rank} of a tensor-parallel group has other inputs than process 0; "
+                    "expected the same batch on all processes of the group"
+                )
+
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def take(self, t: Tensor, batch: int) -> Tensor:

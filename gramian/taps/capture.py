@@ -248,7 +248,7 @@ class Capture:
             statistic.count(sums, info.count)
         if self._audit is not None:
             compared = self._audit.verdict()
-            if info.batch:  # an empty batch proves nothing
+            if info.rows:  # an empty batch proves nothing
                 self._hub.audited |= compared
             self._audit = self._new_audit()
 

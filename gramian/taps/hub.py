@@ -185,6 +185,8 @@ class Hub:
                 raise GramianError(
                     "model: its first tensor has no axes; expected the batch as first axis, or batch_size="
                 )
+            if self.tensor_parallel is not None:
+                self.tensor_parallel.refuse_other_inputs(first)
             self.blank = self.rule.withholds and not first.shape[0] and given is None
             first = with_a_row(first) if self.blank else first
             self.batch = first.shape[0]

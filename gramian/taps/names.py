@@ -44,6 +44,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """True for `torch.compile(module)` and after `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module once, parents first, under the user's names; wrappers themselves are passed over."""
     seen = set() if seen is None else seen

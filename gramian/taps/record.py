@@ -47,6 +47,11 @@ class PassInfo:
         return self.factor / (scale if scale is not None else self.loss_scale.get_scale())
 
     @property
+    def rows(self) -> int:
+        """Rows of the whole batch, of which a process may have taken a share."""
+        return self.batch
+
+    @property
     def count(self) -> int:
         """Number of units."""
         return self.batch if self.units is None else self.units.count

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 import gramian
 from tests.curvature.splits import Case, assert_equal, refresh, vector
 from tests.dist.kfac_bodies import alone, make
+from tests.test_mutations import Edit
 
 
 class Mlp(nn.Module):
@@ -174,3 +177,180 @@ def whole_like(t: Tensor, parameter: Tensor) -> Tensor:
     assert (t.placements, t.device_mesh, t.shape) == (parameter.placements, parameter.device_mesh, parameter.shape)
     assert t.to_local().shape == parameter.to_local().shape
     return t.full_tensor()
+
+
+def collections(rank: int, name: str, style: str, tensor: int, split: list[list[int]], default_ids: bool) -> None:
+    """Labels are drawn for samples, once whatever holds them; the user's gradients stay as they are."""
+    case, samples = CASES[name], sum(map(len, split))
+    inputs, targets = case.data(samples)
+    rows = torch.tensor(split[rank // tensor])
+    one, reference = make(kfac_distributed_reduce="none"), case.model()
+    for kind in ("empirical", "mc", "true"):
+        one.collect_kfac_factors(reference, (inputs, targets), kind, n_samples=2, sample_ids=torch.arange(samples))
+        kfac, model = make(), spread(case.model(), name, style, len(split), tensor)
+        kfac._generator.set_state(one._before_draws)
+        ids = None if default_ids else rows
+        kfac.collect_kfac_factors(model, (inputs[rows], targets[rows]), kind, n_samples=2, sample_ids=ids)
+        assert all(p.grad is None for p in model.parameters())
+        assert_equal(_factors(kfac), _factors(one), 1e-10)
+
+
+def _factors(kfac: gramian.KFACNaturalGradient) -> dict[str, Tensor]:
+    return {f"{n} {s}": f.to_dense() for n, b in kfac.kfac_factors.items() for s, f in b.factors.items()}
+
+
+def padded(rank: int) -> None:
+    """Targets without a loss term, weights of tokens, several backwards, an evaluation before: as on one process."""
+    case = CASES["gpt"]
+    inputs, targets = case.data(4)
+    targets[0, 1:], targets[3, 0] = -100, -100
+    weights = torch.tensor([[1.0, 0.5, 0.0], [2.0, 1.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 3.0]], dtype=torch.float64)
+    for told in ({}, {"weights": weights}, {"micro": 1}, {"micro": 3, "reduction": "sum"}):
+        data = (inputs, targets if "weights" not in told else case.data(4)[1])
+        one, kfac = make(kfac_distributed_reduce="none"), make()
+        plain, model = case.model(), spread(case.model(), "gpt", "usual", 1, 2)
+        with torch.no_grad():
+            model(inputs)
+        refresh(one, plain, data, range(4), **told)
+        refresh(kfac, model, data, range(4), **told)
+        assert_equal(_factors(kfac), _factors(one), 1e-10)
+        assert (kfac.padding, one.padding) == ({}, {})
+        found = kfac.compute_natural_gradient(model)
+        for name, t in one.compute_natural_gradient(plain).items():
+            gradient = dict(model.named_parameters())[name].grad
+            assert_equal({name: whole_like(found[name], gradient)}, {name: t}, 1e-9)
+
+
+def trained(rank: int, tensor: int, data: int, reduce: str) -> None:
+    """A few preconditioned steps, with evaluations between them, move the parameters as they do on one process."""
+    case, samples = CASES["gpt"], 4
+
+    def run(model: nn.Module, rows: list[int], reduce: str) -> dict[str, Tensor]:
+        kfac = make(kfac_distributed_reduce=reduce, update_freq=2, ema_decay=0.5)
+        optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.3), model, kfac, kl_clip=1e-3)
+        for step in range(4):
+            inputs, targets = case.data(samples)
+            inputs = (inputs + step) % 11
+            with torch.no_grad():
+                model(inputs[rows])
+            optimizer.zero_grad()
+            with kfac.capture(model, num_terms=3.0 * len(rows), sample_ids=torch.tensor(rows)):
+                F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
+            optimizer.step()
+        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
+
+    expected = run(case.model(), list(range(samples)), "none")
+    model = spread(case.model(), "gpt", "usual", data, tensor)
+    assert_equal(run(model, list(range(rank // tensor, samples, data)), reduce), expected, 1e-9)
+
+
+def one_rank_fails(rank: int) -> None:
+    """An error behind the backward on one process: all raise, nobody waits, and the next refresh is that of one process."""
+    case = CASES["mlp"]
+    kfac, model = make(), spread(case.model(), "mlp", "usual", 1, 2)
+    inputs, targets = case.data(3)
+    with pytest.raises((gramian.GramianError, RuntimeError), match="no such luck"), kfac.capture(model, num_terms=3):
+        F.cross_entropy(model(inputs), targets).backward()
+        if rank == 1:
+            raise RuntimeError("no such luck")
+    refresh(kfac, model, case.data(3), range(3))
+    assert_equal(results(kfac, model, case.model()), alone(case, 3, torch.float64, {}), 1e-10)
+
+
+def refused(why: str) -> Any:
+    return pytest.raises(gramian.GramianError, match=why)
+
+
+def wrong_terms(rank: int) -> None:
+    """A number of terms that does not fit the exact head is told on all processes, also on one that has no sample."""
+    case = CASES["mlp"]
+    model = spread(case.model(), "mlp", "usual", 1, 2)
+    inputs, targets = case.data(1)
+    with (
+        refused("head: the gradient of token 0 is not that of"),
+        make(kfac_true_fisher_head=True).capture(model, num_terms=3),
+    ):
+        F.cross_entropy(model(inputs), targets).backward()
+
+
+def refusals(rank: int) -> None:
+    """By name, on all processes."""
+    case = CASES["gpt"]
+    inputs, targets = case.data(4)
+
+    def model() -> nn.Module:
+        return spread(case.model(), "gpt", "usual", 1, 2)
+
+    def backward(model: nn.Module, rows: list[int]) -> None:
+        F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
+
+    with refused(r"^block\.q \(Linear\) is tensor parallel, which only K-FAC"), gramian.per_sample_norms(m := model()):
+        backward(m, [0, 1])
+    with refused('^kfac_distributed_reduce: is "none"'):
+        make(kfac_distributed_reduce="none").capture(model(), num_terms=4)
+    with refused("^model: process 1 .* other inputs"), make().capture(m := model(), num_terms=6):
+        backward(m, [0, 1 + rank])
+    groups = [dist.new_group([r]) for r in range(2)]
+    with refused("no process has whole features"):
+        make(process_group=groups[rank]).capture(model(), num_terms=4)
+    with refused("^model: is tensor parallel and compiled"):
+        make().capture(torch.compile(model()), num_terms=4)
+    attention = nn.Sequential(nn.Linear(12, 12), nn.MultiheadAttention(12, 2, batch_first=True))
+    attention.forward = lambda x: attention[1](attention[0](x), x, x)[0]  # type: ignore[method-assign]
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(attention, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    with refused(r"^1 \(MultiheadAttention\) has no formula"), make().capture(attention, num_terms=4):
+        attention(torch.randn(2, 3, 12)).sum().backward()
+    parts = case.model()
+    parallelize_module(parts, mesh, {"head": ColwiseParallel()})
+    wide = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
+    with refused(f"^head: returns {6 - rank} of its 11 classes"):
+        make().collect_kfac_factors(parts, (wide, wide), "mc")
+
+
+class Broken(nn.Module):
+    """Uses a spread weight past its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x)) + self.down.bias.full_tensor()
+        return y
+
+
+def audited(rank: int) -> None:
+    """The audit adds up what the processes explain, and sees a weight that is used outside its layer."""
+    model = Broken().double()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with refused(r"^down\.bias: the taps explain a gradient"), make().capture(model, num_terms=3):
+        F.cross_entropy(model(torch.randn(3, 6, dtype=torch.float64)), torch.arange(3)).backward()
+
+
+def traps(rank: int, edits: dict[str, Edit]) -> None:
+    """Every one of these bugs is seen."""
+
+    def check() -> None:
+        same_as_one(rank, "gpt", "tables", 2, [[0, 1, 2]], {"max_tokens": 4})
+        default_ids(rank)
+
+    check()
+    for name, edit in edits.items():
+        with edit.applied():
+            try:
+                check()
+            except AssertionError:
+                continue
+        raise AssertionError(f"not seen: {name}")
+
+
+def default_ids(rank: int) -> None:
+    """Samples are numbered once for all processes that see them."""
+    case = CASES["mlp"]
+    inputs, targets = case.data(6)
+    one, kfac = make(kfac_distributed_reduce="none", max_tokens=3), make(max_tokens=3)
+    for k, model in ((one, case.model()), (kfac, spread(case.model(), "mlp", "usual", 1, 2))):
+        with k.capture(model, num_terms=6):
+            F.cross_entropy(model(inputs), targets).backward()
+    assert_equal(_factors(kfac), _factors(one), 1e-10)
