@@ -87,6 +87,20 @@ def in_file(name: str, calls: int, part: float) -> None:
     checkpoint.write_file = checkpoint_files.write_file = patched
 
 
+def in_copy(calls: int) -> None:
+    """Die when half of a snapshot's tensors are there."""
+    plain, tick = Snapshots._copy, countdown(calls)
+
+    def patched(self: Snapshots, sources: Any, pieces: Any) -> Any:
+        buffers = [pair for piece in pieces for pair in piece.buffers.items()]
+        for name, buffer in buffers[: len(buffers) // 2]:
+            buffer.copy_(sources[name])
+        tick()
+        return plain(self, sources, pieces)
+
+    Snapshots._copy = patched  # type: ignore[method-assign]
+
+
 def in_evaluation() -> None:
     plain, tick = evaluate._pieces, countdown(1)
 
@@ -129,8 +143,9 @@ def written(name: str) -> Callable[..., bool]:
 
 POINTS: dict[str, Callable[[], None]] = {
     "inside an evaluation": in_evaluation,
-    "inside the first copy": partial(before, Snapshots, "_buffer", 5),
-    "inside a later copy": partial(before, Snapshots, "_buffer", 160),
+    "inside the first copy": partial(in_copy, 1),
+    "inside a later copy": partial(in_copy, 3),
+    "behind a copy that is not judged yet": partial(before, Snapshots, "keep_copy", 2),
     "inside the first manifest": partial(in_file, "manifest.json", 1, 0.5),
     "inside a later manifest": partial(in_file, "manifest.json", 3, 0.5),
     "behind a manifest": partial(in_file, "manifest.json", 2, 1.0),
