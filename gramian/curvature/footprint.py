@@ -468,9 +468,9 @@ def _applying(form: Form, A: Shape | None, G: Shape) -> int:
     """Y and what becomes of it, products with columns, and the inverse of a small system that is formed on first use."""
     o, m = form.outputs, form.inputs if form.kind == "kronecker" else 1
     double = any(shape is not None and "diagonal " in shape.kind for shape in (A, G))
-    whole = (DOUBLE if double else form.algebra) * o * m
     if form.decomposed and A is not None:
-        return _applying_jointly(form, A, G, whole)
+        return _applying_jointly(form, A, G, (DOUBLE if double else form.algebra) * o * m)
+    whole = (form.wide if form.storage in HALF else form.algebra) * o * m
     steps, before = [whole], whole  # a copy of Y where it is widened or gets its bias
     for shape, others in ((G, m), (A, o)):
         if shape is None:
@@ -480,10 +480,13 @@ def _applying(form: Form, A: Shape | None, G: Shape) -> int:
         else:
             e = DOUBLE if double else form.algebra
             thin, r = shape.kind != "dense", shape.columns
-            inverse = 0 if form.decomposed else e * shape.small * (2 if 2 * others >= r else 1)  # or a copy for a solve
-            inner, loaded = 2 * e * r * others, shape.loaded(e) if thin or form.decomposed else 0
-            full = e * shape.side * others * (3 if "diagonal" in shape.kind else 2)
-            steps.append(before + max(inverse + inner, loaded + inner, (inner // 2 + full) if thin else inner))
+            each = others if form.decomposed else piece_entries(others, shape.side) // shape.side  # columns at a time
+            result = whole if each < others else 0
+            inverse = 0 if form.decomposed else e * shape.small * (2 if 2 * each >= r else 1)  # or a copy for a solve
+            inner, loaded = 2 * e * r * each, shape.loaded(e) if thin or form.decomposed else 0
+            full = e * shape.side * each * (3 if "diagonal" in shape.kind else 2)
+            made = max(inverse + inner, loaded + inner, (inner // 2 + full) if thin else inner)
+            steps.append(before + result + made)
         before = 2 * whole
     return max(steps)
 

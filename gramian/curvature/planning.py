@@ -190,7 +190,7 @@ def _three(keeps: Sequence[Keep]) -> tuple[Keep, Keep, Keep]:
 
 @dataclass
 class Total:
-    """Bytes of all blocks on one device."""
+    """Bytes of all blocks on one device: the fields of `Footprint`, added up or the largest of them, as `add` says."""
 
     averaged: bool
     collect: int = 0

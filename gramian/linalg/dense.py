@@ -10,6 +10,7 @@ from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.eigen import eigendecompose
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
 from gramian.linalg.stored import HALF, AtRest, Stored, store_symmetric
+from gramian.linalg.wide import by_columns
 
 
 class Dense(AtRest, Spectral):
@@ -146,7 +147,7 @@ class Dense(AtRest, Spectral):
         """n³/3 FLOPs once, then 2·n²·k."""
         self.prepare_solve(damping, first_jitter, y_NK.dtype)
         system, wide = next(iter(self._cholesky.values())), torch.promote_types(self.dtype, y_NK.dtype)
-        solution = system.solve(y_NK.to(self.device)).to(device=y_NK.device, dtype=wide)
+        solution = by_columns(y_NK, self.dim, lambda y: system.solve(y.to(self.device)).to(y.device), wide)
         self.work.attempts = [vars(attempt) for attempt in system.attempts]
         return solution
 

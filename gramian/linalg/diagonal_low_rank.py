@@ -20,6 +20,7 @@ from gramian.linalg.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
 from gramian.linalg.low_rank import LowRank
 from gramian.linalg.rational import rational_power
 from gramian.linalg.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.wide import by_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
@@ -251,7 +252,7 @@ class DiagonalLowRank(AtRest, Factor):
         """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
         self.prepare_solve(damping, first_jitter)
         given = torch.promote_types(self.dtype, y_NK.dtype)
-        return self._solve(y_NK.to(torch.float64), damping, keep=True).to(given)
+        return by_columns(y_NK, self.dim, lambda y: self._solve(y.to(torch.float64), damping, keep=True), given)
 
     def _solve(self, y_NK: Tensor, damping: float, keep: bool) -> Tensor:
         if keep:
@@ -262,7 +263,7 @@ class DiagonalLowRank(AtRest, Factor):
         inner = system.solve(self.columns.transposed_times(scaled).to(self.device)).to(scaled)
         if keep:
             self.work.attempts = [vars(attempt) for attempt in system.attempts]
-        return scaled - self.sign * self.columns.times(inner) / d_N1
+        return self.columns.times(inner).div_(d_N1).mul_(-self.sign).add_(scaled)
 
     def logdet(self, damping: float) -> Tensor:
         """Σ log(d + λ) + log det S."""

@@ -17,6 +17,7 @@ from gramian.linalg.dense import Dense
 from gramian.linalg.eigen import eigendecompose, singular_pairs
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
 from gramian.linalg.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.wide import by_columns
 
 
 class LowRank(AtRest, Spectral):
@@ -153,11 +154,15 @@ class LowRank(AtRest, Spectral):
         """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
         self.prepare_solve(damping, first_jitter, y_NK.dtype)
         (_, dtype), system = next(iter(self._cholesky.items()))
-        wide = y_NK.to(dtype)
-        inner = system.solve(self.columns.transposed_times(wide).to(self.device))
-        solution = (wide - self.columns.times(inner.to(wide))) / damping
+
+        def solved(y_NC: Tensor) -> Tensor:
+            wide = y_NC.to(dtype)
+            inner = system.solve(self.columns.transposed_times(wide).to(self.device))
+            return self.columns.times(inner.to(wide)).neg_().add_(wide).div_(damping)
+
+        solution = by_columns(y_NK, self.dim, solved, torch.promote_types(self.dtype, y_NK.dtype))
         self.work.attempts = [vars(attempt) for attempt in system.attempts]
-        return solution.to(torch.promote_types(self.dtype, y_NK.dtype))
+        return solution
 
     def logdet(self, damping: float) -> Tensor:
         """Σ log(σ + λ) + (n − s) log λ where σ is known, else log det(K + λI) + (n − r) log λ."""

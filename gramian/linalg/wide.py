@@ -1,12 +1,12 @@
 """Products and sums with wide accumulators: float64 for float64 operands, float32 for everything narrower."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-BLOCK = 2**25
+BLOCK = 2**24
 """Entries that are held in wide precision at a time, beside what is stored."""
 
 
@@ -20,6 +20,24 @@ def pieces(count: int, each: int) -> Iterator[slice]:
 def piece_entries(count: int, each: int) -> int:
     """Entries of the largest of these pieces."""
     return min(count, max(1, BLOCK // max(each, 1))) * each
+
+
+def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+    """A function of every column, in a dtype: where Y is large, of a piece of the columns at a time.
+
+    Args:
+        y_NK: Y, or some of its rows.
+        side: rows of all of Y, from which pieces follow.
+        function: of some columns, in a dtype of its own.
+        dtype: of the result.
+    """
+    parts = list(pieces(y_NK.shape[1], side))
+    if len(parts) < 2:
+        return function(y_NK).to(dtype)
+    found = torch.empty(y_NK.shape, dtype=dtype, device=y_NK.device)
+    for columns in parts:
+        found[:, columns] = function(y_NK[:, columns])
+    return found
 
 
 @contextmanager

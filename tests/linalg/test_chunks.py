@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from gramian.curvature.moments import Tokens, WeightedColumns
-from gramian.linalg import DiagonalLowRank, LowRank
+from gramian.linalg import Dense, DiagonalLowRank, Factor, LowRank
 from gramian.linalg import wide as wide_module
 from gramian.linalg.columns import Columns
 from gramian.linalg.stored import Stored, store_columns, store_symmetric
 from gramian.linalg.wide import piece_entries, pieces, wide_moments
 from tests.kit.memory import measured
-from tests.linalg.matrices import distance, normal, probabilities
+from tests.linalg.matrices import distance, normal, positive, probabilities
 
 N, R = 900, 400
 PIECE = 4000
@@ -160,3 +160,21 @@ def test_a_softmax_head_is_made_of_its_columns_a_piece_at_a_time(small_pieces: N
     assert found.peak <= factor.nbytes + ROOM
     half = DiagonalLowRank.softmax(0.1 * p.double(), torch.float64)
     assert distance(factor.values_N, half.values_N) <= 1e-3
+
+
+SOLVED: dict[str, Callable[[], Factor]] = {
+    "dense": lambda: Dense.of(positive(60), torch.float16),
+    "low rank": lambda: LowRank.of(normal(60, 7), torch.float16),
+    "softmax": lambda: DiagonalLowRank.softmax(probabilities(60, 7)[0], torch.float16),
+}
+
+
+@pytest.mark.parametrize("kind", SOLVED)
+def test_a_solve_of_many_columns_holds_its_result_and_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    y, factor = normal(60, 4000, seed=1).float(), SOLVED[kind]()
+    whole = factor.solve(y, 1e-7)  # a damping that wants float64
+    monkeypatch.setattr(wide_module, "BLOCK", PIECE)
+    with measured() as found:
+        pieced = factor.solve(y, 1e-7)
+    assert distance(pieced, whole) <= 1e-6
+    assert found.peak <= y.nbytes + 6 * 8 * PIECE + 3 * 8 * 60 * 60
