@@ -192,11 +192,12 @@ class Exchange:
             source: the process that has it.
         """
         whole = torch.empty(*shape, dtype=like.dtype, device=self._wire)
-        gives = t is not None and source == self.rank
-        if gives:
+        leaving = 0
+        if t is not None and source == self.rank:
             whole.copy_(t.detach())
+            leaving = (self.size - 1) * whole.nbytes
         if whole.numel():
-            with self._sending("broadcast", (self.size - 1) * whole.nbytes * gives):
+            with self._sending("broadcast", leaving):
                 dist.broadcast(_bytes(whole), group=self.group, group_src=source)
         return whole.to(like.device)
 
