@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from gramian.curvature.block import Block
 from gramian.curvature.options import Options
+from gramian.curvature.rows import Rows, rows_of
 from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
 from gramian.linalg.cholesky import settle_all
 from gramian.linalg.factor import fetch_bounds
 from gramian.linalg.wide import exact_float32
+from gramian.parallel.exchange import Exchange
 from gramian.parallel.placement import place_like
 
 Vector = Mapping[str, Tensor]
@@ -39,7 +41,7 @@ def apply(
         if power is not None:
             _prepare(blocks, {name: _wide(block, vector) for name, block in blocks.items()}, power, options, spread)
         for block in blocks.values():
-            found.update(_apply_block(block, vector, power, options))
+            found.update(_apply_block(block, vector, power, options, spread.others))
     if options.strict:
         _refuse_fallbacks(blocks.values())
     return found
@@ -66,18 +68,35 @@ def _wide(block: Block, vector: Vector) -> torch.dtype:
     return torch.float64 if torch.float64 in (block.G.dtype, like.dtype) else torch.float32
 
 
-def _apply_block(block: Block, vector: Vector, power: float | None, options: Options) -> dict[str, Tensor]:
+def _apply_block(
+    block: Block, vector: Vector, power: float | None, options: Options, others: Exchange | None
+) -> dict[str, Tensor]:
     places = {name: vector[name] for name in block.spec.parameters if name in vector}
+    rows, block.gathered = rows_of(block, places, power, others)
+    if rows is not None:
+        return _apply_rows(rows, _wide(block, vector), power, options)
     given = {name: whole(t) for name, t in places.items()}
     like = next(iter(places.values()))
-    wide = _wide(block, vector)
-    y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
+    y = block.spec.matrix({name: t.detach().to(_wide(block, vector)) for name, t in given.items()})
     if power is None:
         out = block.matvec(y)
     else:
         assert block.damping is not None
         out = block.power(y, power, block.damping, options.kfac_eps)
     return {name: _as(t, places.get(name, like)) for name, t in block.spec.tensors(out).items()}
+
+
+def _apply_rows(rows: Rows, dtype: torch.dtype, power: float | None, options: Options) -> dict[str, Tensor]:
+    """The same for a gradient of which this process has some rows."""
+    block, y = rows.block, rows.matrix(dtype)
+    if power is None:
+        return rows.tensors(rows.apply(y, lambda _side, factor, z: factor.matvec(z.to(factor.dtype))))
+    damping, jitter = block.damping, options.kfac_eps
+    assert damping is not None
+    if damping.joint and block.A is not None:
+        return rows.tensors(rows.joint(y, power, jitter))
+    y = y.to(block.working_dtype(dtype, power))
+    return rows.tensors(rows.apply(y, lambda side, factor, z: block.act(side, factor, z, power, damping, jitter)))
 
 
 def _refuse_fallbacks(blocks: Iterable[Block]) -> None:

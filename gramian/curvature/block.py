@@ -57,6 +57,8 @@ class Block:
     G: Factor
     facts: Facts = field(default_factory=Facts)
     damping: Damping | None = None
+    gathered: str = ""
+    """Why its sharded gradient was put together when it was last used; "": it was not, or nothing was sharded."""
     clips: dict[str, Clip] = field(default_factory=dict)
     """{"A", "G" or "joint": what the clip did when it was last looked at}."""
 
@@ -132,17 +134,36 @@ class Block:
             return self._joint(y_OM, p, damping)
         y_OM = y_OM.to(torch.promote_types(y_OM.dtype, self._dtype(p, damping)))
         out = padded(y_OM)  # the columns are solved each for itself, and cut off before they become rows
-        for side, factor, value in self._sides(damping):
+        for side, factor, _ in self._sides(damping):
             turned = out[:, : y_OM.shape[1]].mT if side == "A" else out
-            if p == -1 and self._solves(side, factor, value, damping):
-                with factor.products(value):
-                    turned = factor.solve(turned, value, first_jitter)
-            else:
-                turned = factor.power(turned, p, value, damping.max_condition)
-                if damping.max_condition is not None:
-                    self._clip(side, factor, value, damping.max_condition)
+            turned = self.act(side, factor, turned, p, damping, first_jitter)
             out = turned.mT if side == "A" else turned
         return out[:, : y_OM.shape[1]]
+
+    def act(self, side: str, factor: Factor, y_NK: Tensor, p: float, damping: Damping, first_jitter: float) -> Tensor:
+        """(M + λI)^p Y of one side, with the clip if there is one.
+
+        Args:
+            side: "A" or "G".
+            factor: its factor, or what stands for it where Y is spread over processes.
+            y_NK: Y.
+            p: any real number.
+            damping: of both sides.
+            first_jitter: relative, of a Cholesky factorisation.
+        """
+        value = damping.lambda_A if side == "A" else damping.lambda_G
+        if p == -1 and self._solves(side, factor, value, damping):
+            with factor.products(value):
+                return factor.solve(y_NK, value, first_jitter)
+        out = factor.power(y_NK, p, value, damping.max_condition)
+        if damping.max_condition is not None:
+            self._clip(side, self.factors[side], value, damping.max_condition)
+        return out
+
+    def working_dtype(self, y: torch.dtype, p: float) -> torch.dtype:
+        """The dtype in which `power` of a Y of this dtype runs."""
+        assert self.damping is not None
+        return torch.promote_types(y, self._dtype(p, self.damping))
 
     def _dtype(self, p: float, damping: Damping) -> torch.dtype:
         """Float64 if one side needs it; not if it is stored in half precision, which cost more digits than that would save."""

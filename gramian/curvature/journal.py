@@ -98,6 +98,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "eps": kfac.options.kfac_eps,
         "shares_A_with": facts.shares_A_with,
         "sent": dict(facts.sent),
+        "gathered": block.gathered,
         "clip_joint": _clip(block.clips.get("joint")),
         "bytes": block.nbytes,
         "seconds": facts.seconds,

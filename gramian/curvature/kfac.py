@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import fisher, journal, refresh, state, steps
+from gramian.curvature import fisher, journal, refresh, sharded_state, state, steps
 from gramian.curvature.application import apply, inner
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
@@ -517,6 +517,24 @@ class KFACNaturalGradient:
     def load(self, path: str, model: nn.Module | None = None) -> None:
         """Read what `save` wrote; as `load_state_dict`."""
         state.load(self, state.read(path), None if model is None else unwrap(model), self._spread_over(model))
+
+    def save_sharded(self, folder: str) -> None:
+        """Write the state into a new folder, every process its rows: nothing is gathered. Collective.
+
+        Args:
+            folder: that all processes see; any number of processes can load it again.
+        """
+        sharded_state.save(self, folder, self._spread.others or steps.sharing(self))
+
+    def load_sharded(self, folder: str, model: nn.Module | None = None) -> None:
+        """Read what `save_sharded` wrote, on any number of processes; as `load_state_dict`. Collective.
+
+        Args:
+            folder: that all processes see.
+            model: checked against the factors if given; else it is checked when they are used.
+        """
+        others = steps.sharing(self) if model is None else steps.others_of(self, model)
+        sharded_state.load(self, folder, None if model is None else unwrap(model), others)
 
     def _spread_over(self, model: nn.Module | None) -> Exchange | None:
         """The processes among which rows of a model's low-rank sides are spread."""

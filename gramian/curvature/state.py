@@ -31,8 +31,13 @@ SCHEMA = 1
 COUNTERS = ("steps", "refreshes", "head", "_last_refresh", "dropped", "_softmax_checked")
 
 
-def state_of(kfac: KFACNaturalGradient) -> dict[str, Any]:
-    """Tensors and plain values. Shared factors are there once."""
+def state_of(kfac: KFACNaturalGradient, gather: bool = True) -> dict[str, Any]:
+    """Tensors and plain values. Shared factors are there once.
+
+    Args:
+        kfac: whose.
+        gather: put rows that are spread together (collective); else this process's rows, and `dim` in every factor.
+    """
     numbers: dict[int, str] = {}
     factors: dict[str, dict[str, Any]] = {}
     layers: dict[str, Any] = {}
@@ -41,7 +46,7 @@ def state_of(kfac: KFACNaturalGradient) -> dict[str, Any]:
         for side, factor in block.factors.items():
             if id(factor) not in numbers:
                 numbers[id(factor)] = str(len(numbers))
-                factors[numbers[id(factor)]] = _factor_state(factor)
+                factors[numbers[id(factor)]] = _factor_state(factor, gather)
             sides[side] = numbers[id(factor)]
         spec = {key: value for key, value in asdict(block.spec).items() if key not in ("dtype", "device")}
         spec["dtype"] = str(block.spec.dtype).removeprefix("torch.")
@@ -62,20 +67,17 @@ def _frozen(root: nn.Module | None) -> list[str]:
     return [] if root is None else [name for name, p in unique_parameters(root) if not p.requires_grad]
 
 
-def _factor_state(factor: Factor) -> dict[str, Any]:
+def _factor_state(factor: Factor, gather: bool) -> dict[str, Any]:
+    dim = {} if gather else {"dim": factor.dim}
     if isinstance(factor, Diagonal):
-        return {"kind": "diagonal", "values": factor.values_N}
+        return {"kind": "diagonal", "values": factor.values_N, **dim}
     if isinstance(factor, Dense):
-        return {"kind": "dense", **_stored_state(factor.stored)}
+        return {"kind": "dense", **_stored_state(factor.stored), **dim}
+    assert isinstance(factor, LowRank | DiagonalLowRank)
+    stored = _stored_state((factor.columns.whole() if gather else factor.columns).stored)
     if isinstance(factor, LowRank):
-        return {"kind": "low_rank", **_stored_state(factor.columns.whole().stored)}
-    assert isinstance(factor, DiagonalLowRank)
-    return {
-        "kind": "diagonal_low_rank",
-        "sign": factor.sign,
-        "values": factor.values_N,
-        **_stored_state(factor.columns.whole().stored),
-    }
+        return {"kind": "low_rank", **stored, **dim}
+    return {"kind": "diagonal_low_rank", "sign": factor.sign, "values": factor.values_N, **stored, **dim}
 
 
 def _stored_state(stored: Stored) -> dict[str, Any]:
@@ -184,7 +186,12 @@ def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, 
     stored = Stored(tensors["body"], tensors.get("left"), tensors.get("right"), tensors["error"])
     if kind == "dense":
         return Dense(stored)
-    columns = Columns(stored) if others is None else ShardedColumns.cut(Columns(stored), others)
+    if others is None:
+        columns = Columns(stored)
+    elif "dim" in parts:  # these are this process's rows
+        columns = ShardedColumns(stored, int(parts["dim"]), others)
+    else:
+        columns = ShardedColumns.cut(Columns(stored), others)
     if kind == "low_rank":
         return LowRank(columns)
     if kind == "diagonal_low_rank":

@@ -29,6 +29,12 @@ def others_of(kfac: "KFACNaturalGradient", model: nn.Module) -> Exchange | None:
     return None
 
 
+def sharing(kfac: "KFACNaturalGradient") -> Exchange | None:
+    """The processes of the user's group, or all, where no model tells them; None: this one alone."""
+    joined = kfac.options.kfac_distributed_reduce != "none"
+    return exchange_of(kfac.process_group, torch.device("cpu")) if joined else None
+
+
 def begin(kfac: "KFACNaturalGradient", force: bool, others: Exchange | None) -> bool:
     """Count a step; True if it refreshes. This is the only counter there is, and the same on all processes."""
     step, kfac.steps = kfac.steps, kfac.steps + 1
