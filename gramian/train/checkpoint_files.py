@@ -150,13 +150,13 @@ def read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
         outer = json.loads(text)
         body: dict[str, Any] = outer["manifest"]
-        told = outer["sha256"]
+        told, kind = outer["sha256"], body["format"]
     except (ValueError, KeyError, TypeError):
         return None, f"{MANIFEST}: is not whole"
     if told != digest_of(body):
         return None, f"{MANIFEST}: its checksum differs"
-    if body["format"] != FORMAT:
-        return None, f"{MANIFEST}: has format {body['format']}; expected {FORMAT}"
+    if kind != FORMAT:
+        return None, f"{MANIFEST}: has format {kind}; expected {FORMAT}"
     return body, None
 
 

@@ -169,6 +169,18 @@ class Guard:
         advice += self._clipping(seen)
         return Advice("; ".join(advice)) if advice else Fine()
 
+    def broken(self, step: int, reason: str) -> Verdict:
+        """Judge a step whose numbers were sound, after something else has shown that it broke the model.
+
+        Args:
+            step: the last one that was observed.
+            reason: what has shown it.
+
+        Returns:
+            What to do: take the step back, or give up.
+        """
+        return self._fault(step, reason) if self.options.on else Fine()
+
     def lr_scale(self, step: int) -> float:
         """What the schedule's learning rate is multiplied by at a step.
 

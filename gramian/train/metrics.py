@@ -5,6 +5,7 @@ says stands under "time". Of a private run everything but ε and the gradient no
 is listed under "not_covered_by_epsilon".
 """
 
+import contextlib
 import math
 import resource
 import sys
@@ -116,11 +117,12 @@ class RunLog:
         line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
         if self._run.config.privacy is not None and event["event"] in LOOKED:
             line["covered_by_epsilon"] = False
-        self._on_event(line)
         if self._events is None:
             self._waiting.append(line)
         else:
             self._events.write(line)
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is full or closed is no reason to end
+            self._on_event(line)
 
     # ---- numbers -------------------------------------------------------------------------------------------------------
 
@@ -222,7 +224,7 @@ class RunLog:
 
 def perplexity(loss: float) -> float:
     """exp(loss), never cut off."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
 def most_held() -> int:

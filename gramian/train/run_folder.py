@@ -6,7 +6,9 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -150,25 +152,42 @@ class Lines:
         """
         try:
             if upto is not None and path.exists():
-                kept = [line for line in read_lines(path) if line.get("attempt", 0) <= upto]
+                kept = [line for line in read_lines(path) if _attempt(line) <= upto]
                 write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as problem:
             raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a file that can") from None
         size = os.fstat(self._file).st_size
+        self._lock = threading.Lock()
         self._waiting = b"\n" if size and os.pread(self._file, 1, size - 1) != b"\n" else b""
         """Of lines that are not written yet; begins with the end of a line that a killed process left half."""
 
     def write(self, line: Mapping[str, Any]) -> None:
         """One line, at once if the disk takes it."""
-        self._waiting += json.dumps(line).encode() + b"\n"
-        with contextlib.suppress(OSError):
-            while self._waiting:
-                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        text = json.dumps(_as_json(line), allow_nan=False).encode() + b"\n"
+        with self._lock:  # of the loop and of the thread that writes checkpoints
+            self._waiting += text
+            with contextlib.suppress(OSError):
+                while self._waiting:
+                    self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def close(self) -> None:
         """No more lines."""
         os.close(self._file)
+
+
+def _attempt(line: Mapping[str, Any]) -> int:
+    told = line.get("attempt", 0)
+    return told if isinstance(told, int) else 0
+
+
+def _as_json(value: Any) -> Any:
+    """The same with null for numbers that are not finite, which JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _as_json(one) for key, one in value.items()}
+    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

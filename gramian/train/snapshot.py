@@ -242,18 +242,15 @@ class Snapshots:
         """The newest copy of that step or an earlier one."""
         return next((snapshot for snapshot in reversed(self._ring) if snapshot.step <= step), None)
 
-    def drop_before(self, step: int) -> None:
-        """Forget the copies of earlier steps."""
-        self._ring = [snapshot for snapshot in self._ring if snapshot.step >= step]
-
     def drop_after(self, step: int) -> None:
         """Forget the copies of later steps, as after a rollback to `step`."""
         self._ring = [snapshot for snapshot in self._ring if snapshot.step <= step]
 
     def _pieces(self, shape: "_Shape") -> "list[_Piece]":
         """Memory for a state of this shape; what states of other shapes left behind is let go."""
-        for other in [other for other in self._free if other != shape]:
-            self._free.pop(other, None)
+        for other in list(self._free):  # at once: the thread that writes checkpoints gives memory back
+            if other != shape:
+                self._free.pop(other, None)
         try:
             return self._free[shape].pop()
         except (KeyError, IndexError):
@@ -284,8 +281,8 @@ class Snapshots:
         side.wait_stream(torch.cuda.current_stream(device))
         size = sum(piece.memory.nbytes for piece in pieces)
         with torch.cuda.stream(side), torch.no_grad():
-            if staged := size <= STAGED_SHARE * _free_bytes(device):
-                flat = [torch.cat([sources[name].reshape(-1) for name in piece.buffers]) for piece in pieces]
+            flat = _staged(sources, pieces) if size <= STAGED_SHARE * _free_bytes(device) else None
+            if flat is not None:
                 self._unsettled[device] = side.record_event()
                 for piece, values in zip(pieces, flat, strict=True):
                     piece.memory.copy_(values, non_blocking=True)
@@ -294,7 +291,7 @@ class Snapshots:
                     for name, buffer in piece.buffers.items():
                         buffer.copy_(sources[name], non_blocking=True)
             arrival: torch.cuda.Event = side.record_event()
-        if not staged:
+        if flat is None:
             self._unsettled[device] = arrival
         return arrival
 
@@ -312,6 +309,14 @@ class _Piece:
     memory: Tensor
     buffers: dict[str, Tensor]
     """Views into it, by name."""
+
+
+def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor] | None:
+    """Copies on the device, one for each piece; None if the memory that is free lies in too small parts."""
+    try:
+        return [torch.cat([sources[name].reshape(-1) for name in piece.buffers]) for piece in pieces]
+    except torch.cuda.OutOfMemoryError:
+        return None
 
 
 def _allocate(shape: _Shape) -> list[_Piece]:

@@ -5,6 +5,7 @@ optimizer, and what the guard, the scaler, K-FAC and the privacy engine remember
 because everything else is a function of the config and these integers.
 """
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from gramian.distill.teaching import EXTRA
 from gramian.errors import GramianError
@@ -53,6 +56,16 @@ class Ended:
     report: str = ""
 
 
+@dataclass
+class _Pending:
+    """A copy that waits for the numbers of two steps: of the one that made it, and of the next, the first to use it."""
+
+    copied: Copied
+    facts: dict[str, Any]
+    """What was known when it was taken; once `whole`, also what the numbers up to it have told."""
+    whole: bool = False
+
+
 class Trainer:
     """One run, from where its folder left off to its end."""
 
@@ -86,8 +99,7 @@ class Trainer:
         )
         self._batches: Iterator[Any] = iter(())
         self._snapshot_due = self._flagged = False
-        self._copies: deque[tuple[Copied, dict[str, Any]]] = deque()
-        """After steps whose numbers are on their way, with what else was known when they were taken."""
+        self._copies: deque[_Pending] = deque()
         self._evaluated = self._written = self._deaths = 0
         self._unhealthy = False
         self._repeats_until = 0
@@ -120,24 +132,32 @@ class Trainer:
                     return Ended(
                         self.step, "stopped", f"the key was not saved: {lost[0] if lost else 'on another process'}"
                     )
-        elif self._eval_due():  # a run that was asked to leave did so before it
-            self._keep_up()
-        while self.step < self.config.run.steps and not self._budget_spent():
-            self._attempt(interrupts.requested is not None)
-            due = self._due()
-            if self._snapshot_due and not due:
-                self._copies.append(self._copy())
-                self._snapshot_due = False
-            went_on, ended = self._look(wait=due)
-            if ended is None and self._flagged:  # on any process; all of them see it here
-                _, ended = self._look(wait=True)
-                return ended or self._leave("interrupted")
-            if ended is not None:
+        elif (
+            self._eval_due() and (ended := self._keep_up()) is not None
+        ):  # one that was asked to leave did so before it
+            return ended
+        while True:
+            while not self._ends():
+                self._attempt(interrupts.requested is not None)
+                due = self._due()
+                if self._snapshot_due and not due:
+                    self._copies.append(_Pending(*self._copy()))
+                    self._snapshot_due = False
+                went_on, ended = self._look(wait=due)
+                if ended is None and self._flagged:  # on any process; all of them see it here
+                    _, ended = self._look(wait=True)
+                    return ended or self._leave("interrupted")
+                if ended is None and due and went_on:
+                    ended = self._keep_up()
+                if ended is not None:
+                    return ended
+            if (ended := self._keep_up()) is not None:
                 return ended
-            if due and went_on:
-                self._keep_up()
-        self._keep_up()
-        return self._leave("done" if self.step >= self.config.run.steps else "privacy budget spent")
+            if self._ends():  # and the last state was not taken back
+                return self._leave("done" if self.step >= self.config.run.steps else "privacy budget spent")
+
+    def _ends(self) -> bool:
+        return self.step >= self.config.run.steps or self._budget_spent()
 
     def _budget_spent(self) -> bool:
         """Rollbacks repeat steps, and each is a release: a run with a target ends when its releases are made."""
@@ -156,7 +176,8 @@ class Trainer:
                 continue
             verdict = self.guard.observe(self._observation(outcome))
             self.log.outcome(outcome)
-            self._on_outcome(outcome, self)
+            with contextlib.suppress(OSError, ValueError):  # of a terminal
+                self._on_outcome(outcome, self)
             if self.parts.teaching is not None:
                 for event in self.parts.teaching.heard(outcome.extra):
                     self.log.event(event)
@@ -166,7 +187,7 @@ class Trainer:
             if isinstance(verdict, Stop):
                 return False, self._stop(verdict, outcome)
             if isinstance(verdict, Rollback):
-                self._roll_back(verdict)
+                self._roll_back(verdict, outcome.attempt.position)
                 return False, None
             self._keep_copy(outcome)
         return True, None
@@ -221,28 +242,48 @@ class Trainer:
 
     def _due(self) -> bool:
         """True if this step's numbers are needed now: the model is evaluated, or it is the last. Copies are begun before."""
-        held = [*self.snapshots.steps, *(copied.step for copied, _ in self._copies)]
+        held = [*self.snapshots.steps, *(pending.copied.step for pending in self._copies)]
         if self.step % self.config.checkpoint.snapshot_every == 0 and self.step not in held:
             self._snapshot_due = True  # else the scaler skipped the step: the copy is from before
         return self._eval_due() or self.step >= self.config.run.steps
 
-    def _keep_up(self) -> None:
-        """Evaluate, copy and write what is due; what was found out by the first is in the others."""
-        ends = self.step >= self.config.run.steps or self._budget_spent()
-        better = self._evaluate() if self._eval_due() or ends else False
+    def _keep_up(self) -> Ended | None:
+        """Evaluate, copy and write what is due; what was found out by the first is in the others. How the run ended, if it did.
+
+        A validation loss that is not finite tells what the next step's loss would: the last update is taken back.
+        """
+        better = False
+        if self._eval_due() or self._ends():
+            loss, better = self._evaluate()
+            if not math.isfinite(loss):
+                verdict = self.guard.broken(self.step - 1, f"the validation loss is {loss}")
+                if isinstance(verdict, Stop):
+                    return self._stop(verdict)
+                if isinstance(verdict, Rollback):
+                    self._roll_back(verdict, self.position)
+                    return None
         if better or (self._snapshot_due and self.guard.calm):
             self._snapshot_due = False
             self._write_if_due(self._snapshot(), better)
+        return None
 
     def _keep_copy(self, outcome: Outcome) -> None:
-        """The numbers of a step are there: a copy that was taken after it becomes a snapshot, if it is sound."""
-        if not self._copies or self._copies[0][1]["position"] != outcome.attempt.position + 1:
-            return
-        copied, facts = self._copies.popleft()
-        if self.guard.calm:
-            self._write_if_due(self.snapshots.keep_copy(copied, self._with_heard(facts)))
-        else:
-            self._snapshot_due = True
+        """The numbers of a step are there: the copy it made is whole; the one whose weights it used becomes a snapshot.
+
+        A loss is computed before its update, so what an update did shows in the next one. A copy whose own step or the next
+        is under suspicion is none to go back to: it is dropped, and another is due.
+        """
+        at = outcome.attempt.position
+        for pending in [*self._copies]:
+            makes, uses = pending.facts["position"] == at + 1, pending.whole and pending.facts["position"] <= at
+            if (makes or uses) and not self.guard.calm:
+                self._copies.remove(pending)
+                self._snapshot_due = True
+            elif makes:
+                pending.facts, pending.whole = self._with_heard(pending.facts), True
+            elif uses:
+                self._copies.remove(pending)
+                self._write_if_due(self.snapshots.keep_copy(pending.copied, pending.facts))
 
     def _write_if_due(self, snapshot: Snapshot, better: bool = False) -> None:
         every = self.config.checkpoint.every
@@ -252,7 +293,6 @@ class Trainer:
     def _write(self, snapshot: Snapshot, best: bool = False) -> None:
         self._written = snapshot.step
         self.store.write(snapshot, best=best)
-        self.snapshots.drop_before(snapshot.step)  # a run that is resumed there has no earlier ones either
 
     def _eval_due(self) -> bool:
         every = self.config.eval.every
@@ -382,11 +422,17 @@ class Trainer:
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
 
-    def _roll_back(self, verdict: Rollback) -> None:
-        """Restore the state from before the first suspicious step, and leave the data of all of them out from now on."""
+    def _roll_back(self, verdict: Rollback, judged: int) -> None:
+        """Restore the state from before the first suspicious step, and leave the data of all of them out from now on.
+
+        Args:
+            verdict: the guard's.
+            judged: position of the last batch whose numbers it has seen; later ones may have a suspicious step's number, if
+                the scaler skipped that, and are not to blame.
+        """
         self.late.clear()
         self._copies.clear()
-        bad = sorted({position for step, position in self.trail if step in verdict.skip})
+        bad = sorted({position for step, position in self.trail if step in verdict.skip and position <= judged})
         at = self.step
         self._restore(*self._state_before(verdict.to_before), verdict.to_before)
         self.skipped |= set(bad)
@@ -420,9 +466,9 @@ class Trainer:
         assert snapshot is not None
         return snapshot.parts, snapshot.facts
 
-    def _stop(self, verdict: Stop, outcome: Outcome) -> Ended:
+    def _stop(self, verdict: Stop, outcome: Outcome | None = None) -> Ended:
         report = verdict.report
-        if not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
+        if outcome is not None and not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             report += f"\n{self._first_nonfinite(outcome)}"
         self.log.event({"event": "stopped", "reason": verdict.reason, "report": report})
         return Ended(self.step, "stopped", report)
@@ -449,10 +495,10 @@ class Trainer:
 
     # ---- evaluation and the end ----------------------------------------------------------------------------------------
 
-    def _evaluate(self) -> bool:
-        """Validation loss; True if it is the best so far."""
+    def _evaluate(self) -> tuple[float, bool]:
+        """Validation loss, and whether it is the best so far; of a step that was evaluated before, 0."""
         if self._evaluated == self.step:
-            return False
+            return 0.0, False
         self._evaluated = self.step
         started = time.perf_counter()
         measured = evaluate(self.parts, self.config.eval.windows)
@@ -464,14 +510,15 @@ class Trainer:
         if self.parts.teaching is not None:
             for event in self.parts.teaching.validated(self.step, measured.loss):
                 self.log.event(event)
-        if not self.guard.calm or (self.best is not None and measured.loss >= self.best["loss"]):
-            return False
+        best = math.inf if self.best is None else self.best["loss"]
+        if not self.guard.calm or not measured.loss < best:  # nor is NaN
+            return measured.loss, False
         self.best = {"loss": measured.loss, "step": self.step}
-        return True
+        return measured.loss, True
 
     def _leave(self, reason: str) -> Ended:
         if self._written != self.step:
-            self._write(self._snapshot())
+            self._save_last()
         lost = [error for error in self.store.wait() if f"step {self.step} " in str(error)]
         if self.world.most(float(bool(lost))):
             self.log.event({"event": "last_state_lost"})
@@ -480,6 +527,19 @@ class Trainer:
             )
         self.log.event({"event": reason})
         return Ended(self.step, reason)
+
+    def _save_last(self) -> None:
+        """Write the state; where its weights are not finite, which no loss has told yet, the newest snapshot in its place."""
+        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in self.parts.module.parameters()]
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).all() if parameters else True
+        if not self.config.guard.on or not self.world.most(float(not finite)):
+            self._write(self._snapshot())
+            return
+        step = self.snapshots.steps[-1]
+        self.log.event({"event": "last_state_not_finite", "resumes_from": step})
+        snapshot = self.snapshots.before(step)
+        if snapshot is not None and step > self._written:
+            self._write(snapshot)
 
 
 def _of_model(saved: dict[str, Part]) -> dict[str, Part]:
