@@ -17,6 +17,7 @@ from tests.cli.torchrun import on_processes
 from tests.kit.processes import distributed, run_on_ranks
 
 FEW = kfac_processes.CASES[::7]
+FEWEST = FEW[::4]
 CPU = torch.device("cpu")
 
 
@@ -24,18 +25,27 @@ def test_the_sample_holds_every_option():
     for field in ("reduction", "policy", "mode", "clip"):
         wanted = {getattr(case, field) for case in kfac_processes.CASES}
         assert {getattr(case, field) for case in FEW} == wanted
+    assert [case.reduction for case in FEWEST] == ["gram", "gather", "dense"]
 
 
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 
-def test_a_world_of_one_passes_with_fsdp2(capsys, monkeypatch):
-    monkeypatch.setattr(kfac_processes, "plan", partial(kfac_processes.plan, models=("mlp",), cases=FEW))
-    status = main(["verify", "kfac", "--fsdp"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fsdp"], "FSDP2 over 1"),
+        (["--tp"], "tensor parallel over 1"),
+        pytest.param(["--fsdp", "--tp"], "FSDP2 over 1 × tensor parallel over 1", marks=pytest.mark.full),
+    ],
+)
+def test_a_world_of_one_passes(options, said, capsys, monkeypatch):
+    monkeypatch.setattr(kfac_processes, "plan", partial(kfac_processes.plan, models=("mlp",), cases=FEWEST))
+    status = main(["verify", "kfac", *options])
     captured = capsys.readouterr()
     assert (status, captured.err) == (0, ""), captured.out
-    assert "FSDP2 over 1, against one process" in captured.out
-    assert captured.out.splitlines()[-1] == "9 of 9 checks passed"
+    assert f"{said}, against one process" in captured.out
+    assert re.fullmatch(r"(\d) of \1 checks passed", captured.out.splitlines()[-1])
     assert not torch.distributed.is_initialized()
 
 
@@ -60,9 +70,11 @@ def test_processes_in_a_grid(size, fsdp, tp, shape, said):
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
-def outcomes(rank: int, size: int, models: tuple[str, ...], fsdp: bool, tp: bool = False) -> list[Outcome]:
+def outcomes(
+    rank: int, size: int, models: tuple[str, ...], fsdp: bool, tp: bool = False, cases: Any = FEW
+) -> list[Outcome]:
     layout = Layout(World(rank, size, CPU, "fsdp2" if fsdp else "ddp"), fsdp, tp)
-    return run_checks(kfac_processes.plan(layout, models, FEW), stop_at_crash=True)
+    return run_checks(kfac_processes.plan(layout, models, cases), stop_at_crash=True)
 
 
 def scaled(function: Any) -> Any:
@@ -95,9 +107,9 @@ def with_a_bug(rank: int, size: int, bug: str) -> list[str]:
 
 @distributed(world_size=2)
 def test_two_processes_agree_with_the_oracle(rank: int, world_size: int) -> None:
-    found = outcomes(rank, world_size, ("mlp",), fsdp=False)
-    assert len(found) == 9
-    assert [outcome.problem for outcome in found] == [""] * 9
+    found = outcomes(rank, world_size, ("mlp",), fsdp=False, cases=FEWEST)
+    assert [outcome.problem for outcome in found] == [""] * len(found)
+    assert len(found) >= 7
 
 
 FULL = pytest.mark.full
@@ -111,8 +123,22 @@ def test_three_processes_agree_with_the_oracle(rank: int, world_size: int, model
     assert [outcome.problem for outcome in outcomes(rank, world_size, models, fsdp)] == [""] * 9
 
 
+@FULL
+@pytest.mark.parametrize("fsdp", [False, True], ids=["tensor parallel", "two dimensions"])
+@distributed(world_size=2)
+def test_two_processes_that_share_layers_agree_with_the_oracle(rank: int, world_size: int, fsdp: bool) -> None:
+    assert [outcome.problem for outcome in outcomes(rank, world_size, ("mlp", "gpt"), fsdp, tp=True)] == [""] * 18
+
+
+@FULL
+@distributed(world_size=4)
+def test_a_grid_of_four_processes_agrees_with_the_oracle(rank: int, world_size: int) -> None:
+    assert [outcome.problem for outcome in outcomes(rank, world_size, ("mlp", "gpt"), True, tp=True)] == [""] * 18
+
+
+@FULL
 @pytest.mark.dist
-@pytest.mark.parametrize("bug", [name if name == "features" else pytest.param(name, marks=FULL) for name in BUGS])
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_broken_library_is_seen_on_every_process(bug: str) -> None:
     for failed in run_on_ranks(2, with_a_bug, bug):
         assert BUGS[bug][3] in failed

@@ -94,9 +94,12 @@ class _Bench:
 
     @property
     def splits(self) -> dict[str, list[int]]:
-        """{how: samples of every process}, the same number in all."""
+        """{how: samples of every process}, the same number in all.
+
+        Torch cannot run a tensor-parallel layer on an empty batch that has an axis of positions.
+        """
         counts = _dealt(self.layout.data)
-        if len(counts) == 1:
+        if len(counts) == 1 or (self.layout.tensor_parallel and self.subject.causal):
             return {"": counts}
         return {"": counts, "an empty rank": [counts[0] + counts[-1], *counts[1:-1], 0]}
 
