@@ -308,6 +308,29 @@ def test_a_file_of_somebody_else_is_refused_by_its_name(what: str, tmp_path: Pat
     one_line(_as_before(kfac, model, lambda: kfac.load(path, model)), path, "expected a file written by kfac.save")
 
 
+@VARIANT
+def test_a_folder_holds_the_same_state_as_a_dict(variant: str, tmp_path: Path) -> None:
+    kfac, model = trained(variant)
+    kfac.save_sharded(str(tmp_path / "kfac"))
+    again = make(**VARIANTS[variant][0])
+    again.load_sharded(str(tmp_path / "kfac"), model)
+    assert_same(kept(again), kept(kfac))
+    for name, step in kfac.compute_natural_gradient(model).items():
+        assert torch.equal(step, again.compute_natural_gradient(model)[name])
+
+
+@pytest.mark.parametrize("what", ["missing", "kfac.json", "kfac-00000.safetensors"])
+def test_a_folder_that_is_not_whole_is_refused_by_its_name(what: str, tmp_path: Path) -> None:
+    kfac, model = trained("dense")
+    if what != "missing":
+        kfac.save_sharded(str(tmp_path))
+        content = bytearray((tmp_path / what).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / what).write_bytes(content)
+    error = _as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model))
+    one_line(error, "folder", "kfac.json" if what == "missing" else what, "kfac.save_sharded")
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another width": (lambda: net(width=10), "table"),
     "more words": (lambda: net(words=13), "table"),

@@ -295,6 +295,7 @@ FILES = [
 ]
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case, options, writers", sample(FILES, 2, case=lambda item: 0))
 def test_a_state_of_some_processes_is_read_by_any_number(
     tmp_path: Path, case: str, options: dict[str, Any], writers: int
@@ -338,5 +339,6 @@ def bad_folders(rank: int, world_size: int, folder: str) -> None:
     refused("kfac.json' is damaged", lambda: kfac.load_sharded(folder, model))
 
 
+@pytest.mark.dist
 def test_folders_that_are_no_state_are_refused_on_all_processes(tmp_path: Path) -> None:
     run_on_ranks(2, bad_folders, str(tmp_path / "kfac"), timeout=90)
