@@ -175,7 +175,11 @@ def _verify_together(
         checks = plan(where)
         with _progress(console, len(checks)) as on_progress:
             outcomes = run_checks(checks, on_progress, stop_at_crash=where.size > 1)
+        crash = next((outcome.crash for outcome in outcomes if outcome.crash), "")
+        cause = where.first_failure(f"crashed: {crash}") if crash else ""
     failed = agree(where, outcomes)
+    if where.size > 1 and cause:  # what the others crashed of then is that this one was gone
+        failed = {title: cause if "crashed: " in problem else problem for title, problem in failed.items()}
     _report(console, outcomes, title(where), legend, arguments.verbose)
     for part in more():
         console.print(part)
