@@ -76,8 +76,8 @@ def _apply_block(
     if rows is not None:
         return _apply_rows(rows, _wide(block, vector), power, options)
     given = {name: whole(t) for name, t in places.items()}
-    like = next(iter(places.values()))
-    y = block.spec.matrix({name: t.detach().to(_wide(block, vector)) for name, t in given.items()})
+    like, wide = next(iter(places.values())), _wide(block, vector)
+    y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
     if power is None:
         out = block.matvec(y)
     else:

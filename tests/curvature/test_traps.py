@@ -386,10 +386,10 @@ TRAPS = (
         "identity in place of eigenvectors without the clip",
         (
             Edit(
-                f"{_CURVATURE}.block:Block.power",
-                "turned = factor.power(turned, p, value, damping.max_condition)",
-                "turned = factor.power(turned, p, value, damping.max_condition) if damping.max_condition else "
-                "(factor.diagonal() + value).pow(p)[:, None] * turned",
+                f"{_CURVATURE}.block:Block.act",
+                "out = factor.power(y_NK, p, value, damping.max_condition)",
+                "out = factor.power(y_NK, p, value, damping.max_condition) if damping.max_condition else "
+                "(factor.diagonal() + value).pow(p)[:, None] * y_NK",
             ),
         ),
         _powers(-0.5, "factored", "off", "small_only"),
