@@ -1,5 +1,6 @@
 """From a config to the parts of a run: windows, model, objective, optimizer, stepper."""
 
+import copy
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from gramian.curvature import KFACNaturalGradient, precondition
 from gramian.curvature.precondition import KL_CLIP
 from gramian.distill.cache.reader import Cache
 from gramian.distill.teaching import Teaching
-from gramian.errors import GramianError
 from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
@@ -79,10 +79,6 @@ def build(config: Config, world: World) -> Parts:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
     set_globals(config.precision, config.run.deterministic)
-    if config.kfac is not None and config.privacy is not None and world.size > 1:
-        raise GramianError(
-            "kfac: beside [privacy] works on one process for now; expected no torchrun, or a config without [kfac]"
-        )
     numbers = numbers_for(config.precision, world.device)
     training, validation = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
@@ -90,9 +86,14 @@ def build(config: Config, world: World) -> Parts:
     if config.compile.mode != "off":
         compile_model(model, config.compile.mode, hidden=config.teacher is not None)
     objective, teaching = build_objective(config, world, numbers, training, model)
+    public = None
+    if (
+        config.kfac is not None and config.privacy is not None
+    ):  # alone where the model is whole: nobody needs its gradients
+        public = spread(copy.deepcopy(objective), world, "fsdp2" if world.kind == "fsdp2" else "one")
     module = spread(objective, world, world.kind)
     optimizer = build_optimizer(module, config.optimizer, world.device)
-    stepper = build_stepper(config, world, numbers, training, module, optimizer, teaching)
+    stepper = build_stepper(config, world, numbers, training, module, optimizer, teaching, public)
     data, batches = config.data, None
     if isinstance(stepper, Stepper):
         batches = Batches(
@@ -142,13 +143,27 @@ def build_stepper(
     module: nn.Module,
     optimizer: Optimizer,
     teaching: Teaching | None = None,
+    public: nn.Module | None = None,
 ) -> Stepper | PrivateStepper:
-    """How a step is taken: plainly, along natural gradients, or privately."""
+    """How a step is taken: plainly, along natural gradients, or privately.
+
+    Args:
+        config: of the run.
+        world: this process among the others.
+        numbers: the precision.
+        training: the windows.
+        module: objective, spread over processes.
+        optimizer: over its parameters.
+        teaching: the teacher, where there is one.
+        public: a copy of the module that sees public data, where [kfac] stands beside [privacy].
+    """
     kfac = None
     if config.kfac is not None:
         kfac = build_kfac(config)
     if config.privacy is not None:
-        curvature = None if kfac is None else PublicCurvature(module, kfac, config, numbers, world)
+        curvature = None
+        if kfac is not None and public is not None:
+            curvature = PublicCurvature(module, public, kfac, config, numbers, world)
         stepper = PrivateStepper(module, optimizer, numbers, world, config, training, curvature)
         if config.kfac is not None and kfac is not None:  # after the engine's hook: on gradients that have their noise
             precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)

@@ -106,7 +106,7 @@ class Stepper:
             for i, micro in enumerate(batch.micro):
                 seed_all(self._seed, batch.position, i, self.world.rank)
                 if capture is not None and i:
-                    capture.next(**_told(batch, i))
+                    capture.next(**terms_and_ids(batch, i))
                 more = {} if self.teaching is None else self.teaching.arguments(micro)
                 with reducing(self.module, last=i == len(batch.micro) - 1):
                     with self.numbers.autocast():
@@ -131,7 +131,7 @@ class Stepper:
             self.module,
             loss_reduction=coefficient,
             loss_scale=1.0 if self.scaler is None else self.scaler,
-            **_told(batch, 0),
+            **terms_and_ids(batch, 0),
         )
 
     def _clip(self) -> Tensor:
@@ -159,7 +159,7 @@ def seed_all(seed: int, *place: int) -> None:
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
 
 
-def _told(batch: StepBatch, i: int) -> dict[str, Any]:
+def terms_and_ids(batch: StepBatch, i: int) -> dict[str, Any]:
     """What K-FAC must know of a micro-batch: its loss terms, and its rows' places in the step, whoever computes them."""
     sizes, targets_BT = [len(micro["targets"]) for micro in batch.micro], batch.micro[i]["targets"]
     first = batch.first + sum(sizes[:i])

@@ -93,6 +93,15 @@ def test_a_byte_order_mark_is_no_part_of_a_config(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "\ufeff[run]\nsteps = 77\n")).run.steps == 77
 
 
+@pytest.mark.parametrize(
+    "key, value", [("memory_budget", 0), ("memory_budget", "lots"), ("kfac_distributed_reduce", "none")]
+)
+def test_what_would_leave_curvature_nothing_or_let_processes_part_is_refused(key: str, value: int | str) -> None:
+    with pytest.raises(GramianError, match=f"^kfac.{key}: .*expected"):
+        parse_config({"kfac": {key: value}})
+    parse_config({"kfac": {"memory_budget": "8GB", "kfac_distributed_reduce": "gather"}})
+
+
 def test_curvature_of_private_data_needs_a_public_source() -> None:
     with pytest.raises(GramianError, match="kfac.public_files"):
         parse_config({"kfac": {}, "privacy": {"noise_multiplier": 1.0}})

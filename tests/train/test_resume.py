@@ -35,6 +35,10 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
             "data": {"micro_batch": 3},
         },
     ),
+    "private, with curvature of public data, two processes": (
+        2,
+        {"privacy": PRIVATE, "kfac": {"update_freq": 3, "public_files": [str(Path(__file__))]}, **SHORT},
+    ),
     "private": (1, {"privacy": PRIVATE}),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
 }

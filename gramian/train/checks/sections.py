@@ -1,5 +1,6 @@
 """What [privacy] and [kfac] ask of a model."""
 
+import copy
 import dataclasses
 
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ def kfac(subject: Subject) -> Check:
     config, numbers, world, module = subject.config, subject.numbers, subject.world, Objective(subject.model())
     found = build_kfac(config)
     if config.privacy is not None:
-        public = PublicCurvature(module, found, config, numbers, world)
+        public = PublicCurvature(module, copy.deepcopy(module), found, config, numbers, world)
         public.refresh(0)
         covers = found.coverage
     else:
