@@ -561,8 +561,8 @@ TRAPS = (
         (
             Edit(
                 f"{_CURVATURE}.build:Builder._softmax_factor",
-                "DiagonalLowRank.softmax((rows * scale**0.5).mT, dtype)",
-                "LowRank.of((rows * scale**0.5).mT, dtype)",
+                "DiagonalLowRank.softmax(total.columns, dtype, total.factor * scale**0.5)",
+                "LowRank.of(total.columns, dtype, total.factor * scale**0.5)",
             ),
         ),
         _exact_head("all"),
