@@ -112,7 +112,9 @@ def spoil(parts: Parts, position: int) -> None:
 
 
 def curve(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    """The loss of every step; a file holds none where it is not finite."""
+    found = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
+    return [math.nan if loss is None else loss for loss in found]
 
 
 def far(one: Path, other: Path) -> float:
