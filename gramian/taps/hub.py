@@ -227,8 +227,10 @@ class Hub:
         Raises:
             GramianError: naming it.
         """
-        assert tap.site is not None
         spread = any(isinstance(t, DTensor) for t in tensors)
+        if not spread and self.tensor_parallel is None:
+            return  # before a compiled graph has looked at names, which layers of one graph do not share
+        assert tap.site is not None
         layer = f"{tap.name or 'model'} ({type(module).__name__})"
         if spread and self.tensor_parallel is None:
             raise GramianError(
