@@ -117,7 +117,8 @@ def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.Prof
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("reduce", ["gram", pytest.param("gather", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", ["gram", "gather"])
 def test_several_processes_show_what_they_send_by_kind_of_collective(reduce):
     """Of blocks.0.fc, whose output side has the 8 tokens of both processes: what the model of traffic says is among it."""
     for found in run_on_ranks(2, profile_of_processes, reduce):
@@ -358,6 +359,7 @@ open(sys.argv[1] + os.environ["RANK"], "w").write(str(status))
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
+@pytest.mark.full
 def test_a_process_that_fails_alone_ends_all_with_one_exit_code_and_one_line(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)

@@ -96,6 +96,7 @@ def test_bad_input_loads_neither_rich_nor_the_model():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_whole_matrix_passes_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "gramian", "verify", "kfac"], capture_output=True, text=True, check=False
@@ -233,6 +234,7 @@ def test_what_is_wrong_on_one_process_fails_on_all(option):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_crash_of_one_process_ends_both_with_the_same_exit_code():
     done = torchrun(breaks=CRASH_OF_ONE, models=("tied gpt",))
     assert done.returncode == 1

@@ -20,7 +20,7 @@ def captured(model, call, tokens, **settings):
     [
         pytest.param(5, "aot_eager", id="low rank"),
         pytest.param(40, "aot_eager", id="dense"),
-        pytest.param(40, "inductor", id="dense, inductor", marks=pytest.mark.slow),
+        pytest.param(40, "inductor", id="dense, inductor", marks=pytest.mark.full),
         pytest.param(5, "inductor", id="low rank, inductor", marks=pytest.mark.full),
     ],
 )

@@ -120,6 +120,7 @@ def _exit(rank: int, world_size: int) -> None:
         os._exit(7)
 
 
+@pytest.mark.full
 def test_a_hang_is_detected_and_the_next_task_has_a_new_pool() -> None:
     pids = run_on_ranks(2, _pid)
     with pytest.raises(RankError, match="rank 0 ---\nno answer within 0.5 s"):
@@ -142,6 +143,7 @@ def test_a_function_that_other_processes_cannot_find_is_refused() -> None:
         run_on_ranks(2, local)
 
 
+@pytest.mark.full
 def test_processes_end_with_the_interpreter() -> None:
     program = "from tests.kit import test_processes as t; print(*t.run_on_ranks(2, t._pid))"
     root = Path(__file__).parents[2]
