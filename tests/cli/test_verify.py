@@ -187,12 +187,10 @@ def torchrun(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp", 
     return on_processes(["verify", "clipping", *options], prepare + breaks)
 
 
-FULL_FSDP = pytest.param(["--fsdp"], marks=pytest.mark.full)
-
-
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [[], FULL_FSDP], ids=["DDP", "FSDP2"])
+@pytest.mark.full
+@pytest.mark.parametrize("option", [[], ["--fsdp"]], ids=["DDP", "FSDP2"])
 def test_two_processes_agree_with_the_loop_and_the_first_alone_prints(option):
     done = torchrun(*option)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -131,6 +131,7 @@ def on(world_size: int, function: Any, *args: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_a_checkpoint_is_read_by_any_number_of_processes(tmp_path: Path) -> None:
     for writers in (0, 2, 3):
         folder = str(tmp_path / str(writers))

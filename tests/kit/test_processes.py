@@ -103,6 +103,7 @@ def test_every_failing_rank_is_reported_with_its_traceback() -> None:
         run_on_ranks(2, _fail, (0, 1))
 
 
+@pytest.mark.full
 def test_a_rank_left_alone_in_a_collective_does_not_wait_for_the_timeout() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1 says no"):

@@ -284,7 +284,7 @@ def _fresh_graphs() -> Iterator[None]:
 
 COMPILED = [(name, "aot_eager", storage) for name in FEW if name != "vit" for storage in ("auto", "keep")]
 COMPILED = [*COMPILED, ("tied_gpt", "aot_eager", "bookkeeping")] if FULL else sample(COMPILED, 4)
-INDUCTOR = [("tied_gpt", "inductor", "bookkeeping")]
+INDUCTOR = [("tied_gpt" if FULL else "mlp", "inductor", "bookkeeping")]
 INDUCTOR += [(name, "inductor", s) for name in ("mlp", "gpt", "reused") for s in ("auto", "keep", "bookkeeping")] * FULL
 
 

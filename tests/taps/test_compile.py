@@ -56,7 +56,10 @@ def _compile(model: nn.Module, backend: str = "aot_eager", **options: Any) -> An
 @pytest.mark.parametrize(
     "name, order, backend",
     [
-        *((name, order, "aot_eager") for name, order in sample(list(product(NAMES, ORDERS)), len(NAMES))),
+        *(
+            (name, order, "aot_eager")
+            for name, order in sample(list(product(NAMES, ORDERS)), 6, case=lambda item: item[1])
+        ),
         *((name, order, "inductor") for name, order in INDUCTOR),
     ],
 )
