@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed
+from gramian.cli.first import first_speaks
 from gramian.cli.profile_train import refuse_unwritable
 from gramian.errors import GramianError
 
@@ -40,13 +40,7 @@ def run(arguments: argparse.Namespace, console_of: Callable[[], Console], progre
         console_of: makes the console.
         progress: makes the bar.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        return _run(arguments, console_of, progress, first)
-    except (GramianError, RunFailed) as problem:
-        if first:
-            raise
-        return 2 if isinstance(problem, GramianError) else 1
+    return first_speaks(lambda first: _run(arguments, console_of, progress, first))
 
 
 def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progress: Progress, first: bool) -> int:

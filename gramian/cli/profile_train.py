@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed
+from gramian.cli.first import first_speaks
 from gramian.errors import GramianError
 
 if TYPE_CHECKING:
@@ -37,13 +38,7 @@ def run(arguments: argparse.Namespace, console_of: Callable[[], Console], progre
         console_of: makes the console.
         progress: makes the bar.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        return _run(arguments, console_of, progress, first)
-    except (GramianError, RunFailed) as problem:
-        if first:
-            raise
-        return 2 if isinstance(problem, GramianError) else 1
+    return first_speaks(lambda first: _run(arguments, console_of, progress, first))
 
 
 def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progress: Progress, first: bool) -> int:
