@@ -16,16 +16,19 @@ next.
 """
 
 import atexit
+import faulthandler
 import functools
 import importlib
 import inspect
 import multiprocessing
 import pickle
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,12 +97,15 @@ class _Pool:
     def __init__(self, world_size: int):
         # The store lives here, so that its port is free by construction.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
         context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self.store.port, theirs))
+            process = context.Process(
+                target=_serve, args=(rank, world_size, self.store.port, theirs, self._crash(rank))
+            )
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -109,6 +115,10 @@ class _Pool:
         except BaseException:
             self.kill()
             raise
+
+    def _crash(self, rank: int) -> str:
+        """Where a rank says what it did when a signal ended it."""
+        return f"{self.crashes.name}/{rank}"
 
     def run(self, task: bytes, timeout: float) -> list[Any]:
         for pipe in self.pipes:
@@ -129,7 +139,8 @@ class _Pool:
                     kind, content = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     self.processes[rank].join(GRACE_AFTER_FAILURE)
-                    kind, content = "failure", f"process ended with exit code {self.processes[rank].exitcode}"
+                    where = Path(self._crash(rank)).read_text()
+                    kind, content = "failure", f"process ended with exit code {self.processes[rank].exitcode}\n{where}"
                 if kind == "failure":
                     failures[rank] = content
                     deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE)
@@ -159,6 +170,7 @@ class _Pool:
             process.kill()
         for process in self.processes:
             process.join()
+        self.crashes.cleanup()
 
 
 @atexit.register
@@ -167,8 +179,10 @@ def _close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
-    """Answer tasks until the other end of the pipe is closed."""
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, crash_path: str) -> None:
+    """Answer tasks until the other end of the pipe is closed; say at `crash_path` where a signal ended it."""
+    crash = open(crash_path, "w")  # noqa: SIM115 - stays open: a signal handler writes to it
+    faulthandler.enable(crash)
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -1,6 +1,7 @@
 """The pool of processes: what it returns, what it reports, and that it survives."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,9 +117,10 @@ def _hang(rank: int, world_size: int) -> None:
         dist.barrier()
 
 
-def _exit(rank: int, world_size: int) -> None:
+def _crash(rank: int, world_size: int) -> None:
     if rank == 1:
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
+        time.sleep(60)
 
 
 @pytest.mark.full
@@ -132,9 +134,9 @@ def test_a_hang_is_detected_and_the_next_task_has_a_new_pool() -> None:
     assert not set(run_on_ranks(2, _pid)) & set(pids)
 
 
-def test_a_process_that_dies_is_reported() -> None:
-    with pytest.raises(RankError, match="rank 1 ---\nprocess ended with exit code 7"):
-        run_on_ranks(2, _exit)
+def test_a_process_that_dies_is_reported_with_the_place() -> None:
+    with pytest.raises(RankError, match="(?s)rank 1 ---\nprocess ended with exit code -11.*Segmentation.* in _crash"):
+        run_on_ranks(2, _crash)
 
 
 def test_a_function_that_other_processes_cannot_find_is_refused() -> None:
