@@ -1,6 +1,6 @@
 """Clipped sums over data-parallel processes: reduced once, in an order that no process decides by itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,29 @@ def reshard(root: nn.Module) -> None:
     if units and not all(isinstance(p, DTensor) for p in root.parameters()):
         for unit in units:
             unit.reshard()
+
+
+class Gathered:
+    """Parameters that FSDP2 gathers for a while: it frees their memory as soon as a unit's backward is over."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Look where parameters stand, if there is FSDP2 at all."""
+        modules = list(root.modules())
+        sharded = any(isinstance(module, FSDPModule) for module in modules)
+        self._places = [(m._parameters, name) for m in modules for name in m._parameters] if sharded else []
+
+    def kept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same tensors, copied where they are views of a parameter that is gathered now: they may be read later."""
+        if not self._places:
+            return list(tensors)
+        now = [parameters[name] for parameters, name in self._places]
+        lent = {_memory(p) for p in now if p is not None and not isinstance(p, DTensor)}
+        return [t.clone() if _memory(t) in lent else t for t in tensors]
+
+
+def _memory(t: Tensor) -> int:
+    """The same number for tensors that share their memory."""
+    return int(t.untyped_storage()._cdata)
 
 
 def each_unsharded(root: nn.Module) -> Iterator[None]:

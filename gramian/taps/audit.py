@@ -34,7 +34,8 @@ class Audit:
             spread: the processes that took a share of the samples each; what they explain is added up.
         """
         self._spread = spread
-        self._expected: dict[str, ParameterRecord] = {}
+        self._rounding: dict[str, tuple[Tensor, torch.dtype]] = {}
+        """{parameter: how large the terms of its sum are, and their narrowest dtype}, of its last record."""
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -67,7 +68,7 @@ class Audit:
         total = record.gradient.total()
         previous = self._totals.get(record.parameter)
         self._totals[record.parameter] = total if previous is None else previous + total
-        self._expected[record.parameter] = record
+        self._rounding[record.parameter] = (record.gradient.magnitude(), record.gradient.dtype)
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         gradient = gradient.detach()
@@ -101,11 +102,10 @@ class Audit:
                 if bool((arrived != 0).any()):
                     raise GramianError(f"{name}: got a gradient, but none through its layer; {_ADVICE}")
                 continue
-            record, got = self._expected[name], wide(arrived).to(total.dtype)
-            magnitude = record.gradient.magnitude()
+            (magnitude, dtype), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
-            rounding = torch.finfo(record.gradient.dtype).eps * magnitude
-            allowed = AGREES[record.gradient.dtype] * got.norm() + 8 * rounding
+            rounding = torch.finfo(dtype).eps * magnitude
+            allowed = AGREES[dtype] * got.norm() + 8 * rounding
             error = (got - total).norm()
             if not bool(error <= allowed):
                 raise GramianError(

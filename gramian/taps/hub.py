@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
+from gramian.parallel.gradients import Gathered
 from gramian.parallel.gradients import local as part_of
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps import names
@@ -67,6 +68,7 @@ class Hub:
         self._installed: list[Tap] = []
         self._holders = 0
         self._grouped: set[str] = set()
+        self._gathered = Gathered(root)
         self.tensor_parallel: TensorParallel | None = None
         """The processes that the model is spread over by features, and that deal its samples out among themselves while those
         who listen take shares; None: every process sees all of its samples."""
@@ -84,6 +86,7 @@ class Hub:
             root = self.root()
             assert root is not None
             layers, self.parameters = discover(root)
+            self._gathered = Gathered(root)
             for found in layers:
                 tap = self._taps.get(found.module)
                 if tap is None:
@@ -363,6 +366,7 @@ class Hub:
                 output_gradients = [self.tensor_parallel.take(t, batch) for t in output_gradients]
             mine = self.tensor_parallel.share(batch)
             batch = mine.stop - mine.start
+        kept = self._gathered.kept(kept)  # those who listen may hold them until the backward is over
         with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
             self.live = False  # the generic site runs the layer again: untapped
             try:

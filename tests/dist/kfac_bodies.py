@@ -88,6 +88,44 @@ def _whole_like(t: Tensor, parameter: Tensor) -> Tensor:
     return t.full_tensor()
 
 
+class Table(nn.Module):
+    """Rows of a parameter, as they lie in memory."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(1, 4, 6), requires_grad=trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows
+
+
+class Reads(nn.Module):
+    """A layer whose input is a parameter."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.table, self.fc = Table(trains), nn.Linear(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.table(x)).tanh() + x
+
+
+def inputs_that_are_parameters(rank: int, trains: bool) -> None:
+    """FSDP2 frees the memory of a unit's parameters before the backward is over: rows of it are copied in time."""
+    case = Case(
+        lambda: nn.Sequential(nn.Linear(7, 7), Reads(trains), nn.Linear(7, 5)),
+        lambda n: torch.randn(n, 4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(n)),
+        5,
+        4,
+    )
+    options = {"max_tokens": 1000}  # rows are kept as rows
+    expected = alone(case, 2, torch.float64, options)
+    kfac, plain = make(**options), case.model()
+    model = wrapped("fsdp2", case.model())
+    refresh(kfac, model, case.data(2), [rank])
+    assert_equal(_sharded_results(kfac, model, plain), expected, 1e-10)
+
+
 def gradients_and_collection(rank: int, way: str) -> None:
     """A collection reduces nothing, leaves the user's gradients alone and has the factors of one process."""
     case = CASES["words"]

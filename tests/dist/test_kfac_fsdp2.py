@@ -47,3 +47,10 @@ def test_a_collection_while_gradients_are_accumulated(rank: int, world_size: int
 @distributed(world_size=2)
 def test_preconditioned_training_is_that_of_one_process(rank: int, world_size: int, reduce: str) -> None:
     bodies.trained(rank, world_size, "fsdp2", reduce)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trains", [False, True])
+@distributed(world_size=2)
+def test_layers_that_read_a_parameter(rank: int, world_size: int, trains: bool) -> None:
+    bodies.inputs_that_are_parameters(rank, trains)
