@@ -1,0 +1,260 @@
+"""Mean and variance of named tensors that arrive one after another, with weights, over any split of the data.
+
+Weights are reliability weights: they say how much an observation counts beside the others, not how often it was made, so
+that a common factor changes nothing. With W = Σ w and W₂ = Σ w²,
+
+    μ = Σ w x / W,   s² = M₂ / (W − W₂/W) with M₂ = Σ w (x − μ)²,   SE = s / √n_eff,   n_eff = W² / W₂.
+
+For observations of one variance σ², s² and SE² are unbiased for σ² and the variance of μ. An observation that was made k times
+is k observations. The mean of k samples is one observation of variance σ²/k: give the samples themselves (`extend`), since
+means weighted by k make SE² too large, by (n − 1)/(n_eff − 1).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.parallel.exchange import exchange_of
+
+
+@dataclass
+class Moment:
+    """What is known of one tensor, float64."""
+
+    mean: Tensor
+    """μ."""
+    deviations: Tensor
+    """M₂."""
+    weight: float
+    """W."""
+    squared_weight: float
+    """W₂."""
+    observations: int
+
+    @property
+    def effective(self) -> float:
+        """n_eff, as many observations of equal weight as would tell the mean as well."""
+        return self.weight**2 / self.squared_weight
+
+    def variance(self) -> Tensor:
+        """s², NaN after one observation."""
+        if self.observations < 2:
+            return torch.full_like(self.mean, float("nan"))
+        return self.deviations / (self.weight - self.squared_weight / self.weight)
+
+    def absorb(self, other: "Moment") -> None:
+        """Take another's observations in (Chan et al.): one temporary of the tensor's size."""
+        weight = self.weight + other.weight
+        shift = other.mean.to(self.mean.device) - self.mean
+        self.deviations += other.deviations.to(self.deviations.device)
+        self.deviations.addcmul_(shift, shift, value=self.weight * other.weight / weight)
+        self.mean.add_(shift, alpha=other.weight / weight)
+        self.weight = weight
+        self.squared_weight += other.squared_weight
+        self.observations += other.observations
+
+    def copy(self) -> "Moment":
+        """One that owns its tensors."""
+        return replace(self, mean=self.mean.clone(), deviations=self.deviations.clone())
+
+
+class WeightedMoments:
+    """Welford moments of named tensors, each with weights of its own: one that is first seen late starts then.
+
+    ```python
+    moments = WeightedMoments()
+    moments.update({"loss": loss, "norm": norm}, weight=tokens)
+    low_high = moments.interval(0.95)["loss"]
+    ```
+
+    `merge` is associative and commutative up to rounding. State: 16 bytes per entry.
+    """
+
+    def __init__(self) -> None:
+        """Nothing seen."""
+        self._moments: dict[str, Moment] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """True if it was observed."""
+        return name in self._moments
+
+    # ---- observations ------------------------------------------------------------------------------------------------
+
+    def update(self, values: Mapping[str, Tensor], weight: float = 1.0) -> None:
+        """Add one observation of each tensor.
+
+        Args:
+            values: {name: tensor}, of the same shape every time.
+            weight: of all of them; 0: they do not count.
+        """
+        checked = check_weight(weight)
+        if checked:
+            for name, value in values.items():
+                mean = value.detach().double().clone()
+                self._add(name, Moment(mean, torch.zeros_like(mean), checked, checked**2, 1))
+
+    def extend(self, rows: Mapping[str, Tensor], weights: Tensor | None = None) -> None:
+        """Add several observations of each tensor at once.
+
+        Args:
+            rows: {name: [n, *shape]}.
+            weights: [n], of the rows; None: all 1.
+        """
+        for name, rows_N in rows.items():
+            if len(rows_N):
+                self._add(name, _of_rows(rows_N.detach().double(), weights))
+
+    def merge(self, other: "WeightedMoments") -> None:
+        """Take all of another's observations in; the other stays as it is."""
+        for name, moment in other._moments.items():
+            self._add(name, moment if name in self else moment.copy())
+
+    def _add(self, name: str, moment: Moment) -> None:
+        mine = self._moments.get(name)
+        if mine is None:
+            if moment.weight:
+                self._moments[name] = moment
+            return
+        if mine.mean.shape != moment.mean.shape:
+            raise GramianError(
+                f"{name}: has shape {list(moment.mean.shape)}; expected {list(mine.mean.shape)}, as before"
+            )
+        if moment.weight:
+            mine.absorb(moment)
+
+    def over(self, process_group: Any = None) -> "WeightedMoments":
+        """The moments of all processes' observations, the same on each of them; this object stays as it is. Collective.
+
+        The means are joined first, so that deviations are taken from the common mean. Traffic: an all-reduce of 16 bytes per
+        entry; a tensor that some processes have not seen takes part with weight 0.
+
+        Args:
+            process_group: None: all processes.
+
+        Raises:
+            GramianError: on all processes, if shapes differ among them.
+        """
+        device = next((moment.mean.device for moment in self._moments.values()), torch.device("cpu"))
+        others = exchange_of(process_group, device)
+        joined = WeightedMoments()
+        if others is None:
+            joined.merge(self)
+            return joined
+        shapes: dict[str, list[int]] = {}
+        for rank, said in enumerate(others.tell({name: list(m.mean.shape) for name, m in self._moments.items()})):
+            for name, shape in said.items():
+                if shapes.setdefault(name, shape) != shape:
+                    raise GramianError(f"{name}: has shape {shape} on process {rank}; expected {shapes[name]}")
+        for name in sorted(shapes):
+            mine = self._moments.get(name)
+            if mine is None:
+                zeros = torch.zeros(shapes[name], dtype=torch.float64, device=device)
+                mine = Moment(zeros, zeros, 0.0, 0.0, 0)
+            counts = torch.tensor([mine.weight, mine.squared_weight, mine.observations], dtype=torch.float64)
+            weight, squared_weight, observations = others.sum(counts).tolist()
+            mean = others.sum(mine.mean * (mine.weight / weight))
+            deviations = others.sum(mine.deviations + mine.weight * (mine.mean - mean).square())
+            joined._moments[name] = Moment(mean, deviations, weight, squared_weight, int(observations))
+        return joined
+
+    # ---- what they say -----------------------------------------------------------------------------------------------
+
+    def mean(self) -> dict[str, Tensor]:
+        """μ of every tensor, float64."""
+        return self._each(lambda moment: moment.mean.clone())
+
+    def variance(self) -> dict[str, Tensor]:
+        """s² of one observation, float64; NaN after one."""
+        return self._each(Moment.variance)
+
+    def standard_error(self) -> dict[str, Tensor]:
+        """√(s²/n_eff) of the mean, float64; NaN after one observation."""
+        return self._each(lambda moment: (moment.variance() / moment.effective).sqrt())
+
+    def effective_samples(self) -> dict[str, float]:
+        """n_eff of every tensor."""
+        return {name: moment.effective for name, moment in self._moments.items()}
+
+    def interval(self, level: float = 0.95) -> dict[str, tuple[Tensor, Tensor]]:
+        """Confidence intervals of the means, entry by entry: μ ± t·SE, with t Student's quantile at n_eff − 1.
+
+        Args:
+            level: share of such intervals that hold the true mean, where observations are nearly normal or many.
+
+        Returns:
+            {name: (low, high)}, float64; NaN after one observation.
+        """
+        if not 0 < level < 1:
+            raise GramianError(f"level: expected a number between 0 and 1, got {level!r}")
+        try:
+            from scipy.special import stdtrit
+        except ImportError:
+            raise GramianError("scipy: is not installed; expected it for intervals") from None
+        found = {}
+        for name, moment in self._moments.items():
+            t = float(stdtrit(max(moment.effective - 1, 0.0), 0.5 + level / 2)) if moment.observations > 1 else 0.0
+            half = t * (moment.variance() / moment.effective).sqrt()
+            found[name] = (moment.mean - half, moment.mean + half)
+        return found
+
+    def _each(self, function: Callable[[Moment], Tensor]) -> dict[str, Tensor]:
+        return {name: function(moment) for name, moment in self._moments.items()}
+
+    # ---- at rest -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat and of tensors only, as safetensors takes it: mean, deviations and weights of every name."""
+        state = {}
+        for name, moment in self._moments.items():
+            counts = (moment.weight, moment.squared_weight, moment.observations)
+            state[f"mean.{name}"] = moment.mean.clone()
+            state[f"deviations.{name}"] = moment.deviations.clone()
+            state[f"weights.{name}"] = torch.tensor(counts, dtype=torch.float64)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave; nothing changes if it is something else."""
+        found = {}
+        names = [key.removeprefix("mean.") for key in state if key.startswith("mean.")]
+        for name in names:
+            parts = [state.get(f"{part}.{name}") for part in ("mean", "deviations", "weights")]
+            mean, deviations, counts = (t if t is not None and t.dtype == torch.float64 else None for t in parts)
+            if mean is None or deviations is None or counts is None or deviations.shape != mean.shape:
+                raise GramianError(f"{name}: is not whole; expected mean, deviations and weights, float64")
+            weight, squared_weight, observations = counts.tolist()
+            found[name] = Moment(mean.clone(), deviations.clone(), weight, squared_weight, int(observations))
+        if len(state) != 3 * len(found):
+            raise GramianError("state: holds other keys; expected what state_dict gave")
+        self._moments = found
+
+
+def check_weight(weight: Any) -> float:
+    """A weight as a float.
+
+    Raises:
+        GramianError: unless it is a finite number of 0 or more.
+    """
+    if not 0 <= float(weight) < float("inf"):
+        raise GramianError(f"weight: expected a finite number of 0 or more, got {weight!r}")
+    return float(weight)
+
+
+def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> Moment:
+    """The moments of some rows by themselves: two passes, so that nothing cancels."""
+    n = len(rows_N)
+    if weights_N is None:
+        variance, mean = torch.var_mean(rows_N, dim=0, correction=0)
+        return Moment(mean, variance * n, float(n), float(n), n)
+    if weights_N.shape != (n,) or not bool(((weights_N >= 0) & weights_N.isfinite()).all()):
+        raise GramianError(f"weights: expected {n} finite numbers of 0 or more, got {list(weights_N.shape)}")
+    w = weights_N.to(rows_N)
+    weight, squared_weight = float(w.sum()), float(w.square().sum())
+    if not weight:
+        return Moment(torch.zeros_like(rows_N[0]), torch.zeros_like(rows_N[0]), 0.0, 0.0, 0)
+    mean = torch.tensordot(w, rows_N, dims=1) / weight
+    deviations = torch.tensordot(w, (rows_N - mean).square(), dims=1)
+    return Moment(mean, deviations, weight, squared_weight, int((w > 0).sum()))
