@@ -1,7 +1,8 @@
 """Curvature: K-FAC factors from the captured passes, and what they are used for."""
 
 from gramian.curvature.block import Block
+from gramian.curvature.ewc import EWCPenalty
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.precondition import precondition
 
-__all__ = ["Block", "KFACNaturalGradient", "precondition"]
+__all__ = ["Block", "EWCPenalty", "KFACNaturalGradient", "precondition"]

@@ -1,0 +1,46 @@
+"""Which parameters a Fisher speaks of, for those who use one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from gramian.curvature.block import Block
+from gramian.curvature.consistency import module_of, unique_parameters
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.errors import GramianError
+
+
+def blocks_of(kfac: Any) -> dict[str, Block]:
+    """The blocks of a Fisher.
+
+    Raises:
+        GramianError: if it is none, or has none yet.
+    """
+    if not isinstance(kfac, KFACNaturalGradient):
+        raise GramianError(f"kfac: expected a KFACNaturalGradient, got {type(kfac).__name__}")
+    if not kfac.kfac_factors:
+        raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
+    return kfac.kfac_factors
+
+
+def covered_parameters(kfac: Any) -> list[str]:
+    """Names of the parameters with curvature; raises as `blocks_of` does."""
+    return [name for block in blocks_of(kfac).values() for name in block.spec.parameters]
+
+
+def parameters_of(model: Any, names: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+    """Every parameter once, under its first name.
+
+    Args:
+        model: the user's model, or any wrapper of it.
+        names: those that have to be there.
+
+    Raises:
+        GramianError: naming one that is not.
+    """
+    found = dict(unique_parameters(module_of(model)))
+    missing = next((name for name in names if name not in found), None)
+    if missing is not None:
+        raise GramianError(f"model: has no parameter {missing}; expected the model that the Fisher belongs to")
+    return found
