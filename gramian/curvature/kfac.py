@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import fisher, journal, refresh, sharded_state, state, steps
+from gramian.curvature import capacity, fisher, journal, refresh, sharded_state, state, steps
 from gramian.curvature.application import apply, inner
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec, find_blocks
@@ -434,8 +434,7 @@ class KFACNaturalGradient:
 
     def _touched(self, vector: Mapping[str, Tensor]) -> dict[str, Block]:
         """The blocks that have a part in a vector."""
-        if not self.kfac_factors:
-            raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
+        self._require_factors()
         by_parameter = {p: block for block in self.kfac_factors.values() for p in block.spec.parameters}
         touched: dict[str, Block] = {}
         for name in vector:
@@ -595,20 +594,44 @@ class KFACNaturalGradient:
             world_size=world_size,
         )
 
-    # ---- not yet ---------------------------------------------------------------------------------------------------
+    # ---- spectra ---------------------------------------------------------------------------------------------------
 
-    def compute_capacity_metrics(self, damping: float | None = None, n: int | None = None) -> dict[str, Any]:
-        """Not yet.
+    def compute_capacity_metrics(self, damping: float | None = None, n: float | None = None) -> dict[str, Any]:
+        """What the eigenvalues of the Fisher say of every layer and of the model: docs/concepts/capacity.md. Collective.
 
-        Raises:
-            GramianError: always.
+        Args:
+            damping: λ of log_det, effective_dimension and condition_number, which are those of F + λI whatever `damping_mode`
+                is; None: this object's `damping`. All else is undamped and unclipped.
+            n: samples, for the heuristic pac_bayes = √(trace/n); None: without it.
+
+        Returns:
+            {"layers": {name: {metric: value}}, "model": {the same, and "coverage": shares of the trained parameters}}; metrics
+            of sides too wide to be written out have an "error" beside them.
         """
-        raise GramianError("compute_capacity_metrics: is not available yet")
+        damping = self.options.joint_lambda if damping is None else damping
+        for name, value in {"damping": damping, "n": 1 if n is None else n}.items():
+            check_number(name, value)
+            if not value > 0:
+                raise GramianError(f"{name}: expected a number above 0, got {value!r}")
+        self._require_factors()
+        covered = {p for spec in self._specs.values() for p in spec.parameters}
+        root = None if self._model is None else self._model()
+        trained = [] if root is None else [(name, p) for name, p in unique_parameters(root) if p.requires_grad]
+        outside = {name: p.numel() for name, p in trained if name not in covered}
+        coverage = capacity.coverage_of(self._specs, self.kfac_factors, outside)
+        return capacity.capacity_metrics(self.kfac_factors, float(damping), n, coverage, self._spread.others)
 
     def top_eigenvalues(self, k: int = 20) -> Tensor:
-        """Not yet.
+        """The k largest eigenvalues of the estimated Fisher, undamped and unclipped: [k], descending, float64. Collective.
 
-        Raises:
-            GramianError: always.
+        Args:
+            k: no more than there are directions (parameters with curvature) in all.
         """
-        raise GramianError("top_eigenvalues: is not available yet")
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise GramianError(f"k: expected an integer of at least 1, got {k!r}")
+        self._require_factors()
+        return capacity.top_eigenvalues(self.kfac_factors, k, self._spread.others)
+
+    def _require_factors(self) -> None:
+        if not self.kfac_factors:
+            raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")

@@ -112,13 +112,6 @@ def test_what_is_not_there_yet_is_refused_by_name(option: str, value: Any) -> No
     one_line(caught.value, option, "not available", "expected")
 
 
-@pytest.mark.parametrize("method, arguments", [("compute_capacity_metrics", ()), ("top_eigenvalues", (3,))], ids=str)
-def test_methods_that_are_not_there_yet_are_refused_by_name(method: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(gramian.GramianError) as caught:
-        getattr(refresh(make(), net()), method)(*arguments)
-    one_line(caught.value, method, "not available")
-
-
 @pytest.mark.parametrize("given", [{"damping_A": 1e-3}, {"damping_G": 1e-3}, {"damping_A": 1e-3, "damping_G": 1e-3}])
 def test_pi_damping_takes_no_damping_of_one_side(given: dict[str, float]) -> None:
     with pytest.raises(gramian.GramianError) as caught:

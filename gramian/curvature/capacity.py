@@ -1,0 +1,299 @@
+r"""Capacity metrics: what the eigenvalues of the estimated Fisher say of a layer and of a model.
+
+The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over them are products of sums over each side:
+
+| metric | of a block | of a model |
+|---|---|---|
+| trace | Σα·Σσ | Σ |
+| frobenius | √(Σα²·Σσ²) | √Σ² |
+| max_eigenvalue | α_max·σ_max | max |
+| participation_ratio | tr²/‖F‖_F² | (Σtr)²/Σ‖·‖_F² |
+| entropy_rank | exp(H_A + H_G), H the entropy of λ/Σλ | exp(Σ_b w_b(H_b − log w_b)), w_b = tr_b/tr |
+| stable_rank | ‖F‖_F²/λ_max² | the same |
+| numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε | Σ |
+| log_det | Σ_ij log(α_jσ_i + λ) | Σ |
+| effective_dimension | Σ_ij α_jσ_i/(α_jσ_i + λ) | Σ |
+| condition_number | (λ_max + λ)/(λ_min + λ) | the same |
+| pac_bayes | √(tr/n): a heuristic, no bound | the same |
+
+Nothing is damped, clipped or cut off but where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
+are 0. Cost beyond the spectra (`sides`): o·m logarithms and exponentials a block, `products.CHUNK` at a time.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gramian.curvature import wide_sides
+from gramian.curvature.block import Block
+from gramian.curvature.blocks import Spec
+from gramian.curvature.products import Values, count_above, damped_sums, largest_products
+from gramian.curvature.sides import ONE, Side, estimate, is_estimated, leading, sides_of
+from gramian.errors import GramianError
+from gramian.linalg import Factor
+from gramian.parallel.exchange import Exchange
+
+ESTIMATED_BY = (
+    f"stochastic Lanczos quadrature: {wide_sides.PROBES} probes of {wide_sides.STEPS} steps; errors are 3 standard errors and "
+    "what the second half of the steps changed"
+)
+HEURISTIC = "heuristic: √(trace/n), no bound"
+
+
+class Estimate(NamedTuple):
+    """A number, and what it may be off by; 0: exact up to rounding."""
+
+    value: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """All that the metrics need of the eigenvalues of a block, or of several: sums of them, apart from their scale."""
+
+    largest: float
+    log_largest: float
+    """-inf: all of them are zero."""
+    smallest: float
+    mass: float
+    """Σ λ/λ_max."""
+    squares: float
+    """Σ (λ/λ_max)²."""
+    entropy: Estimate
+    """In nats."""
+    log_det: Estimate
+    effective_dimension: Estimate
+    numerical_rank: Estimate
+    rank_rtol: float
+    largest_error: float = 0.0
+    smallest_error: float = 0.0
+
+    @property
+    def log_trace(self) -> float:
+        """Of the largest eigenvalue and the sum of all relative to it."""
+        return self.log_largest + (math.log(self.mass) if self.mass else 0.0)
+
+
+def capacity_metrics(
+    blocks: Mapping[str, Block],
+    damping: float,
+    n: float | None,
+    coverage: Mapping[str, float],
+    others: Exchange | None,
+) -> dict[str, Any]:
+    """Metrics of every block and of all together. Collective.
+
+    Args:
+        blocks: {name: block}, the same on all processes.
+        damping: λ of F + λI.
+        n: samples, for pac_bayes; None: without it.
+        coverage: goes into the result.
+        others: the processes that hold the same factors; None: this one alone.
+
+    Returns:
+        {"layers": {name: metrics}, "model": metrics and coverage}.
+    """
+    with torch.no_grad():
+        sides = _sides(blocks, others)
+        found = {
+            name: _measure(ONE if block.A is None else sides[id(block.A)], sides[id(block.G)], damping, block.G.device)
+            for name, block in blocks.items()
+        }
+    layers = {name: _report(spectrum, damping, n) for name, spectrum in found.items()}
+    model = _report(_together(list(found.values())), damping, n)
+    return {"layers": layers, "model": {**model, "coverage": dict(coverage)}}
+
+
+def top_eigenvalues(blocks: Mapping[str, Block], k: int, others: Exchange | None) -> Tensor:
+    """The k largest eigenvalues of all blocks together, [k], descending, float64 on the CPU. Collective.
+
+    Sorted spectra of both sides and a heap: O(k log k) beyond the spectra, no eigenvector, no Lanczos but for sides that are
+    too wide to be written out.
+
+    Raises:
+        GramianError: if there are fewer than k directions.
+    """
+    directions = sum(block.G.dim * (1 if block.A is None else block.A.dim) for block in blocks.values())
+    if k > directions:
+        raise GramianError(f"k: the blocks have {directions} directions in all; expected at most that many, got {k}")
+    with torch.no_grad():
+        factors = _factors(blocks)
+        values = {key: side.parts[0] for key, side in sides_of(factors, others).items()}
+        values |= {id(one): leading(one, k) for one in factors if is_estimated(one)}
+    one = ONE.parts[0]
+    pairs = [(values[id(b.G)], one if b.A is None else values[id(b.A)]) for b in blocks.values()]
+    return torch.tensor(largest_products(pairs, k), dtype=torch.float64)
+
+
+def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], others: Mapping[str, int]) -> dict[str, float]:
+    """Which share of the trained parameters has which kind of block, and how many parameters that is of.
+
+    Args:
+        specs: of the blocks that the model has.
+        blocks: those that have factors.
+        others: {trained parameter that is in no block: its size}.
+
+    Returns:
+        {"parameters": count, "kronecker", "block", "diagonal", "none": shares that add up to 1}.
+    """
+    known = {**specs, **{name: block.spec for name, block in blocks.items()}}
+    sizes = {"kronecker": 0, "block": 0, "diagonal": 0, "none": sum(others.values())}
+    for name, spec in known.items():
+        sizes[spec.kind if name in blocks else "none"] += sum(math.prod(shape) for shape in spec.shapes)
+    total = sum(sizes.values())
+    return {"parameters": total, **{kind: size / total for kind, size in sizes.items()}}
+
+
+# ---- one block -------------------------------------------------------------------------------------------------------
+
+
+def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
+    return list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
+
+
+def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, Side]:
+    factors = _factors(blocks)
+    return sides_of(factors, others) | {id(one): estimate(one) for one in factors if is_estimated(one)}
+
+
+def _measure(A: Side, G: Side, damping: float, device: torch.device) -> Spectrum:
+    """The eigenvalues of G ⊗ A."""
+    rtol = max(A.dim, G.dim) * max(A.eps, G.eps)
+
+    def sums(a: Values, g: Values) -> tuple[float, float, float]:
+        return *damped_sums(g, a, damping, device), count_above(g, a, rtol)
+
+    log_det, dimension, rank = _estimates(A, G, sums)
+    entropies = [_entropy(side) for side in (A, G)]
+    smallest = A.smallest * G.smallest
+    return Spectrum(
+        largest=A.largest * G.largest,
+        log_largest=_log(A.largest) + _log(G.largest),
+        smallest=smallest,
+        mass=A.mass * G.mass,
+        squares=A.squares * G.squares,
+        entropy=Estimate(sum(e.value for e in entropies), sum(e.error for e in entropies)),
+        log_det=log_det,
+        effective_dimension=dimension,
+        numerical_rank=rank,
+        rank_rtol=rtol,
+        largest_error=A.largest_error * G.largest + G.largest_error * A.largest,
+        smallest_error=(A.smallest + A.smallest_error) * (G.smallest + G.smallest_error) - smallest,
+    )
+
+
+def _estimates(A: Side, G: Side, function: Any) -> list[Estimate]:
+    """A function of two spectra; where one of them is a quadrature, the mean over its probes."""
+    fine = list(zip(*(function(a, g) for a, g in _pairs(A.parts, G.parts)), strict=True))
+    if not (A.coarse or G.coarse):
+        return [Estimate(values[0]) for values in fine]
+    pairs = _pairs(A.coarse or A.parts, G.coarse or G.parts)
+    coarse = list(zip(*(function(a, g) for a, g in pairs), strict=True))
+    return [_mean(values, before) for values, before in zip(fine, coarse, strict=True)]
+
+
+def _pairs(left: Sequence[Values], right: Sequence[Values]) -> list[tuple[Values, Values]]:
+    """Probe with probe; a spectrum without probes goes with each."""
+    count = max(len(left), len(right))
+    return [(left[i % len(left)], right[i % len(right)]) for i in range(count)]
+
+
+def _mean(fine: Sequence[float], coarse: Sequence[float]) -> Estimate:
+    mean = fmean(fine)
+    return Estimate(mean, 3 * stdev(fine) / len(fine) ** 0.5 + abs(mean - fmean(coarse)))
+
+
+def _entropy(side: Side) -> Estimate:
+    """−Σ p log p with p = σ/Σσ: log Σs − Σ s log s/Σs with s = σ/σ_max."""
+    if not side.mass:
+        return Estimate(0.0)
+
+    def nats(values: Values, _: Values) -> tuple[float]:
+        relative = values.positive_R / side.largest
+        negative = torch.special.entr(relative)
+        total = negative.sum() if values.weights_R is None else negative @ values.weights_R
+        return (math.log(side.mass) + float(total) / side.mass,)
+
+    return _estimates(side, ONE, nats)[0]
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+# ---- several blocks --------------------------------------------------------------------------------------------------
+
+
+def _together(blocks: Sequence[Spectrum]) -> Spectrum:
+    """The eigenvalues of a block-diagonal matrix."""
+    top = max(blocks, key=lambda block: block.log_largest)
+    some = [block for block in blocks if block.log_largest > -math.inf]
+    scales = [math.exp(block.log_largest - top.log_largest) for block in some]
+    reference = max((block.log_trace for block in some), default=0.0)
+    shares = [math.exp(block.log_trace - reference) for block in some]
+    total = math.fsum(shares)
+    weights = [share / total for share in shares]
+    low = min(block.smallest for block in blocks)
+    return Spectrum(
+        largest=top.largest,
+        log_largest=top.log_largest,
+        smallest=low,
+        mass=math.fsum(block.mass * scale for block, scale in zip(some, scales, strict=True)),
+        squares=math.fsum(block.squares * scale**2 for block, scale in zip(some, scales, strict=True)),
+        entropy=Estimate(
+            math.fsum(w * (block.entropy.value - math.log(w)) for block, w in zip(some, weights, strict=True) if w),
+            math.fsum(w * block.entropy.error for block, w in zip(some, weights, strict=True)),
+        ),
+        log_det=_sum([block.log_det for block in blocks]),
+        effective_dimension=_sum([block.effective_dimension for block in blocks]),
+        numerical_rank=_sum([block.numerical_rank for block in blocks]),
+        rank_rtol=max(block.rank_rtol for block in blocks),
+        largest_error=max(block.largest_error for block in blocks),
+        smallest_error=min(block.smallest + block.smallest_error for block in blocks) - low,
+    )
+
+
+def _sum(estimates: Sequence[Estimate]) -> Estimate:
+    return Estimate(math.fsum(e.value for e in estimates), math.fsum(e.error for e in estimates))
+
+
+def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, Any]:
+    """The metrics by name; those that are not exact have an error beside them."""
+    zero = spectrum.log_largest == -math.inf
+    trace = spectrum.largest * spectrum.mass
+    entropy_rank = 0.0 if zero else math.exp(spectrum.entropy.value)
+    low, high = spectrum.smallest + damping, spectrum.largest + damping
+    found: dict[str, Any] = {
+        "trace": trace,
+        "frobenius": spectrum.largest * spectrum.squares**0.5,
+        "max_eigenvalue": spectrum.largest,
+        "participation_ratio": 0.0 if zero else spectrum.mass**2 / spectrum.squares,
+        "entropy_rank": entropy_rank,
+        "stable_rank": spectrum.squares,
+        "numerical_rank": spectrum.numerical_rank.value,
+        "rank_rtol": spectrum.rank_rtol,
+        "damping": damping,
+        "log_det": spectrum.log_det.value,
+        "effective_dimension": spectrum.effective_dimension.value,
+        "condition_number": high / low,
+    }
+    if n is not None:
+        found |= {"pac_bayes": (trace / n) ** 0.5, "pac_bayes_label": HEURISTIC}
+    top_error = spectrum.largest_error
+    errors = {
+        "max_eigenvalue": top_error,
+        "stable_rank": 2 * spectrum.squares * top_error / spectrum.largest if top_error else 0.0,
+        "entropy_rank": entropy_rank * math.expm1(spectrum.entropy.error),
+        "numerical_rank": spectrum.numerical_rank.error,
+        "log_det": spectrum.log_det.error,
+        "effective_dimension": spectrum.effective_dimension.error,
+        "condition_number": top_error / low + high / low - high / (low + spectrum.smallest_error),
+    }
+    if any(errors.values()):
+        found |= {"error": {name: error for name, error in errors.items() if error}, "estimated_by": ESTIMATED_BY}
+    return found

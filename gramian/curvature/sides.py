@@ -1,0 +1,186 @@
+"""Spectra of the sides of blocks: all eigenvalues in float64, one matrix at a time, shared out among processes.
+
+Whatever was decomposed before, in whatever precision, has no part in it: a spectrum is that of the stored matrix. Eigenvectors
+are not formed. A matrix goes where there is room for it: to the CPU where its device has none.
+
+Legend: n side, r columns of a low-rank one, W processes.
+
+| side | matrix that is decomposed | bytes while it is |
+|---|---|---|
+| dense | M [n, n] | 3·8·n² |
+| low rank | UᵀU [r, r] | 3·8·r² |
+| diagonal | none | 8·n |
+| diagonal ± low rank, n ≤ `WIDEST_DENSE` | M written out [n, n] | 3·8·n² + 8·n·r |
+| diagonal ± low rank, wider | none: estimated (`wide_sides`) | 3·8·n·36 |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.curvature import wide_sides
+from gramian.curvature.products import Values
+from gramian.errors import GramianError
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, factor
+from gramian.linalg.eigen import fits, free_bytes
+from gramian.parallel.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Side:
+    """The spectrum of one side, σ_max = 0 only if all of it is zero."""
+
+    dim: int
+    largest: float
+    """σ_max."""
+    smallest: float
+    """σ_min, or a number that it does not fall below."""
+    mass: float
+    """Σ σ/σ_max: the trace apart from its scale."""
+    squares: float
+    """Σ (σ/σ_max)²."""
+    parts: tuple[Values, ...]
+    """The eigenvalues; where they are estimated, one quadrature for each probe."""
+    coarse: tuple[Values, ...] = ()
+    """Quadratures of half the steps; empty where nothing is estimated."""
+    largest_error: float = 0.0
+    smallest_error: float = 0.0
+    eps: float = torch.finfo(torch.float64).eps
+    """Rounding of what the matrix was summed in."""
+
+    @classmethod
+    def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "Side":
+        """From all eigenvalues."""
+        relative = values.positive_R / values.largest if values.largest else values.positive_R
+        mass, squares = float(relative.sum()), float(relative.square().sum())
+        return cls(values.dim, values.largest, values.smallest, mass, squares, (values,), eps=eps)
+
+
+ONE = Side.of(Values.of(torch.ones(1, dtype=torch.float64)))
+"""What stands for A where a block is no Kronecker product."""
+
+
+def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Side]:
+    """{id of a factor: its spectrum}, each once, without those that `is_estimated`. Collective.
+
+    W at a time, the dearest first: every process decomposes one matrix and hands its eigenvalues to the others.
+
+    Args:
+        factors: the same on all processes.
+        others: the processes that hold them; None: each is decomposed here.
+
+    Raises:
+        GramianError: on all processes, if one of them failed.
+    """
+    found: dict[int, Side] = {}
+    decomposed: list[Dense | LowRank | DiagonalLowRank] = []
+    for one in {id(one): one for one in factors}.values():
+        if isinstance(one, Diagonal):
+            found[id(one)] = Side.of(Values.of(one.values_N), _rounding(one))
+        elif not is_estimated(one):
+            assert isinstance(one, Dense | LowRank | DiagonalLowRank)
+            decomposed.append(one)
+    decomposed.sort(key=lambda one: -_side(one))
+    size = 1 if others is None else others.size
+    for start in range(0, len(decomposed), size):
+        together = decomposed[start : start + size]
+        for one, values in zip(together, _round(together, others), strict=True):
+            found[id(one)] = Side.of(Values.of(values[: one.dim], one.dim), _rounding(one))
+    return found
+
+
+def is_estimated(one: Factor) -> bool:
+    """True if a side is too wide to be written out and has no smaller matrix with the same eigenvalues."""
+    return isinstance(one, DiagonalLowRank) and one.dim > factor.WIDEST_DENSE
+
+
+def estimate(one: Factor) -> Side:
+    """The spectrum of such a side: trace and Frobenius norm exactly, the rest with an error. Collective if rows are spread."""
+    assert isinstance(one, DiagonalLowRank)
+    trace, frobenius = float(one.trace()), float(one.frobenius())
+    one.columns.forget()
+    values, error = wide_sides.leading(one, 1)
+    largest, found, low = float(values[0]), wide_sides.quadrature(one), wide_sides.smallest_bound(one)
+    lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
+    mass, squares = (trace / largest, (frobenius / largest) ** 2) if largest else (0.0, 0.0)
+    return Side(one.dim, largest, lowest, mass, squares, found.parts, found.coarse, error, low - lowest, _rounding(one))
+
+
+def leading(one: Factor, k: int) -> Values:
+    """The k largest eigenvalues of such a side; `work.error_bound` says how well. Collective if rows are spread."""
+    assert isinstance(one, DiagonalLowRank)
+    values, residual = wide_sides.leading(one, min(k, one.dim))
+    one.work.error_bound = residual / float(values[0]) if float(values[0]) else 0.0
+    return Values.of(values, one.dim)
+
+
+def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], others: Exchange | None) -> list[Tensor]:
+    """Eigenvalues of as many factors as there are processes, descending."""
+    if others is None:
+        return [_eigenvalues(_matrix(one)) for one in together]
+    mine: Tensor | None = None
+    for place, one in enumerate(together):
+        spread = isinstance(one, LowRank | DiagonalLowRank) and one.columns.others is not None
+        if spread or place == others.rank:
+            matrix = _matrix(one)
+            mine = matrix if place == others.rank else mine
+            del matrix
+    values, problem = torch.zeros(0, dtype=torch.float64), ""
+    if mine is not None:
+        try:
+            values = _eigenvalues(mine)
+        except (GramianError, RuntimeError) as error:
+            problem = " ".join(str(error).split()) or type(error).__name__
+    words = others.tell([problem, len(values)])
+    for rank, (said, _) in enumerate(words):
+        if said:
+            raise GramianError(f"process {rank}: {said}")
+    return [others.hand(values, [words[place][1]], values, place) for place in range(len(together))]
+
+
+def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
+    """The matrix whose eigenvalues are those of the factor, float64. Collective where rows are spread."""
+    if isinstance(one, LowRank):
+        return one.columns.taken_gram()
+    where = one.stored.home or one.stored.body.device
+    if where.type == "cuda" and not fits(one.dim, 8, free_bytes(where)):
+        where = torch.device("cpu")
+    if isinstance(one, Dense):
+        return one.stored.load(dtype=torch.float64, device=where)
+    written = one.columns.whole().to(where).to(dtype=torch.float64).squared().mul_(one.sign)
+    written.diagonal().add_(one.values_N.to(written))
+    return written
+
+
+def _eigenvalues(matrix_NN: Tensor) -> Tensor:
+    """All eigenvalues, descending, on the CPU: where the matrix is if there is room, else on the CPU. 4n³/3 FLOPs."""
+    if not bool(matrix_NN.isfinite().all()):
+        raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
+    here, cpu = matrix_NN.device, torch.device("cpu")
+    if here.type == "cuda" and not fits(len(matrix_NN), 8, free_bytes(here)):
+        here = cpu
+    for device in dict.fromkeys([here, cpu]):
+        try:
+            values: Tensor = torch.linalg.eigvalsh(matrix_NN.to(device)).cpu()
+        except RuntimeError:  # no convergence, or no memory
+            continue
+        if bool(values.isfinite().all()):
+            return values.flip(0)
+    try:
+        singular: Tensor = torch.linalg.svdvals(matrix_NN.cpu())
+    except RuntimeError as error:
+        raise GramianError(
+            f"eigenvalues: {type(error).__name__} by every algorithm; expected that one converges"
+        ) from error
+    return singular
+
+
+def _side(one: Factor) -> int:
+    """n of the matrix that is decomposed."""
+    return one.rank if isinstance(one, LowRank) else one.dim
+
+
+def _rounding(one: Factor) -> float:
+    return float(torch.finfo(one.dtype).eps)
