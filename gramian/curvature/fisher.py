@@ -233,7 +233,7 @@ def run_passes(
                 _refuse_part_of_classes(cap, logits)
             labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
             assert labels is not None
-            _refuse_unknown_classes(labels, found.counted, logits.shape[-1])
+            refuse_unknown_classes(labels, found.counted, logits.shape[-1])
             summed_cross_entropy(logits, labels, found.counted).backward()
         stray = [name for name, p in named_parameters(root) if p.grad is not None]
         if stray:
@@ -257,7 +257,12 @@ def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
         )
 
 
-def _refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
+def refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
+    """Refuse labels that are no class where they count.
+
+    Raises:
+        GramianError: with the first of them.
+    """
     wrong = counted & ((labels < 0) | (labels >= classes))
     if bool(wrong.any()):
         raise GramianError(

@@ -1,0 +1,93 @@
+"""Operators of the form Jᵀ C J: J takes parameters to outputs, and C, the curvature of the outputs, is known in closed form.
+
+Legend: n parameters, R rows (positions of all samples), V outputs of a position, k columns.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.curvature.operators.model_operator import ModelOperator
+from gramian.curvature.operators.passes import jvp, leaves, outputs, substituted
+from gramian.curvature.operators.terms import LossName, Terms, read_all
+from gramian.curvature.parameter_space import Which
+from gramian.errors import GramianError
+
+
+class JacobianOperator(ModelOperator):
+    """M = (1/N) Σ_b J_bᵀ C_b J_b, positive semi-definite.
+
+    A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
+    backwards: about 1 + 5k forwards in time. Of outputs [R, V] at most three are alive at once for k = 1 (outputs, J v, and the
+    second half of J v while the last layer adds it), four for more: C works in place, a chunk of rows at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        parameters: Which = None,
+        *,
+        loss: LossName = "cross_entropy",
+        causal_shift: bool | None = None,
+    ) -> None:
+        """Read the batches.
+
+        Args:
+            model: returns logits (or numbers) [*positions, V], alone, first, or as `.logits`; whole on this process, in float32
+                or float64; it runs in evaluation mode.
+            batches: a list of batches, or a loader, which is read once. A batch is a mapping as Hugging Face models take it,
+                with "labels" and perhaps "token_weights", or (inputs, labels), or (inputs, labels, token_weights).
+            parameters: names, or what is asked of each (name, parameter); None: all that train.
+            loss: "cross_entropy" of classes, or "mse" of numbers.
+            causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+
+        Raises:
+            GramianError: naming the argument.
+        """
+        super().__init__(model, parameters)
+        self.loss = loss
+        self._terms, self.num_terms = read_all(self.model, batches, loss, causal_shift)
+
+    def _batches(self) -> tuple[Terms, ...]:
+        return self._terms
+
+    @abstractmethod
+    def _curve(self, outputs_RV: Tensor, tangents_RV: Tensor, targets: Tensor, weights_R: Tensor, samples: int) -> None:
+        """Turn U into C U, in place, not divided by N.
+
+        Args:
+            outputs_RV: f.
+            tangents_RV: U = J v, overwritten.
+            targets: classes [R], or numbers [R, V].
+            weights_R: of the terms; 0 where there is none.
+            samples: B; R/B rows after one another belong to a sample.
+        """
+
+    def _add(self, batch: Terms, columns: list[Tensor], total_KN: Tensor) -> None:
+        theta = leaves(self.model, self.space)
+        answered: Tensor | None = None
+        with substituted(self.model, theta):
+            for column, total_N in zip(columns, total_KN, strict=True):
+                found, tangents = jvp(self.model, batch.asked, self.space.unflatten(column))
+                if tangents is None:
+                    continue
+                targets, weights_R = batch.rows(found)
+                tangents = tangents.contiguous()
+                self._curve(found.flatten(0, -2), tangents.flatten(0, -2), targets, weights_R, len(found))
+                del found
+                if answered is None:
+                    answered = outputs(self.model, batch.asked)
+                if not answered.requires_grad:
+                    raise GramianError("model: its outputs have no gradient; expected them to depend on the parameters")
+                gradients = torch.autograd.grad(
+                    answered,
+                    tuple(theta.values()),
+                    tangents,
+                    retain_graph=column is not columns[-1],
+                    materialize_grads=True,
+                )
+                total_N.add_(self._flat(gradients))
