@@ -2,7 +2,8 @@
 
 from gramian.curvature.block import Block
 from gramian.curvature.ewc import EWCPenalty
+from gramian.curvature.influence import Influence, influence_scores
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.precondition import precondition
 
-__all__ = ["Block", "EWCPenalty", "KFACNaturalGradient", "precondition"]
+__all__ = ["Block", "EWCPenalty", "Influence", "KFACNaturalGradient", "influence_scores", "precondition"]
