@@ -27,8 +27,11 @@ from tests.dist import bodies
 from tests.kit.processes import run_on_ranks
 from tests.statistics import (
     test_audit,
+    test_diagonal_estimate,
+    test_ema,
     test_fisher,
     test_health,
+    test_moments,
     test_noise,
     test_norms,
     test_splits,
@@ -167,6 +170,10 @@ def _square_of_the_sum(self: Any) -> Tensor:
     return self.total().square()
 
 
+def _square_of_the_mean(gradient: PerSampleGradient, per: str, scale: float) -> Iterator[Tensor]:
+    yield (gradient.total().double() * scale / gradient.batch).square().expand(gradient.batch, *gradient.shape)
+
+
 # ---- checks --------------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +191,7 @@ def _fisher(name: str) -> Callable[[], None]:
 
 
 _GRADIENTS, _SITES = "gramian.taps.gradients", "gramian.taps.sites"
+_DIAGONAL, _AVERAGE = "gramian.statistics.diagonal_estimate", "gramian.statistics.ema:MovingAverage"
 
 MUTATIONS = (
     Mutation(
@@ -407,6 +415,56 @@ MUTATIONS = (
             ),
         ),
         functools.partial(test_audit.test_gradients_that_were_there_before_do_not_matter, "mlp"),
+    ),
+    Mutation(
+        "square of a batch's mean gradient as diagonal",
+        (Swap(f"{_DIAGONAL}:_squares", _square_of_the_mean),),
+        test_diagonal_estimate.test_two_samples_and_two_parameters_by_hand,
+    ),
+    Mutation(
+        "samples that do not use a parameter left out",
+        (Edit(f"{_DIAGONAL}:completed", "if unused:", "if unused < 0:"),),
+        test_diagonal_estimate.test_samples_that_do_not_use_a_parameter_count_with_zero,
+    ),
+    Mutation(
+        "diagonal stored in float16",
+        (Edit(f"{_DIAGONAL}:_as", "value.to(dtype)", "value.half().to(dtype)"),),
+        functools.partial(test_diagonal_estimate.test_tiny_and_huge_squares_are_neither_floored_nor_clamped, 1e-20),
+    ),
+    Mutation(
+        "floor under the diagonal",
+        (Edit(f"{_DIAGONAL}:_as", "value.to(dtype)", "(value + 1e-8).clamp(1e-45, 1e8).to(dtype)"),),
+        functools.partial(test_diagonal_estimate.test_tiny_and_huge_squares_are_neither_floored_nor_clamped, 1.0),
+    ),
+    Mutation(
+        "diagonal taken for a matrix",
+        (Edit(f"{_DIAGONAL}:_as", "value.to(dtype)", "(value + 1e-4 * torch.eye(*value.shape)).to(dtype)"),),
+        functools.partial(test_diagonal_estimate.test_tiny_and_huge_squares_are_neither_floored_nor_clamped, 1.0),
+    ),
+    Mutation(
+        "weights of an interval taken for observations",
+        (Edit("gramian.statistics.moments:Moment.effective", "self.weight**2 / self.squared_weight", "self.weight"),),
+        test_moments.test_intervals_do_not_narrow_when_weights_are_numbers_of_tokens,
+    ),
+    Mutation(
+        "weights of a variance taken for observations",
+        (Edit("gramian.statistics.moments:Moment.variance", "self.squared_weight / self.weight", "1"),),
+        test_moments.test_one_observation_after_another_is_two_passes_over_all,
+    ),
+    Mutation(
+        "moments kept in float32",
+        (Edit("gramian.statistics.moments:WeightedMoments.extend", ".double()", ".float()"),),
+        test_moments.test_state_is_float64_though_observations_are_not,
+    ),
+    Mutation(
+        "moving average corrected once more",
+        (Edit(f"{_AVERAGE}.value", "self._weights[name]", "self._weights[name] / (1 - self.decay**self.steps)"),),
+        functools.partial(test_ema.test_a_constant_is_its_own_average_from_the_first_step_on, 0.99),
+    ),
+    Mutation(
+        "late tensor corrected by the steps of all",
+        (Edit(f"{_AVERAGE}.value", "self._weights[name]", "((1 - self.decay**self.steps) / (1 - self.decay))"),),
+        test_ema.test_a_tensor_that_stays_away_keeps_its_value_and_forgets_its_weight,
     ),
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

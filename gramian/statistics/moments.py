@@ -76,11 +76,12 @@ class WeightedMoments:
 
     def __init__(self) -> None:
         """Nothing seen."""
-        self._moments: dict[str, Moment] = {}
+        self.moments: dict[str, Moment] = {}
+        """By name."""
 
     def __contains__(self, name: str) -> bool:
         """True if it was observed."""
-        return name in self._moments
+        return name in self.moments
 
     # ---- observations ------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class WeightedMoments:
         if checked:
             for name, value in values.items():
                 mean = value.detach().double().clone()
-                self._add(name, Moment(mean, torch.zeros_like(mean), checked, checked**2, 1))
+                self.add(name, Moment(mean, torch.zeros_like(mean), checked, checked**2, 1))
 
     def extend(self, rows: Mapping[str, Tensor], weights: Tensor | None = None) -> None:
         """Add several observations of each tensor at once.
@@ -106,18 +107,19 @@ class WeightedMoments:
         """
         for name, rows_N in rows.items():
             if len(rows_N):
-                self._add(name, _of_rows(rows_N.detach().double(), weights))
+                self.add(name, _of_rows(rows_N.detach().double(), weights))
 
     def merge(self, other: "WeightedMoments") -> None:
         """Take all of another's observations in; the other stays as it is."""
-        for name, moment in other._moments.items():
-            self._add(name, moment if name in self else moment.copy())
+        for name, moment in other.moments.items():
+            self.add(name, moment if name in self else moment.copy())
 
-    def _add(self, name: str, moment: Moment) -> None:
-        mine = self._moments.get(name)
+    def add(self, name: str, moment: Moment) -> None:
+        """Take observations of one tensor in, as moments of their own; the first ones are kept as they are, not copied."""
+        mine = self.moments.get(name)
         if mine is None:
             if moment.weight:
-                self._moments[name] = moment
+                self.moments[name] = moment
             return
         if mine.mean.shape != moment.mean.shape:
             raise GramianError(
@@ -138,19 +140,19 @@ class WeightedMoments:
         Raises:
             GramianError: on all processes, if shapes differ among them.
         """
-        device = next((moment.mean.device for moment in self._moments.values()), torch.device("cpu"))
+        device = next((moment.mean.device for moment in self.moments.values()), torch.device("cpu"))
         others = exchange_of(process_group, device)
         joined = WeightedMoments()
         if others is None:
             joined.merge(self)
             return joined
         shapes: dict[str, list[int]] = {}
-        for rank, said in enumerate(others.tell({name: list(m.mean.shape) for name, m in self._moments.items()})):
+        for rank, said in enumerate(others.tell({name: list(m.mean.shape) for name, m in self.moments.items()})):
             for name, shape in said.items():
                 if shapes.setdefault(name, shape) != shape:
                     raise GramianError(f"{name}: has shape {shape} on process {rank}; expected {shapes[name]}")
         for name in sorted(shapes):
-            mine = self._moments.get(name)
+            mine = self.moments.get(name)
             if mine is None:
                 zeros = torch.zeros(shapes[name], dtype=torch.float64, device=device)
                 mine = Moment(zeros, zeros, 0.0, 0.0, 0)
@@ -158,7 +160,7 @@ class WeightedMoments:
             weight, squared_weight, observations = others.sum(counts).tolist()
             mean = others.sum(mine.mean * (mine.weight / weight))
             deviations = others.sum(mine.deviations + mine.weight * (mine.mean - mean).square())
-            joined._moments[name] = Moment(mean, deviations, weight, squared_weight, int(observations))
+            joined.moments[name] = Moment(mean, deviations, weight, squared_weight, int(observations))
         return joined
 
     # ---- what they say -----------------------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class WeightedMoments:
 
     def effective_samples(self) -> dict[str, float]:
         """n_eff of every tensor."""
-        return {name: moment.effective for name, moment in self._moments.items()}
+        return {name: moment.effective for name, moment in self.moments.items()}
 
     def interval(self, level: float = 0.95) -> dict[str, tuple[Tensor, Tensor]]:
         """Confidence intervals of the means, entry by entry: μ ± t·SE, with t Student's quantile at n_eff − 1.
@@ -195,21 +197,21 @@ class WeightedMoments:
         except ImportError:
             raise GramianError("scipy: is not installed; expected it for intervals") from None
         found = {}
-        for name, moment in self._moments.items():
+        for name, moment in self.moments.items():
             t = float(stdtrit(max(moment.effective - 1, 0.0), 0.5 + level / 2)) if moment.observations > 1 else 0.0
             half = t * (moment.variance() / moment.effective).sqrt()
             found[name] = (moment.mean - half, moment.mean + half)
         return found
 
     def _each(self, function: Callable[[Moment], Tensor]) -> dict[str, Tensor]:
-        return {name: function(moment) for name, moment in self._moments.items()}
+        return {name: function(moment) for name, moment in self.moments.items()}
 
     # ---- at rest -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """Flat and of tensors only, as safetensors takes it: mean, deviations and weights of every name."""
         state = {}
-        for name, moment in self._moments.items():
+        for name, moment in self.moments.items():
             counts = (moment.weight, moment.squared_weight, moment.observations)
             state[f"mean.{name}"] = moment.mean.clone()
             state[f"deviations.{name}"] = moment.deviations.clone()
@@ -229,7 +231,7 @@ class WeightedMoments:
             found[name] = Moment(mean.clone(), deviations.clone(), weight, squared_weight, int(observations))
         if len(state) != 3 * len(found):
             raise GramianError("state: holds other keys; expected what state_dict gave")
-        self._moments = found
+        self.moments = found
 
 
 def check_weight(weight: Any) -> float:
