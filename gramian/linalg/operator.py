@@ -46,6 +46,39 @@ class Operator(ABC):
             (self.dim, self.dim), matvec=matmat, rmatvec=matmat, matmat=matmat, rmatmat=matmat, dtype="f8"
         )
 
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """Of the vectors that a recurrence keeps: float32 where products are half precision, else that of products.
+
+        Raises:
+            GramianError: unless products are floating-point and real.
+        """
+        if not self.dtype.is_floating_point:
+            raise GramianError(
+                f"{type(self).__name__}: products are {self.dtype}; expected real floating-point numbers"
+            )
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def checked_matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y where and as products are made, from a Y of any device and dtype.
+
+        Raises:
+            GramianError: if the product has another shape than Y, or is not finite.
+        """
+        product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))
+        if product_NK.shape != y_NK.shape:
+            raise GramianError(
+                f"{type(self).__name__}: a product has shape {[*product_NK.shape]}; expected {[*y_NK.shape]}"
+            )
+        if not bool(product_NK.isfinite().all()):
+            raise GramianError(f"{type(self).__name__}: a product holds NaN or infinity; expected finite numbers")
+        return product_NK
+
+
+def seeded(operator: Operator) -> torch.Generator:
+    """The generator of those who bring none: seed 0, on the operator's device; the global one is never touched."""
+    return torch.Generator(device=operator.device).manual_seed(0)
+
 
 class DenseOperator(Operator):
     """A symmetric matrix that is there."""

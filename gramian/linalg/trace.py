@@ -1,0 +1,191 @@
+"""Traces of a symmetric map that is known by its products, from random probes, with their errors.
+
+Legend: n side, p probes Z [n, p] with E[z zᵀ] = I, r columns of a sketch.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gramian.errors import GramianError
+from gramian.linalg.operator import Operator, seeded
+
+Distribution = Literal["rademacher", "gaussian"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of independent samples.
+
+    Attributes:
+        value: the estimate.
+        standard_error: s/√p, of the probes alone; infinite for one sample.
+        samples: p.
+        matvecs: products that it took.
+    """
+
+    value: float
+    standard_error: float
+    samples: int
+    matvecs: int
+
+    @staticmethod
+    def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
+        """The mean of samples, beside a part that is known exactly."""
+        p = len(samples_P)
+        error = float(samples_P.std()) / math.sqrt(p) if p > 1 else math.inf
+        return Estimate(exact + float(samples_P.mean()), error, p, matvecs)
+
+    def interval(self, error_rate: float = 0.05) -> tuple[float, float]:
+        """value ± t s/√p with Student's t of p − 1 degrees of freedom.
+
+        It misses the samples' expectation at this rate if they are normal, and about so once their mean is. Where one
+        eigenvalue makes up most of the trace, samples are skewed and a dozen of them are too few.
+
+        Raises:
+            GramianError: unless the rate lies between 0 and 1.
+        """
+        if not 0 < error_rate < 1:
+            raise GramianError(f"error_rate: is {error_rate}; expected a number between 0 and 1")
+        if self.standard_error in (0.0, math.inf):
+            return self.value - self.standard_error, self.value + self.standard_error
+        reach = student_quantile(1 - error_rate / 2, self.samples - 1) * self.standard_error
+        return self.value - reach, self.value + reach
+
+
+def stochastic_trace(
+    operator: Operator,
+    matvecs: int = 99,
+    *,
+    method: Literal["hutch++", "hutchinson"] = "hutch++",
+    distribution: Distribution = "rademacher",
+    block_size: int = 32,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """tr M, unbiased.
+
+    "hutchinson": mean of zᵀMz over p = `matvecs` probes; for Rademacher probes the variance is 2(‖M‖_F² − Σ M_ii²)/p.
+
+    "hutch++" (Meyer, Musco, Musco and Woodruff 2021): a third of the products for an orthonormal Q [n, r] that spans M S with
+    a random S, a third for tr QᵀMQ, which is exact, and p probes of Hutchinson's for (I − QQᵀ)M(I − QQᵀ). Better the faster the
+    spectrum decays, exact for rank M ≤ r; on a flat spectrum it has a third of the probes. The standard error is that of the
+    probes, given Q.
+
+    Cost: the products; "hutch++" keeps two matrices of n·`matvecs`/3 numbers in float64.
+
+    Args:
+        operator: symmetric; nothing else is assumed.
+        matvecs: products to spend, at least 2, for "hutch++" 4.
+        method: how.
+        distribution: of the entries of probes; S is Gaussian.
+        block_size: columns of a product.
+        generator: of the probes; by default a fresh one with seed 0. The global one is never touched.
+
+    Raises:
+        GramianError: if an argument makes no sense, or a product is not finite.
+    """
+    if method not in ("hutch++", "hutchinson"):
+        raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
+    least = 2 if method == "hutchinson" else 4
+    if matvecs < least:
+        raise GramianError(f"matvecs: is {matvecs}; expected {least} or more for {method}")
+    generator = seeded(operator) if generator is None else generator
+    if method == "hutchinson":
+        samples_P = _samples(operator, matvecs, distribution, block_size, generator)
+        return Estimate.of(samples_P, matvecs)
+    rank = min(matvecs // 3, operator.dim)
+    basis_NR = _range(operator, rank, block_size, generator)
+    inside = 0.0
+    for begin in range(0, basis_NR.shape[1], block_size):
+        part_NB = basis_NR[:, begin : begin + block_size]
+        inside += float((operator.checked_matmat(part_NB).double() * part_NB.double()).sum())
+    spent = rank + basis_NR.shape[1]
+    if basis_NR.shape[1] == operator.dim:
+        return Estimate(inside, 0.0, 1, spent)  # nothing is left to chance
+    samples_P = _samples(operator, matvecs - spent, distribution, block_size, generator, basis_NR)
+    return Estimate.of(samples_P, matvecs, inside)
+
+
+def random_blocks(
+    operator: Operator, count: int, distribution: Distribution, block_size: int, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """Random blocks [n, b] with E[z zᵀ] = I, `count` columns in all, on the operator's device.
+
+    The columns do not depend on the block size.
+
+    Raises:
+        GramianError: if an argument makes no sense.
+    """
+    for name, value in (("probes", count), ("block_size", block_size)):
+        if value < 1:
+            raise GramianError(f"{name}: is {value}; expected 1 or more")
+    if distribution not in ("rademacher", "gaussian"):
+        raise GramianError(f'distribution: is {distribution!r}; expected "rademacher" or "gaussian"')
+    dtype = operator.working_dtype
+    for begin in range(0, count, block_size):
+        rows_BN = torch.empty(min(block_size, count - begin), operator.dim, dtype=dtype, device=generator.device)
+        for row_N in rows_BN:
+            if distribution == "gaussian":
+                row_N.normal_(generator=generator)
+            else:
+                row_N.random_(2, generator=generator).mul_(2).sub_(1)
+        yield rows_BN.mT.to(operator.device)
+
+
+def student_quantile(probability: float, degrees: int) -> float:
+    """t with P(T ≤ t) = probability ≥ ½ for Student's T; by bisection of the closed form for whole degrees of freedom."""
+    low, high = 0.0, 1.0
+    while _student_within(high, degrees) < 2 * probability - 1:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_within(middle, degrees) < 2 * probability - 1 else (low, middle)
+    return high
+
+
+def _student_within(t: float, degrees: int) -> float:
+    """P(|T| ≤ t) (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for i in range(1 + odd, degrees, 2):
+        total += term
+        term *= cosine**2 * i / (i + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _range(operator: Operator, rank: int, block_size: int, generator: torch.Generator) -> Tensor:
+    """Q [n, ≤ rank], orthonormal, that spans M S for a Gaussian S but for directions that are rounding.
+
+    Signs would not do for S: few of them are linearly dependent too often.
+    """
+    blocks = random_blocks(operator, rank, "gaussian", block_size, generator)
+    image_NR = torch.cat([operator.checked_matmat(block_NB) for block_NB in blocks], dim=1)
+    left_NR, singular_R, _ = torch.linalg.svd(image_NR.double(), full_matrices=False)
+    floor = torch.finfo(operator.dtype).eps * max(image_NR.shape) * singular_R[0]
+    basis_NR: Tensor = left_NR[:, singular_R > floor]
+    return basis_NR.to(operator.working_dtype)
+
+
+def _samples(
+    operator: Operator,
+    count: int,
+    distribution: Distribution,
+    block_size: int,
+    generator: torch.Generator,
+    left_out_NR: Tensor | None = None,
+) -> Tensor:
+    """zᵀPMPz for every probe, float64, where P takes out the span of orthonormal columns."""
+    samples = []
+    for block_NB in random_blocks(operator, count, distribution, block_size, generator):
+        z_NB = block_NB.double()
+        if left_out_NR is not None:
+            for _ in range(2):
+                z_NB = z_NB - left_out_NR.double() @ (left_out_NR.double().mT @ z_NB)
+        samples.append((z_NB * operator.checked_matmat(z_NB).double()).sum(0))
+    return torch.cat(samples).cpu()
