@@ -86,9 +86,9 @@ def leading(factor: DiagonalLowRank, k: int) -> tuple[Tensor, float]:
     values, residual = torch.zeros(k, dtype=torch.float64), 0.0
     for _ in range(RESTARTS):
         blocks = [y_NW]
-        for _ in range(min(DEPTH, n // width - 1)):
+        for _ in range(DEPTH):
             blocks.append(torch.linalg.qr(product(factor, blocks[-1])).Q)
-        basis = torch.linalg.qr(torch.cat(blocks, 1)).Q
+        basis = torch.linalg.qr(torch.cat(blocks, 1)[:, :n]).Q
         image = product(factor, basis)
         small = basis.mT @ image
         theta, mix = torch.linalg.eigh((small + small.mT) / 2)
