@@ -2,8 +2,8 @@
 
 from gramian.curvature.block import Block
 from gramian.curvature.ewc import EWCPenalty
-from gramian.curvature.influence import Influence, influence_scores
 from gramian.curvature.importance import TokenImportance, parameter_importance, token_importance
+from gramian.curvature.influence import Influence, influence_scores
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.laplace import Laplace, LogMarginal
 from gramian.curvature.precondition import precondition
