@@ -423,7 +423,7 @@ MUTATIONS = (
     ),
     Mutation(
         "samples that do not use a parameter left out",
-        (Edit(f"{_DIAGONAL}:completed", "if unused:", "if unused < 0:"),),
+        (Edit(f"{_DIAGONAL}:SquareMoments.completed", "if unused:", "if unused < 0:"),),
         test_diagonal_estimate.test_samples_that_do_not_use_a_parameter_count_with_zero,
     ),
     Mutation(

@@ -7,7 +7,7 @@ batch's mean gradient is no estimate of the Fisher at all: it shrinks as the bat
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -22,6 +22,9 @@ from gramian.taps import Capture
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.record import ParameterRecord
 from gramian.taps.statistic import Needs, ParameterInfo, Statistic
+
+Reduction = Callable[[str, Tensor], Tensor]
+"""(parameter, its diagonal): what is kept of it."""
 
 
 class DiagonalFisherEstimate:
@@ -40,19 +43,27 @@ class DiagonalFisherEstimate:
     average.
     """
 
-    def __init__(self, per: Literal["sample", "token"] = "sample", ema_decay: float | None = None) -> None:
+    def __init__(
+        self,
+        per: Literal["sample", "token"] = "sample",
+        ema_decay: float | None = None,
+        reduce: Reduction | None = None,
+    ) -> None:
         """Nothing seen.
 
         Args:
             per: what is squared, as of `DiagonalFisher`: a sample's gradient, or that of each of its tokens, then summed.
             ema_decay: β of a moving average over captures beside the mean; None: no average.
+            reduce: a linear function of (parameter, its diagonal), such as sums over rows or heads (`by_row`, `by_head`), that
+                every sample's squares go through. State is as small as what it gives, and errors are those of the sums
+                themselves, which cannot be had from errors of entries. None: every entry.
 
         Raises:
             GramianError: for another word or a decay outside [0, 1).
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
-        self.per = per
+        self.per, self.reduce = per, reduce
         self.moments = WeightedMoments()
         """Over samples; a parameter that trains only from some capture on has its own."""
         self.average = None if ema_decay is None else MovingAverage(ema_decay)
@@ -192,7 +203,7 @@ class FisherCapture(Capture):
 
     def __init__(self, estimate: DiagonalFisherEstimate, model: nn.Module, *others: Statistic, **options: Any) -> None:
         """Its own statistic, then others."""
-        self._estimate, self._squares = estimate, SquareMoments(estimate.per)
+        self._estimate, self._squares = estimate, SquareMoments(estimate.per, estimate.reduce)
         super().__init__(model, self._squares, *others, **options)
 
     def __exit__(
@@ -201,7 +212,7 @@ class FisherCapture(Capture):
         """Hand the samples to the estimate, after those of all processes were joined."""
         super().__exit__(kind, error, trace)
         if kind is None:
-            found = completed(self._sums_of(self._squares))
+            found = self._squares.completed(self._sums_of(self._squares))
             self._sums[0] = None  # they are the estimate's now
             self._estimate._take(found if self._group is None else found.over(self._group))
 
@@ -221,9 +232,9 @@ class SquareMoments:
     needs: Needs = "parameter"
     per_sample = True
 
-    def __init__(self, per: Literal["sample", "token"]) -> None:
-        """Set what is squared."""
-        self.per = per
+    def __init__(self, per: Literal["sample", "token"], reduce: Reduction | None) -> None:
+        """Set what is squared, and what is made of the squares."""
+        self.per, self.reduce = per, reduce
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> SquareSums:
         """No sample yet."""
@@ -231,8 +242,10 @@ class SquareMoments:
 
     def update(self, sums: SquareSums, record: ParameterRecord) -> None:
         """Add every sample of a pass, a chunk at a time."""
+        name, reduce = record.parameter, self.reduce
         for squares_B in _squares(record.gradient, self.per, record.info.scale):
-            sums.moments.extend({record.parameter: squares_B})
+            rows_B = squares_B if reduce is None else torch.stack([reduce(name, squares) for squares in squares_B])
+            sums.moments.extend({name: rows_B})
 
     def count(self, sums: SquareSums, samples: int) -> None:
         """Samples of a pass, whichever parameters it used."""
@@ -247,18 +260,18 @@ class SquareMoments:
 
     def finish(self, sums: SquareSums) -> WeightedMoments:
         """Moments over all samples."""
-        return completed(copy.deepcopy(sums))
+        return self.completed(copy.deepcopy(sums))
 
-
-def completed(sums: SquareSums) -> WeightedMoments:
-    """The moments over all samples: those that did not use a parameter have a gradient of 0. The sums are given away."""
-    for name, info in sums.parameters.items():
-        used = sums.moments.moments[name].observations if name in sums.moments else 0
-        unused = sums.samples - used
-        if unused:
-            zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
-            sums.moments.add(name, Moment(zeros, zeros.clone(), float(unused), float(unused), unused))
-    return sums.moments
+    def completed(self, sums: SquareSums) -> WeightedMoments:
+        """The same, with sums that are given away. Samples that did not use a parameter have a gradient of 0."""
+        for name, info in sums.parameters.items():
+            used = sums.moments.moments[name].observations if name in sums.moments else 0
+            unused = sums.samples - used
+            if unused:
+                zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
+                zeros = zeros if self.reduce is None else self.reduce(name, zeros)
+                sums.moments.add(name, Moment(zeros, zeros.clone(), float(unused), float(unused), unused))
+        return sums.moments
 
 
 def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:

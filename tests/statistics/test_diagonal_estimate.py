@@ -297,6 +297,17 @@ def test_groups_are_sums_of_their_entries() -> None:
     assert by_head(d[:, 0], 3).tolist() == [float(d[4 * h : 4 * h + 4, 0].sum()) for h in range(3)]
 
 
+def test_errors_of_groups_are_those_of_sums_over_each_sample() -> None:
+    """Entries of one sample go together: the error of a sum is not the root of the sum of squared errors."""
+    p = problem("mlp", SAMPLES)
+    estimate = run(p, splits([4, 2]), reduce=lambda name, d: by_row(d) if d.dim() > 1 else d)
+    squares = {k: g.square().flatten(2).sum(2) if g.dim() > 2 else g.square() for k, g in p.gradients.items()}
+    assert_tensors(estimate.diagonal(), {k: s.mean(0) for k, s in squares.items()}, 1e-10)
+    assert_tensors(estimate.standard_error(), {k: s.std(0) / SAMPLES**0.5 for k, s in squares.items()}, 1e-10)
+    unused = run(problem("unused", SAMPLES), [slice(None)], reduce=lambda name, d: d.sum())
+    assert float(unused.diagonal()["spare.weight"]) == 0.0 and unused.diagonal()["spare.weight"].dim() == 0
+
+
 def test_groups_that_do_not_fit_are_refused() -> None:
     d = torch.ones(12, 4)
     with pytest.raises(gramian.GramianError, match="^heads: 1 x 5 do not divide 12"):
