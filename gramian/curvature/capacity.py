@@ -59,7 +59,9 @@ class Spectrum:
     largest: float
     log_largest: float
     """-inf: all of them are zero."""
-    smallest: float
+    log_smallest: float
+    log_smallest_bound: float
+    """What the logarithm of the smallest does not exceed; the same where that is exact."""
     mass: float
     """Σ λ/λ_max."""
     squares: float
@@ -71,7 +73,6 @@ class Spectrum:
     numerical_rank: Estimate
     rank_rtol: float
     largest_error: float = 0.0
-    smallest_error: float = 0.0
 
     @property
     def log_trace(self) -> float:
@@ -170,11 +171,11 @@ def _measure(A: Side, G: Side, damping: float, device: torch.device) -> Spectrum
 
     log_det, dimension, rank = _estimates(A, G, sums)
     entropies = [_entropy(side) for side in (A, G)]
-    smallest = A.smallest * G.smallest
     return Spectrum(
         largest=A.largest * G.largest,
         log_largest=_log(A.largest) + _log(G.largest),
-        smallest=smallest,
+        log_smallest=_log(A.smallest) + _log(G.smallest),
+        log_smallest_bound=_log(A.smallest + A.smallest_error) + _log(G.smallest + G.smallest_error),
         mass=A.mass * G.mass,
         squares=A.squares * G.squares,
         entropy=Estimate(sum(e.value for e in entropies), sum(e.error for e in entropies)),
@@ -183,7 +184,6 @@ def _measure(A: Side, G: Side, damping: float, device: torch.device) -> Spectrum
         numerical_rank=rank,
         rank_rtol=rtol,
         largest_error=A.largest_error * G.largest + G.largest_error * A.largest,
-        smallest_error=(A.smallest + A.smallest_error) * (G.smallest + G.smallest_error) - smallest,
     )
 
 
@@ -226,6 +226,16 @@ def _log(value: float) -> float:
     return math.log(value) if value > 0 else -math.inf
 
 
+def _exp(value: float) -> float:
+    """Infinity beyond float64."""
+    return float(torch.tensor(value, dtype=torch.float64).exp())
+
+
+def _log_sum(a: float, b: float) -> float:
+    """log(exp a + exp b)."""
+    return max(a, b) + math.log1p(math.exp(-abs(a - b)))
+
+
 # ---- several blocks --------------------------------------------------------------------------------------------------
 
 
@@ -238,11 +248,11 @@ def _together(blocks: Sequence[Spectrum]) -> Spectrum:
     shares = [math.exp(block.log_trace - reference) for block in some]
     total = math.fsum(shares)
     weights = [share / total for share in shares]
-    low = min(block.smallest for block in blocks)
     return Spectrum(
         largest=top.largest,
         log_largest=top.log_largest,
-        smallest=low,
+        log_smallest=min(block.log_smallest for block in blocks),
+        log_smallest_bound=min(block.log_smallest_bound for block in blocks),
         mass=math.fsum(block.mass * scale for block, scale in zip(some, scales, strict=True)),
         squares=math.fsum(block.squares * scale**2 for block, scale in zip(some, scales, strict=True)),
         entropy=Estimate(
@@ -254,7 +264,6 @@ def _together(blocks: Sequence[Spectrum]) -> Spectrum:
         numerical_rank=_sum([block.numerical_rank for block in blocks]),
         rank_rtol=max(block.rank_rtol for block in blocks),
         largest_error=max(block.largest_error for block in blocks),
-        smallest_error=min(block.smallest + block.smallest_error for block in blocks) - low,
     )
 
 
@@ -267,7 +276,11 @@ def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, An
     zero = spectrum.log_largest == -math.inf
     trace = spectrum.largest * spectrum.mass
     entropy_rank = 0.0 if zero else math.exp(spectrum.entropy.value)
-    low, high = spectrum.smallest + damping, spectrum.largest + damping
+    log_low, log_bound, log_high = (
+        _log_sum(value, math.log(damping))
+        for value in (spectrum.log_smallest, spectrum.log_smallest_bound, spectrum.log_largest)
+    )
+    condition = _exp(log_high - log_low)
     found: dict[str, Any] = {
         "trace": trace,
         "frobenius": spectrum.largest * spectrum.squares**0.5,
@@ -280,11 +293,12 @@ def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, An
         "damping": damping,
         "log_det": spectrum.log_det.value,
         "effective_dimension": spectrum.effective_dimension.value,
-        "condition_number": high / low,
+        "condition_number": condition,
     }
     if n is not None:
         found |= {"pac_bayes": (trace / n) ** 0.5, "pac_bayes_label": HEURISTIC}
     top_error = spectrum.largest_error
+    uncertain = top_error / (spectrum.largest + damping) - math.expm1(log_low - log_bound)
     errors = {
         "max_eigenvalue": top_error,
         "stable_rank": 2 * spectrum.squares * top_error / spectrum.largest if top_error else 0.0,
@@ -292,7 +306,7 @@ def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, An
         "numerical_rank": spectrum.numerical_rank.error,
         "log_det": spectrum.log_det.error,
         "effective_dimension": spectrum.effective_dimension.error,
-        "condition_number": top_error / low + high / low - high / (low + spectrum.smallest_error),
+        "condition_number": condition * uncertain if uncertain else 0.0,
     }
     if any(errors.values()):
         found |= {"error": {name: error for name, error in errors.items() if error}, "estimated_by": ESTIMATED_BY}

@@ -21,6 +21,7 @@ from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Sp
 from gramian.linalg.stored import store_columns
 from tests.curvature import (
     test_bias,
+    test_capacity,
     test_damping,
     test_factors,
     test_failures,
@@ -30,6 +31,7 @@ from tests.curvature import (
     test_options,
     test_planning,
     test_precondition,
+    test_products,
     test_record,
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
@@ -281,7 +283,67 @@ TRAPS = (
         ),
         _clipped(FEW),
     ),
+    Mutation(
+        "capacity of a spectrum that λ is in",
+        (
+            Edit(
+                f"{_CURVATURE}.sides:_matrix",
+                "return one.stored.load(dtype=torch.float64, device=where)",
+                "return one.stored.load(dtype=torch.float64, device=where) + 5.0 * torch.eye(one.dim)",
+            ),
+        ),
+        test_capacity.test_metrics_are_of_the_undamped_and_unclipped_spectrum,
+    ),
+    Mutation(
+        "capacity of a damped product less λ",
+        (
+            Edit(
+                f"{_CURVATURE}.capacity:_measure",
+                "largest=A.largest * G.largest,",
+                "largest=(A.largest + damping) * (G.largest + damping) - damping,",
+            ),
+        ),
+        test_capacity.test_metrics_are_of_the_undamped_and_unclipped_spectrum,
+    ),
+    Mutation(
+        "eigenvalues below 1e-8 dropped",
+        (Edit(f"{_CURVATURE}.products:Values.of", "(values > 0).sum()", "(values > 1e-8).sum()"),),
+        functools.partial(test_capacity.test_a_multiple_of_the_fisher_has_the_same_ranks, 1e-9),
+    ),
+    Mutation(
+        "1e-8 added to denominators",
+        (
+            Edit(
+                f"{_CURVATURE}.capacity:_report",
+                "spectrum.mass**2 / spectrum.squares",
+                "trace**2 / (spectrum.largest**2 * spectrum.squares + 1e-8)",
+            ),
+        ),
+        functools.partial(test_capacity.test_a_multiple_of_the_fisher_has_the_same_ranks, 1e-9),
+    ),
+    Mutation(
+        "directions without an eigenvalue left out",
+        (
+            Edit(
+                f"{_CURVATURE}.sides:sides_of",
+                "Values.of(values[: one.dim], one.dim)",
+                "Values.of(values[: one.dim])",
+            ),
+        ),
+        functools.partial(test_capacity.test_dense_and_low_rank_sides_have_the_same_metrics, "all"),
+    ),
     # ---- what did not work at all ----
+    Mutation(
+        "capacity of dense sides only",
+        (
+            Edit(
+                f"{_CURVATURE}.sides:sides_of",
+                "assert isinstance(one, Dense | LowRank | DiagonalLowRank)",
+                "assert isinstance(one, Dense)",
+            ),
+        ),
+        functools.partial(test_capacity.test_dense_and_low_rank_sides_have_the_same_metrics, "all"),
+    ),
     Mutation(
         "the user's own backward brings no factors",
         (Edit(f"{_CURVATURE}.capture:KFACCapture._leave", "self._kfac._finish(self)", "self._kfac._open = False"),),
@@ -677,6 +739,11 @@ TRAPS = (
         "the square of the vocabulary",
         (Edit(f"{_CURVATURE}.policy:keep_for", "if width > WIDEST_DENSE:", "if False:"),),
         functools.partial(test_planning.test_a_vocabulary_is_dense_under_no_policy, "small_only"),
+    ),
+    Mutation(
+        "all products of two spectra at once",
+        (Edit(f"{_CURVATURE}.products:_tiles", "high = max(1, CHUNK // wide)", "high = rows"),),
+        test_products.test_all_products_are_never_held,
     ),
 )
 
