@@ -52,9 +52,9 @@ def _prepare(
 ) -> None:
     """Launch every factorisation before anyone waits for the first; several processes share them out."""
     factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
+    spread.factorise(blocks, dtypes, power, options.kfac_eps)  # before any other collective: all must ask for the same
     if power == -1 and options.damping_mode != "joint":
         fetch_bounds(factors)
-    spread.factorise(blocks, dtypes, power, options.kfac_eps)
     if power == -1:
         for name, block in blocks.items():
             assert block.damping is not None

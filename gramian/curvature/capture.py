@@ -126,7 +126,11 @@ class KFACCapture(Capture):
     def __enter__(self) -> Self:
         """Install the taps."""
         self._kfac._refuse_nested()
-        super().__enter__()
+        try:
+            super().__enter__()
+        except BaseException as error:  # the others are inside theirs
+            self._kfac._fail(self, f"{type(error).__name__} on entering the capture", f" ({error})")
+            raise
         if self._hub.tensor_parallel is not None and self.others is not None:
             self._hub.tensor_parallel.exchange.sent = self.others.sent  # one account
         self._kfac._open = True

@@ -16,7 +16,7 @@ A side whose tokens of all processes are too many for low rank is always reduced
 nothing travels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -194,6 +194,8 @@ class Join:
         self._said = {slot: [sides[i] for sides in read] for i, slot in enumerate(slots)}
         self._rank = 0 if others is None else others.rank
         self._inputs: dict[Any, Total] = {}
+        self._problem = ""
+        """What went wrong here while the others count on this process's part."""
 
     def block(self, spec: Spec) -> BlockTotals:
         """What all processes have seen of a block."""
@@ -220,12 +222,22 @@ class Join:
         return _sum_together(wanted, self.others)
 
     def agree(self, problem: str) -> str:
-        """The first problem that a process has; "" if none has one. A collective."""
-        said = [problem] if self.others is None else self.others.tell(problem)
+        """The first problem that a process has, with its sums or otherwise; "" if none has one. A collective."""
+        said = [problem] if self.others is None else self.others.tell(self._problem or problem)
         return next((f"process {rank}: {text}" for rank, text in enumerate(said) if text), "")
 
     def _sent(self) -> dict[str, int]:
         return {} if self.others is None else dict(self.others.sent)
+
+    def _part(self, make: Callable[[], Tensor], instead: Callable[[], Tensor]) -> Tensor:
+        """This process's part of a collective; where it cannot be made (no memory), zeros, and `agree` raises on all."""
+        if self.others is None:
+            return make()
+        try:
+            return make()
+        except Exception as error:
+            self._problem = self._problem or f"{type(error).__name__}: {error}"
+            return instead()
 
     # ---- sides -----------------------------------------------------------------------------------------------------
 
@@ -266,10 +278,15 @@ class Join:
             self._take_rows(total, mine, said, counts, dtype, bias, spec.device)
         else:
             shape = (width,) if form == "diagonal" else (width, width)
-            if mine is None:
-                total.data = torch.zeros(shape, dtype=dtype, device=spec.device)
-            else:
-                total.data = mine.product_diagonal(bias, softmax) if form == "diagonal" else mine.product(bias, softmax)
+
+            def nothing() -> Tensor:
+                return torch.zeros(shape, dtype=dtype, device=spec.device)
+
+            def product() -> Tensor:
+                assert mine is not None
+                return mine.product_diagonal(bias, softmax) if form == "diagonal" else mine.product(bias, softmax)
+
+            total.data = nothing() if mine is None else self._part(product, nothing)
             if self.others is not None:
                 total.data, total.reduction = self.others.sum(total.data.to(dtype)), "dense"
         return total
@@ -319,11 +336,16 @@ class Join:
         as_they_came = next(iter(plain)) if len(plain) == 1 else None
         if as_they_came is not None:
             dtype, total.factor = _dtype(as_they_came[0]), as_they_came[1]
-        if moment is None:
-            rows = torch.empty(0, total.width, dtype=dtype, device=device)
-        else:
+
+        def nothing() -> Tensor:
+            return torch.zeros(counts[self._rank], total.width, dtype=dtype, device=device)
+
+        def written() -> Tensor:
+            assert moment is not None
             rows, factor = moment.row_matrix(bias)
-            rows = rows if as_they_came is not None else (wide(rows) * factor).to(dtype)
+            return rows if as_they_came is not None else (wide(rows) * factor).to(dtype)
+
+        rows = nothing() if moment is None else self._part(written, nothing)
         if self._reduce == "gram":
             rows, total.others, total.reduction = self.others.reshard(rows, counts), self.others, "gram"
         else:

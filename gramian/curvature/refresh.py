@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from gramian.curvature import journal
 from gramian.curvature.block import Block
 from gramian.curvature.build import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.capture import KFACCapture
 from gramian.curvature.consistency import agree, fingerprint
+from gramian.curvature.estimate import BlockSums
 from gramian.curvature.join import Join, word_of
 from gramian.curvature.spread import Spread
 from gramian.curvature.steps import meeting
@@ -26,23 +29,7 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
     kfac._open = False
     started = time.perf_counter()
     kronecker, remainder = cap.collected()
-    device = next(iter(kfac._specs.values())).device
-    word = {
-        "model": fingerprint(kfac._specs),
-        "options": asdict(kfac.options),
-        "seed": cap.kronecker.seed,
-        "step": kfac.steps - 1,
-        "estimate": [cap.estimate, cap.kronecker.exact_head],
-        "problem": cap.problem,
-        "passes": cap.passes,
-        "terms": cap.terms,
-        "samples": cap.samples,
-        "head": cap.kronecker.head,
-        "padded": cap.kronecker.padded,
-        "free": free_memory(device),
-        **word_of(kronecker, remainder),
-    }
-    words = _words(kfac, cap, word)
+    words = _words(kfac, cap, kronecker, remainder)
     try:
         agreed = agree(words)
         if not agreed.passes and not agreed.problem:
@@ -82,12 +69,19 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
     journal.log_refresh(kfac)
 
 
-def _words(kfac: KFACNaturalGradient, cap: KFACCapture, word: dict[str, Any]) -> list[Any]:
+def _words(
+    kfac: KFACNaturalGradient, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
+) -> list[Any]:
     """What every process says of its part of the refresh.
 
     Raises:
         GramianError: if one of them does not come because of an error.
     """
+    try:
+        word = _word(kfac, cap, kronecker, remainder)
+    except BaseException as error:  # of a device, for one: the others do not wait for this process
+        kfac._fail(cap, f"{type(error).__name__} while its sums were looked at", f" ({error})")
+        raise
     if cap.others is None:
         return [word]
     absent = meeting(kfac, cap.others).come(meeting(kfac, cap.others, back=1))
@@ -95,6 +89,27 @@ def _words(kfac: KFACNaturalGradient, cap: KFACCapture, word: dict[str, Any]) ->
         abandon(kfac, absent)
         raise GramianError(f"{absent}; expected every process to leave the capture without an error")
     return cap.others.tell(word)
+
+
+def _word(
+    kfac: KFACNaturalGradient, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What this process says."""
+    return {
+        "model": fingerprint(kfac._specs),
+        "options": asdict(kfac.options),
+        "seed": cap.kronecker.seed,
+        "step": kfac.steps - 1,
+        "estimate": [cap.estimate, cap.kronecker.exact_head],
+        "problem": cap.problem,
+        "passes": cap.passes,
+        "terms": cap.terms,
+        "samples": cap.samples,
+        "head": cap.kronecker.head,
+        "padded": cap.kronecker.padded,
+        "free": free_memory(next(iter(kfac._specs.values())).device),
+        **word_of(kronecker, remainder),
+    }
 
 
 def _note_padding(kfac: KFACNaturalGradient, padded: Mapping[str, tuple[int, float]]) -> None:

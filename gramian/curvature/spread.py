@@ -96,6 +96,7 @@ class Spread:
         call = (power, *((name, dtypes[name]) for name in blocks))
         if call in self._asked:
             return
+        _refuse_unlike(self.others.tell(_asks(call)))
         fetch_bounds(
             [factor for block in blocks.values() for factor in block.factors.values()]
         )  # nobody asks alone later
@@ -160,6 +161,24 @@ class Spread:
             taken.append(self.others.hand(given[number] if given else None, shape, like, maker))
         if maker != self.others.rank:
             take(factor, task.what, task.damping, taken, about["work"])
+
+
+def _asks(call: tuple[Any, ...]) -> list[list[str]]:
+    """A call as JSON can say it."""
+    power, *blocks = call
+    return [["power", str(power)], *([name, str(dtype).removeprefix("torch.")] for name, dtype in blocks)]
+
+
+def _refuse_unlike(said: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Raise, on all processes, if they do not ask for the same: they would wait for each other in different collectives."""
+    for rank, asks in enumerate(said):
+        if asks != said[0]:
+            unlike = {tuple(entry) for entry in asks} ^ {tuple(entry) for entry in said[0]}
+            what = " ".join(min(unlike)) if unlike else "another order"
+            raise GramianError(
+                f"gradients: process {rank} does not ask for what process 0 does ({what}); "
+                "expected the same power and parameters, in one order, on all processes"
+            )
 
 
 def deal(costs: Sequence[float], size: int) -> list[int]:

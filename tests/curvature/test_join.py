@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gramian
-from gramian.curvature import build
+from gramian.curvature import build, moments
+from gramian.taps import hub
 from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.small import one_line
-from tests.curvature.splits import CASES, IGNORE, assert_equal, refresh, results
+from tests.curvature.splits import CASES, IGNORE, assert_equal, refresh, results, vector
 from tests.kit.matrix import FULL, sample
 from tests.test_mutations import Edit
 
@@ -417,6 +418,61 @@ def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch
     first, second = on_threads(2, body)
     assert second == "MemoryError: none left"
     assert first.startswith("GramianError: process 1: MemoryError")
+
+
+PLACES = {
+    "on entering": (hub.Hub, "attach", "gram"),
+    "its word": (moments.Moment, "kept_weight", "gram"),
+    "rows that are spread": (moments.Moment, "row_matrix", "gram"),
+    "rows that are gathered": (moments.Moment, "row_matrix", "gather"),
+    "a matrix": (moments.Moment, "product", "dense"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_one_process_fails_no_other_waits(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first collective it is told through the store, from there on the process sends zeros and all raise."""
+    owner, name, reduce = PLACES[place]
+    here, plain = threading.local(), getattr(owner, name)
+
+    def failing(*args: Any, **told: Any) -> Any:
+        if getattr(here, "fails", False):
+            raise MemoryError("none left")
+        return plain(*args, **told)
+
+    monkeypatch.setattr(owner, name, failing)
+
+    def body(rank: int, _: Loopback) -> tuple[str, dict[str, Tensor]]:
+        c = CASES["words"]
+        kfac, model, data, rows = make(kfac_distributed_reduce=reduce), c.model(), c.data(4), range(rank, 4, 2)
+        here.fails = rank == 1
+        with pytest.raises((MemoryError, gramian.GramianError)) as caught:
+            refresh(kfac, model, data, rows)
+        here.fails = False
+        assert (kfac.steps, kfac.refreshes, len(kfac.dropped)) == (1, 0, 1)
+        refresh(kfac, model, data, rows)
+        return str(caught.value), results(kfac, model)
+
+    expected = alone("words", 4, {})
+    for rank, (raised, after) in enumerate(on_threads(2, body)):
+        assert raised.startswith("process 1: MemoryError") or (rank == 1 and raised == "none left")
+        assert_equal(after, expected, 1e-10)
+
+
+@pytest.mark.parametrize("what", ["power", "parameters", "order"])
+def test_processes_that_ask_for_different_things_raise_together(what: str) -> None:
+    def body(rank: int, _: Loopback) -> None:
+        kfac, model = make(), CASES["words"].model()
+        refresh(kfac, model, CASES["words"].data(4), range(rank, 4, 2))
+        asked, power = list(vector(model).items()), -1.0
+        if rank == 1:
+            power = -0.5 if what == "power" else power
+            asked = asked[::-1] if what == "order" else asked[what == "parameters" :]
+        with pytest.raises(gramian.GramianError) as caught:
+            kfac.compute_natural_gradient(model, power=power, gradients=dict(asked))
+        one_line(caught.value, "gradients: process 1", "expected the same power")
+
+    on_threads(2, body)
 
 
 # ---- traps that are put back -----------------------------------------------------------------------------------------
