@@ -75,14 +75,15 @@ class ParameterSpace:
         }
 
     def columns(self, y_NK: Tensor) -> list[Tensor]:
-        """The k columns of Y, each in one piece of memory, in this space's dtype and on its device.
+        """Copies of the k columns of Y, each in one piece of memory, in this space's dtype and on its device.
 
         Raises:
             GramianError: unless Y is [n, k].
         """
         if y_NK.dim() != 2 or len(y_NK) != self.dim:
             raise GramianError(f"vector: has shape {[*y_NK.shape]}; expected [{self.dim}, k]")
-        return list(y_NK.detach().to(self.device, self.dtype).mT.contiguous())
+        columns_KN = torch.empty(y_NK.shape[1], self.dim, dtype=self.dtype, device=self.device)
+        return list(columns_KN.copy_(y_NK.detach().mT))
 
 
 def choose(named: Mapping[str, Tensor], which: Which, kind: str) -> dict[str, Tensor]:

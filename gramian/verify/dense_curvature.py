@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Forward = Callable[[nn.Module], Tensor]
 Loss = Literal["cross_entropy", "mse"]
@@ -52,7 +53,7 @@ def dense_hessian(
         params: names; None: all trainable ones.
     """
     copy, named = _copied(model, params)
-    terms, terms_count, _ = _terms(forward(copy), targets, weights, loss)
+    terms, terms_count, _ = _terms(_outputs(copy, forward), targets, weights, loss)
     total = torch.stack([w * term for w, term in terms]).sum() / terms_count
     gradient_P = _flat(torch.autograd.grad(total, named, create_graph=True, materialize_grads=True))
     rows = [
@@ -74,7 +75,7 @@ def dense_ggn(
 ) -> Tensor:
     """Return the generalised Gauss-Newton matrix, [P, P]: one backward for every output. Arguments as above."""
     copy, named = _copied(model, params)
-    outputs = forward(copy)
+    outputs = _outputs(copy, forward)
     rows, wanted, weights_R = _rows(outputs, targets, weights, loss)
     size = sum(p.numel() for p in named)
     ggn_PP = torch.zeros(size, size, dtype=torch.float64)
@@ -100,7 +101,7 @@ def dense_empirical_fisher(
 ) -> Tensor:
     """Return the empirical Fisher, [P, P]: one backward for every sequence, or for every token. Arguments as above."""
     copy, named = _copied(model, params)
-    outputs = forward(copy)
+    outputs = _outputs(copy, forward)
     terms, terms_count, samples = _terms(outputs, targets, weights, loss)
     if per == "token":
         groups = [[t] for t in range(len(terms))]
@@ -122,6 +123,12 @@ def _copied(model: nn.Module, params: Sequence[str] | None) -> tuple[nn.Module, 
     copy = deepcopy(model).double().eval()
     trained = {name: p for name, p in copy.named_parameters() if p.requires_grad}
     return copy, [trained[name] for name in (trained if params is None else params)]
+
+
+def _outputs(model: nn.Module, forward: Forward) -> Tensor:
+    """Attention written out: fused kernels have no second derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return forward(model)
 
 
 def _rows(outputs: Tensor, targets: Tensor, weights: Tensor | None, loss: Loss) -> tuple[Tensor, Tensor, list[float]]:

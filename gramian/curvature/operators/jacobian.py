@@ -21,8 +21,9 @@ class JacobianOperator(ModelOperator):
     """M = (1/N) Σ_b J_bᵀ C_b J_b, positive semi-definite.
 
     A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
-    backwards: about 1 + 5k forwards in time. Of outputs [R, V] at most three are alive at once for k = 1 (outputs, J v, and the
-    second half of J v while the last layer adds it), four for more: C works in place, a chunk of rows at a time.
+    backwards: about 1 + 5k forwards in time. Of tensors as large as the outputs [R, V] four are alive at most: while torch
+    forms the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which C turns into C J v in
+    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is kept, and with it one more.
     """
 
     def __init__(
@@ -72,13 +73,9 @@ class JacobianOperator(ModelOperator):
         answered: Tensor | None = None
         with substituted(self.model, theta):
             for column, total_N in zip(columns, total_KN, strict=True):
-                found, tangents = jvp(self.model, batch.asked, self.space.unflatten(column))
-                if tangents is None:
+                curved = self._curved(batch, column)
+                if curved is None:
                     continue
-                targets, weights_R = batch.rows(found)
-                tangents = tangents.contiguous()
-                self._curve(found.flatten(0, -2), tangents.flatten(0, -2), targets, weights_R, len(found))
-                del found
                 if answered is None:
                     answered = outputs(self.model, batch.asked)
                 if not answered.requires_grad:
@@ -86,8 +83,19 @@ class JacobianOperator(ModelOperator):
                 gradients = torch.autograd.grad(
                     answered,
                     tuple(theta.values()),
-                    tangents,
+                    curved,
                     retain_graph=column is not columns[-1],
                     materialize_grads=True,
                 )
+                del curved  # before the next one is formed
                 total_N.add_(self._flat(gradients))
+
+    def _curved(self, batch: Terms, column_N: Tensor) -> Tensor | None:
+        """C J v, like the outputs; None where v reaches none."""
+        found, tangents = jvp(self.model, batch.asked, self.space.unflatten(column_N))
+        if tangents is None:
+            return None
+        targets, weights_R = batch.rows(found)
+        tangents = tangents.contiguous()
+        self._curve(found.flatten(0, -2), tangents.flatten(0, -2), targets, weights_R, len(found))
+        return tangents
