@@ -1,23 +1,45 @@
 """Curvature: K-FAC factors from the captured passes, and what they are used for."""
 
+from gramian.curvature.averaging import Average, diagonal_average, fisher_average
 from gramian.curvature.block import Block
 from gramian.curvature.ewc import EWCPenalty
 from gramian.curvature.importance import TokenImportance, parameter_importance, token_importance
 from gramian.curvature.influence import Influence, influence_scores
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.laplace import Laplace, LogMarginal
+from gramian.curvature.operators import (
+    EmpiricalFisherOperator,
+    GGNOperator,
+    HessianOperator,
+    KFACOperator,
+    ShiftedOperator,
+    from_curvlinops,
+    to_curvlinops,
+)
+from gramian.curvature.parameter_space import ParameterSpace
 from gramian.curvature.precondition import precondition
 
 __all__ = [
+    "Average",
     "Block",
     "EWCPenalty",
+    "EmpiricalFisherOperator",
+    "GGNOperator",
+    "HessianOperator",
     "Influence",
     "KFACNaturalGradient",
+    "KFACOperator",
     "Laplace",
     "LogMarginal",
+    "ParameterSpace",
+    "ShiftedOperator",
     "TokenImportance",
+    "diagonal_average",
+    "fisher_average",
+    "from_curvlinops",
     "influence_scores",
     "parameter_importance",
     "precondition",
+    "to_curvlinops",
     "token_importance",
 ]
