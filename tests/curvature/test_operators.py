@@ -25,7 +25,7 @@ PAIRS = [pair for pair in itertools.product(OPERATORS, PROBLEMS) if pair not in 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("operator", "problem"),
-    [*sample(PAIRS, 8, case=lambda pair: pair[1]), *(pytest.param(*pair, marks=pytest.mark.full) for pair in SLOW)],
+    [*sample(PAIRS, 7, case=lambda pair: pair[1]), *(pytest.param(*pair, marks=pytest.mark.full) for pair in SLOW)],
 )
 def test_the_matrix_is_that_of_the_oracle(operator: str, problem: str) -> None:
     made = OPERATORS[operator](PROBLEMS[problem]())
@@ -82,12 +82,14 @@ def test_a_batch_without_a_loss_term_adds_nothing(operator: str) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("problem", sample(["words", "hugging_face"], 1, case=lambda _: 0))
+@pytest.mark.parametrize(
+    ("operator", "problem"),
+    sample([*itertools.product(OPERATORS, ["words", "hugging_face"])], 2, case=lambda pair: pair[1] != "words"),
+)
 def test_a_filter_is_the_sub_block_of_the_dense_matrix(operator: str, problem: str) -> None:
     told = PROBLEMS[problem]()
     named = [name for name, p in told.model.named_parameters()]
-    chosen = [named[4], named[1]]
+    chosen = [named[3], named[1]]
     rows = [
         i
         for i, name in enumerate(name for name, p in told.model.named_parameters() for _ in range(p.numel()))
@@ -95,7 +97,7 @@ def test_a_filter_is_the_sub_block_of_the_dense_matrix(operator: str, problem: s
     ]
     expected = dense(operator, problem)[rows][:, rows]
     by_name = OPERATORS[operator](told, parameters=chosen)
-    assert by_name.dim == len(rows) and [*by_name.space.shapes] == [named[1], named[4]]
+    assert by_name.dim == len(rows) and [*by_name.space.shapes] == [named[1], named[3]]
     close(by_name.to_dense(), expected)
     by_rule = OPERATORS[operator](told, parameters=lambda name, p: name in chosen and p.numel() > 0)
     close(by_rule.matmat(probe(by_name)), expected @ probe(by_name))
@@ -103,8 +105,9 @@ def test_a_filter_is_the_sub_block_of_the_dense_matrix(operator: str, problem: s
 
 def test_the_gauss_newton_matrix_has_the_rank_of_the_outputs() -> None:
     """Not that of one gradient: g gᵀ with the gradient of the mean loss has rank one."""
-    matrix = OPERATORS["ggn"](PROBLEMS["mlp"]()).to_dense()
-    assert int(torch.linalg.matrix_rank(matrix, hermitian=True, rtol=1e-8)) == 6 * (3 - 1)
+    made = OPERATORS["ggn"](PROBLEMS["mlp"]())
+    image_NK = made.matmat(probe(made, 14))
+    assert int(torch.linalg.matrix_rank(image_NK, rtol=1e-8)) == 6 * (3 - 1)
 
 
 # ---- other libraries -------------------------------------------------------------------------------------------------
