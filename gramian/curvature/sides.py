@@ -87,7 +87,8 @@ def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Si
     for start in range(0, len(decomposed), size):
         together = decomposed[start : start + size]
         for one, values in zip(together, _round(together, others), strict=True):
-            found[id(one)] = Side.of(Values.of(values[: one.dim], one.dim), _rounding(one))
+            told = torch.where(values > _cancelled(one), values, 0.0)
+            found[id(one)] = Side.of(Values.of(told[: one.dim], one.dim), _rounding(one))
     return found
 
 
@@ -101,11 +102,23 @@ def estimate(one: Factor) -> Side:
     assert isinstance(one, DiagonalLowRank)
     trace, frobenius = float(one.trace()), float(one.frobenius())
     one.columns.forget()
+    if trace <= _cancelled(one):
+        return Side.of(Values.of(torch.zeros(0), one.dim), _rounding(one))
     values, error = wide_sides.leading(one, 1)
     largest, found, low = float(values[0]), wide_sides.quadrature(one), wide_sides.smallest_bound(one)
     lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
-    mass, squares = (trace / largest, (frobenius / largest) ** 2) if largest else (0.0, 0.0)
-    return Side(one.dim, largest, lowest, mass, squares, found.parts, found.coarse, error, low - lowest, _rounding(one))
+    return Side(
+        dim=one.dim,
+        largest=largest,
+        smallest=lowest,
+        mass=max(1.0, trace / largest),
+        squares=max(1.0, (frobenius / largest) ** 2),
+        parts=found.parts,
+        coarse=found.coarse,
+        largest_error=error,
+        smallest_error=low - lowest,
+        eps=_rounding(one),
+    )
 
 
 def leading(one: Factor, k: int) -> Values:
@@ -180,6 +193,13 @@ def _eigenvalues(matrix_NN: Tensor) -> Tensor:
 def _side(one: Factor) -> int:
     """n of the matrix that is decomposed."""
     return one.rank if isinstance(one, LowRank) else one.dim
+
+
+def _cancelled(one: Factor) -> float:
+    """What rounding leaves where diag(d) − U Uᵀ is zero: n·ε·max d. Of a matrix that nothing was subtracted from: 0."""
+    if not isinstance(one, DiagonalLowRank) or one.sign > 0:
+        return 0.0
+    return one.dim * torch.finfo(torch.float64).eps * float(one.values_N.max())
 
 
 def _rounding(one: Factor) -> float:

@@ -439,6 +439,16 @@ def test_a_wide_side_of_zeros_is_a_zero_side(monkeypatch: pytest.MonkeyPatch) ->
     assert capacity.top_eigenvalues({"": block(None, zero)}, 3, None).tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("limit", [20, 100], ids=["estimated", "written out"])
+def test_a_head_that_is_sure_of_every_token_is_a_zero_side(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """diag(p) − p pᵀ of one-hot p is zero; what rounding leaves of it is no spectrum."""
+    narrow(monkeypatch, limit)
+    p = torch.eye(40, dtype=torch.float64)[:, :7].repeat(1, 3)
+    head = DiagonalLowRank.of(p.sum(1) / 30, p / 30**0.5, -1)  # thirds of a tenth are rounded
+    found = metrics_of(block(Dense.of(positive(3)), head))["layers"]["0"]
+    assert_metrics(found, dict.fromkeys(KEYS, 0.0) | {"log_det": 120 * math.log(DAMPING), "condition_number": 1.0})
+
+
 # ---- several processes -------------------------------------------------------------------------------------------------
 
 SPLIT = [[0, 2, 4], [1, 3]]
