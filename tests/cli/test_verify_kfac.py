@@ -131,6 +131,14 @@ def test_two_processes_that_share_layers_agree_with_the_oracle(rank: int, world_
 
 
 @FULL
+@pytest.mark.parametrize("fsdp", [False, True], ids=["tensor parallel", "two dimensions"])
+@distributed(world_size=3)
+def test_three_processes_share_layers_that_cannot_be_cut_evenly(rank: int, world_size: int, fsdp: bool) -> None:
+    """Of 32 features torch gives each process 11, 11 and 10, and its local tensors do not say that there are 32."""
+    assert [outcome.problem for outcome in outcomes(rank, world_size, ("mlp", "gpt"), fsdp, tp=True)] == [""] * 18
+
+
+@FULL
 @distributed(world_size=4)
 def test_a_grid_of_four_processes_agrees_with_the_oracle(rank: int, world_size: int) -> None:
     assert [outcome.problem for outcome in outcomes(rank, world_size, ("mlp", "gpt"), True, tp=True)] == [""] * 18

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,12 +74,17 @@ class Layout:
         """
         if linears is None:
             return _sharded(model) if self.fsdp else DistributedDataParallel(model)
-        device = self.where.device.type
+        device, styles = self.where.device.type, _styles(model, linears, self.tensor)
         if not self.fsdp:
-            return parallelize_module(model, init_device_mesh(device, (self.tensor,)), _styles(linears))
+            return parallelize_module(model, init_device_mesh(device, (self.tensor,)), styles)
         mesh = init_device_mesh(device, (self.data, self.tensor), mesh_dim_names=("data", "tensor"))
-        return _sharded(parallelize_module(model, mesh["tensor"], _styles(linears)), mesh["data"])
+        return _sharded(parallelize_module(model, mesh["tensor"], styles), mesh["data"])
 
 
-def _styles(linears: Mapping[str, str]) -> dict[str, ParallelStyle]:
-    return {name: ColwiseParallel() if by == "outputs" else RowwiseParallel() for name, by in linears.items()}
+def _styles(model: nn.Module, linears: Mapping[str, str], size: int) -> dict[str, ParallelStyle]:
+    """Outputs that cannot be cut evenly stay DTensors: local ones would not tell the next layer how many there are."""
+    cut = [name for name, by in linears.items() if by == "outputs"]
+    layers = [m for name, m in model.named_modules() for pattern in cut if fnmatchcase(name, pattern)]
+    even = all(layer.out_features % size == 0 for layer in layers if isinstance(layer, nn.Linear))
+    by_outputs = ColwiseParallel(use_local_output=even)
+    return {name: by_outputs if by == "outputs" else RowwiseParallel() for name, by in linears.items()}
