@@ -16,6 +16,7 @@ from gramian.curvature.operators import (
     from_curvlinops,
     to_curvlinops,
 )
+from gramian.curvature.overlap import Overlap, fisher_overlap, gradient_conflict, subspace_overlap
 from gramian.curvature.parameter_space import ParameterSpace
 from gramian.curvature.precondition import precondition
 
@@ -31,15 +32,19 @@ __all__ = [
     "KFACOperator",
     "Laplace",
     "LogMarginal",
+    "Overlap",
     "ParameterSpace",
     "ShiftedOperator",
     "TokenImportance",
     "diagonal_average",
     "fisher_average",
+    "fisher_overlap",
     "from_curvlinops",
+    "gradient_conflict",
     "influence_scores",
     "parameter_importance",
     "precondition",
+    "subspace_overlap",
     "to_curvlinops",
     "token_importance",
 ]

@@ -1,14 +1,15 @@
 """Which parameters a Fisher speaks of, for those who use one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gramian.curvature.block import Block
-from gramian.curvature.consistency import module_of, unique_parameters
+from gramian.curvature.consistency import check_vector, module_of, unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
+from gramian.linalg.wide import wide
 
 
 def blocks_of(kfac: Any) -> dict[str, Block]:
@@ -43,4 +44,32 @@ def parameters_of(model: Any, names: Iterable[str] = ()) -> dict[str, nn.Paramet
     missing = next((name for name in names if name not in found), None)
     if missing is not None:
         raise GramianError(f"model: has no parameter {missing}; expected the model that the Fisher belongs to")
+    return found
+
+
+def completed(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
+    """A gradient, wide, with zeros for what it lacks of a block: (F + damping)⁻¹ g is not zero there.
+
+    Args:
+        kfac: the Fisher.
+        what: name of the argument.
+        gradient: {parameter: tensor}.
+
+    Raises:
+        GramianError: if it is none, is empty, or has a part without curvature.
+    """
+    blocks = blocks_of(kfac)
+    check_vector(what, gradient)
+    assert isinstance(gradient, Mapping)
+    if not gradient:
+        raise GramianError(f"{what}: has no gradient; expected loss.backward() before")
+    found = {name: wide(value.detach()) for name, value in gradient.items()}
+    strange = next((name for name in found if name not in covered_parameters(kfac)), None)
+    if strange is not None:
+        raise GramianError(f"{what}: {strange} has a gradient but no curvature; expected it in the captured backward")
+    for block in blocks.values():
+        there = [found[name] for name in block.spec.parameters if name in found]
+        if there:
+            for name, shape in zip(block.spec.parameters, block.spec.shapes, strict=True):
+                found.setdefault(name, there[0].new_zeros(shape))
     return found

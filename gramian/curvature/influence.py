@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.curvature.application import whole
-from gramian.curvature.consistency import check_vector
-from gramian.curvature.covered import blocks_of, covered_parameters, parameters_of
+from gramian.curvature.covered import blocks_of, completed, parameters_of
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide, wide_dtype, wide_mm
@@ -52,7 +51,7 @@ class Influence:
         Raises:
             GramianError: if a query has a gradient where there is no curvature, or none at all.
         """
-        covered = set(covered_parameters(kfac))
+        blocks_of(kfac)
         if queries is None:
             queries = {n: p.grad for n, p in parameters_of(model).items() if p.requires_grad and p.grad is not None}
         self.single = isinstance(queries, Mapping)
@@ -62,15 +61,7 @@ class Influence:
             raise GramianError("queries: expected {parameter: gradient}, or a list of them")
         found = []
         for query in queries:
-            check_vector("queries", query)
-            if not query:
-                raise GramianError("queries: one of them has no gradient; expected loss.backward() before")
-            strange = next((name for name in query if name not in covered), None)
-            if strange is not None:
-                raise GramianError(
-                    f"queries: {strange} has a gradient but no curvature; expected it in the captured backward"
-                )
-            natural = kfac.compute_natural_gradient(model, gradients=_completed(kfac, query))
+            natural = kfac.compute_natural_gradient(model, gradients=completed(kfac, "queries", query))
             found.append({name: whole(value) for name, value in natural.items()})
         self.queries = len(found)
         self.directions = {
@@ -184,17 +175,6 @@ def influence_scores(
         loss_scale=loss_scale,
         audit=audit,
     )
-
-
-def _completed(kfac: KFACNaturalGradient, query: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The query with zeros for what it lacks of a block: (F + damping)⁻¹ g is not zero there."""
-    found = {name: wide(gradient.detach()) for name, gradient in query.items()}
-    for block in blocks_of(kfac).values():
-        there = [found[name] for name in block.spec.parameters if name in found]
-        if there:
-            for name, shape in zip(block.spec.parameters, block.spec.shapes, strict=True):
-                found.setdefault(name, there[0].new_zeros(shape))
-    return found
 
 
 # ---- ⟨d, g_i⟩ --------------------------------------------------------------------------------------------------------
