@@ -23,6 +23,8 @@ from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.record import ParameterRecord
 from gramian.taps.statistic import Needs, ParameterInfo, Statistic
 
+WIDE = 2**20
+"""Squares that are held in float64 at a time."""
 Reduction = Callable[[str, Tensor], Tensor]
 """(parameter, its diagonal): what is kept of it."""
 
@@ -275,12 +277,12 @@ class SquareMoments:
 
 
 def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
-    """The squares of some samples after those of others, [b, *shape], float64."""
+    """The squares of some samples after those of others, [b, *shape], float64: no more than `WIDE` entries, or one sample."""
     for part in gradient.chunks():
-        if not part.batch:
-            continue
-        if per == "sample":
-            yield (part.per_sample().double() * scale).square_()
-        else:
-            tokens = [part.select(i, i + 1).token_squares().double() for i in range(part.batch)]
-            yield torch.stack(tokens) * scale**2
+        if per == "token":
+            for i in range(part.batch):
+                yield part.select(i, i + 1).token_squares().double()[None] * scale**2
+        elif part.batch:
+            step = max(1, WIDE // max(1, torch.Size(part.shape).numel()))
+            for narrow_B in part.per_sample().split(step):
+                yield (narrow_B.double() * scale).square_()

@@ -48,14 +48,22 @@ class Moment:
 
     def absorb(self, other: "Moment") -> None:
         """Take another's observations in (Chan et al.): one temporary of the tensor's size."""
-        weight = self.weight + other.weight
-        shift = other.mean.to(self.mean.device) - self.mean
         self.deviations += other.deviations.to(self.deviations.device)
-        self.deviations.addcmul_(shift, shift, value=self.weight * other.weight / weight)
-        self.mean.add_(shift, alpha=other.weight / weight)
-        self.weight = weight
-        self.squared_weight += other.squared_weight
-        self.observations += other.observations
+        self._move(other.mean, other.weight, other.squared_weight, other.observations)
+
+    def observe(self, value: Tensor, weight: float) -> None:
+        """Take one observation in (Welford): one temporary of the tensor's size."""
+        self._move(value, weight, weight**2, 1)
+
+    def _move(self, mean: Tensor, weight: float, squared_weight: float, observations: int) -> None:
+        """Count observations with this mean, whose deviations from it are in already."""
+        total = self.weight + weight
+        shift = mean.to(self.mean) - self.mean
+        self.deviations.addcmul_(shift, shift, value=self.weight * weight / total)
+        self.mean.add_(shift, alpha=weight / total)
+        self.weight = total
+        self.squared_weight += squared_weight
+        self.observations += observations
 
     def copy(self) -> "Moment":
         """One that owns its tensors."""
@@ -93,10 +101,13 @@ class WeightedMoments:
             weight: of all of them; 0: they do not count.
         """
         checked = check_weight(weight)
-        if checked:
-            for name, value in values.items():
+        for name, value in values.items() if checked else ():
+            mine = self._known(name, value.shape)
+            if mine is None:
                 mean = value.detach().double().clone()
-                self.add(name, Moment(mean, torch.zeros_like(mean), checked, checked**2, 1))
+                self.moments[name] = Moment(mean, torch.zeros_like(mean), checked, checked**2, 1)
+            else:
+                mine.observe(value.detach(), checked)
 
     def extend(self, rows: Mapping[str, Tensor], weights: Tensor | None = None) -> None:
         """Add several observations of each tensor at once.
@@ -106,7 +117,9 @@ class WeightedMoments:
             weights: [n], of the rows; None: all 1.
         """
         for name, rows_N in rows.items():
-            if len(rows_N):
+            if len(rows_N) == 1 and weights is None:
+                self.update({name: rows_N[0]})
+            elif len(rows_N):
                 self.add(name, _of_rows(rows_N.detach().double(), weights))
 
     def merge(self, other: "WeightedMoments") -> None:
@@ -116,17 +129,18 @@ class WeightedMoments:
 
     def add(self, name: str, moment: Moment) -> None:
         """Take observations of one tensor in, as moments of their own; the first ones are kept as they are, not copied."""
-        mine = self.moments.get(name)
-        if mine is None:
-            if moment.weight:
-                self.moments[name] = moment
-            return
-        if mine.mean.shape != moment.mean.shape:
-            raise GramianError(
-                f"{name}: has shape {list(moment.mean.shape)}; expected {list(mine.mean.shape)}, as before"
-            )
-        if moment.weight:
+        mine = self._known(name, moment.mean.shape)
+        if mine is not None and moment.weight:
             mine.absorb(moment)
+        elif moment.weight:
+            self.moments[name] = moment
+
+    def _known(self, name: str, shape: torch.Size) -> Moment | None:
+        """What was seen before under this name, which must have this shape."""
+        mine = self.moments.get(name)
+        if mine is not None and mine.mean.shape != shape:
+            raise GramianError(f"{name}: has shape {list(shape)}; expected {list(mine.mean.shape)}, as before")
+        return mine
 
     def over(self, process_group: Any = None) -> "WeightedMoments":
         """The moments of all processes' observations, the same on each of them; this object stays as it is. Collective.
@@ -249,8 +263,8 @@ def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> Moment:
     """The moments of some rows by themselves: two passes, so that nothing cancels."""
     n = len(rows_N)
     if weights_N is None:
-        variance, mean = torch.var_mean(rows_N, dim=0, correction=0)
-        return Moment(mean, variance * n, float(n), float(n), n)
+        mean = rows_N.mean(0)
+        return Moment(mean, (rows_N - mean).square_().sum(0), float(n), float(n), n)
     if weights_N.shape != (n,) or not bool(((weights_N >= 0) & weights_N.isfinite()).all()):
         raise GramianError(f"weights: expected {n} finite numbers of 0 or more, got {list(weights_N.shape)}")
     w = weights_N.to(rows_N)

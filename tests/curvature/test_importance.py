@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gramian
 from gramian.curvature import TokenImportance, parameter_importance, token_importance
 from gramian.curvature.fisher import IGNORE, draw_labels
 from gramian.models import GPT, GPTConfig
-from gramian.statistics import DiagonalFisherEstimate, by_row
+from gramian.statistics import DiagonalFisherEstimate, TokenTraces, by_row
+from gramian.taps.record import LayerRecord
 from gramian.verify import dense_kfac
 from tests.curvature.problems import cross_entropy, kfac
 from tests.curvature.small import FEW, MANY, net, words
@@ -80,17 +83,15 @@ def test_an_entry_is_the_quadratic_form_of_its_unit_vector(name: str, fisher_typ
             assert float(found[key].flatten()[entry]) == pytest.approx(want, rel=1e-10, abs=1e-18), key
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most elements that any new tensor has."""
+class MostEntries(TorchDispatchMode):
+    """The most entries that any result has; views of what is there count as what they show."""
 
-    elements = 0
+    entries = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.numel())
-        return out
+        result = func(*args, **(kwargs or {}))
+        self.entries = max(self.entries, *(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)), 0)
+        return result
 
 
 def test_nothing_larger_than_the_parameter_is_written() -> None:
@@ -98,9 +99,27 @@ def test_nothing_larger_than_the_parameter_is_written() -> None:
     curvature = kfac(kfac_use_woodbury=False)
     with curvature.capture(model, num_terms=64):
         model(torch.randn(64, 40)).square().sum(1).mean().backward()
-    with Largest() as seen:
+    with MostEntries() as seen:
         parameter_importance(curvature)
-    assert seen.elements <= 40 * 3
+    assert seen.entries <= 40 * 3
+
+
+class Watched(TokenTraces):
+    """Notes what its updates write."""
+
+    entries = 0
+
+    def update(self, sums: Any, record: LayerRecord) -> None:
+        with MostEntries() as seen:
+            super().update(sums, record)
+        self.entries = max(self.entries, seen.entries)
+
+
+def test_shares_of_tokens_are_norms_and_nothing_wider() -> None:
+    model, (x, y), traces = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 50)).bfloat16(), words((4, 6)), Watched()
+    with gramian.observe(model, traces, audit=False):
+        cross_entropy(model, x, y).backward()
+    assert traces.entries == 4 * 6
 
 
 def test_an_estimate_of_the_diagonal_is_handed_on() -> None:
