@@ -331,9 +331,7 @@ def _mixed(
     if not thin or before.rank + factor.rank <= most_columns:
         return before.merge(factor, 1 - share, share), 0.0
     if factor.dim <= WIDEST_DENSE and may_be_dense:
-        dtype = torch.promote_types(before.dtype, factor.dtype)
-        whole = (1 - share) * before.dense().to(dtype) + share * factor.dense().to(dtype)
-        return Dense.of_sum(whole, factor.storage_dtype), 0.0
+        return Dense.summed(before, factor, 1 - share, share, factor.storage_dtype), 0.0
     assert isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     room = max(1, min(factor.rank, round(share * most_columns)))
     of_before = min(before.rank, most_columns - room)

@@ -73,6 +73,11 @@ class Shape:
         return 0 if self.kind in ("dense", "diagonal") else DOUBLE * self.small + 2 * self.loaded(DOUBLE)
 
     @property
+    def traced(self) -> int:
+        """Bytes of a block of U in float64, while its trace is summed."""
+        return 0 if self.kind in ("dense", "diagonal") else self.loaded(DOUBLE)
+
+    @property
     def _piece(self) -> int:
         return piece_entries(self.here, self.columns)
 
@@ -256,43 +261,55 @@ class Outline:
     footprint: Footprint
 
 
+class Counts(NamedTuple):
+    """Tokens of a block, on all processes."""
+
+    inputs: int
+    """That enter A."""
+    outputs: int
+    """That enter G: as many, or, of an exact head whose inputs are means over samples, more."""
+    table: int
+    """That look the weight up."""
+    calls: int = 1
+    """Times that a sample meets the weight: its tokens at one position stay or go together where a subset is kept."""
+    lookups: int = 1
+
+
 @lru_cache(maxsize=4096)
-def outline(form: Form, keeps: tuple[Keep, Keep, Keep], tokens: int, table_tokens: int) -> Outline:
+def outline(form: Form, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outline:
     """The factors of a block and their bytes.
 
     Args:
         form: of the block.
         keeps: what is kept of A, of G and of a table's gradients.
-        tokens: T that the weight multiplies, on all processes.
-        table_tokens: T that look it up.
+        counts: of the tokens that it meets.
     """
     if form.kind != "kronecker":
         return _outside(form)
     keep_A, keep_G, keep_table = keeps
-    collect, build, sides = 0, [0], {}
+    sides = {}
     if form.linear:
-        if not form.shared:
-            sides["A"] = _side(form, form.inputs, keep_A, tokens, form.bias)
-        sides["G"] = (_softmax if form.exact else _side)(form, form.outputs, keep_G, tokens, False)
+        sides["A"] = _side(form, form.inputs, keep_A, counts.inputs, counts.calls, form.bias)
+        make = _softmax if form.exact else _side
+        sides["G"] = make(form, form.outputs, keep_G, counts.outputs, counts.calls, False)
     if form.table:
         width, rows = (form.inputs, form.outputs) if form.transposed else (form.outputs, form.inputs)
-        sides["table"] = _side(form, width, keep_table, table_tokens, False)
+        sides["table"] = _side(form, width, keep_table, counts.table, counts.lookups, False)
         sides["counts"] = (diagonal(rows, form.wide), rows * form.wide, 2 * rows * form.wide)
-    collect = sum(held for _, held, _ in sides.values())
-    build += [work for *_, work in sides.values()]
+    own = [side for name, side in sides.items() if name != "A" or not form.shared]
+    collect, build = sum(held for _, held, _ in own), [work for *_, work in own]
     shapes = {name: shape for name, (shape, *_) in sides.items()}
     if form.linear and form.table:
         apart = sum(shape.rest for shape in shapes.values())
-        A = merged(shapes["A"], shapes["table"]) if "A" in shapes else None
-        G = merged(shapes["G"], shapes["counts"])
-        whole = [shape.side**2 * form.wide for shape in (A, G) if shape is not None and shape.kind == "dense"]
-        build.append(apart + 3 * max(whole, default=0))
+        A, G = merged(shapes["A"], shapes["table"]), merged(shapes["G"], shapes["counts"])
+        build.append(apart + max(_summing_up(form, shape) for shape in (A, G)))
+        limits = (keep_table if keep_table.why else keep_A, keep_G)
     elif form.linear:
-        A, G = shapes.get("A"), shapes["G"]
+        A, G, limits = shapes["A"], shapes["G"], (keep_A, keep_G)
     else:
-        A, G = shapes["counts"], shapes["table"]
+        A, G, limits = shapes["counts"], shapes["table"], (keep_table, keep_table)
         A, G = (G, A) if form.transposed else (A, G)
-    return Outline(A, G, _footprint(form, A, G, keeps, collect, max(build)))
+    return Outline(A, G, _footprint(form, A, G, limits, collect, max(build)))
 
 
 def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
@@ -300,7 +317,7 @@ def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
     counts = {MANY}
     for keep in keeps:
         counts |= {share * count for count in (keep.rows_up_to, keep.limit) if count for share in {1, form.processes}}
-    found = [outline(form, keeps, count, count).footprint for count in counts]
+    found = [outline(form, keeps, Counts(count, count, count)).footprint for count in counts]
     sides = [_largest([getattr(one, side) for one in found]) for side in ("use_A", "use_G")]
     numbers = (
         "collect",
@@ -324,11 +341,11 @@ _Side = tuple[Shape, int, int]
 """What it becomes, bytes while tokens arrive, and bytes on top of both while it is made."""
 
 
-def _side(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
+def _side(form: Form, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
     """Σ w x xᵀ, with a last input of 1 if there is a bias."""
     a, w, n = form.activation, form.wide, width - bias
     local = -(-tokens // form.processes)
-    kept, mine = (count if keep.limit is None else min(count, keep.limit) for count in (tokens, local))
+    kept, mine = (_kept(count, keep, together) for count in (tokens, local))
     what = _joined_form(form, width, keep, kept)
     if what == "diagonal":
         return diagonal(width, w), 2 * w * n, 4 * w * n
@@ -343,6 +360,13 @@ def _side(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
         return dense(width, form.storage), held, max(chosen, made)
     shape = low_rank(width, kept, form.storage, _spread(form))
     return shape, held, max(chosen, _joining(form, shape, mine, w, a), _storing(form, shape.here, kept, a))
+
+
+def _kept(tokens: int, keep: Keep, together: int) -> int:
+    """How many of them stay, where so many go together."""
+    if keep.limit is None or tokens <= keep.limit:
+        return tokens
+    return max(keep.limit - keep.limit % together, together)
 
 
 def _joined_form(form: Form, width: int, keep: Keep, kept: int) -> str:
@@ -368,11 +392,11 @@ def _joining(form: Form, shape: Shape, mine: int, written: int, sent: int) -> in
     return mine * shape.side * (written + sent) + sent * shape.here * shape.columns
 
 
-def _softmax(form: Form, width: int, keep: Keep, tokens: int, bias: bool) -> _Side:
+def _softmax(form: Form, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
     """Σ w (diag p − p pᵀ) from probabilities."""
     w = form.wide
     local = -(-tokens // form.processes)
-    kept, mine = (count if keep.limit is None else min(count, keep.limit) for count in (tokens, local))
+    kept, mine = (_kept(count, keep, together) for count in (tokens, local))
     what = _joined_form(form, width, keep, kept)
     if what == "diagonal":
         return diagonal(width, w), 2 * w * width, 4 * w * width
@@ -406,37 +430,41 @@ def _outside(form: Form) -> Outline:
     n, w = form.outputs, form.wide
     if form.kind == "block":
         shape, sums = dense(n, form.storage), w * n * n
-        return Outline(None, shape, _footprint(form, None, shape, (Keep(),) * 3, sums, 2 * sums + 12 * n * n))
+        return Outline(None, shape, _footprint(form, None, shape, (Keep(), Keep()), sums, 2 * sums + 12 * n * n))
     shape = diagonal(n, w)
-    return Outline(None, shape, _footprint(form, None, shape, (Keep(),) * 3, w * n, 2 * w * n))
+    return Outline(None, shape, _footprint(form, None, shape, (Keep(), Keep()), w * n, 2 * w * n))
 
 
 # ---- a block ---------------------------------------------------------------------------------------------------------
 
 
-def _footprint(
-    form: Form, A: Shape | None, G: Shape, keeps: tuple[Keep, Keep, Keep], collect: int, build: int
-) -> Footprint:
+def _footprint(form: Form, A: Shape | None, G: Shape, limits: tuple[Keep, Keep], collect: int, build: int) -> Footprint:
+    """`limits`: what was kept of A and of G, which is what their averages keep."""
+    grown: list[list[Shape]] = []
     rests, settled, uses = [], [], []
-    for shape, keep in ((A, keeps[0]), (G, keeps[1])):
-        grown = [] if shape is None else [shape, *(_settled(shape, keep, form.averaged) if form.averaged else ())]
-        rests.append(0 if shape is None else shape.rest)
-        settled.append(max((one.rest for one in grown), default=0))
-        asked = [one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in grown]
+    for shape, keep in zip((A, G), limits, strict=True):
+        forms = [] if shape is None else [shape, *(_settled(shape, keep, form.averaged) if form.averaged else ())]
+        grown.append(forms)
+        own = [] if shape is A and form.shared else forms
+        build = max(build, *(one.traced for one in own), *(_averaging(form, one) for one in own[1:]), 0)
+        rests.append(own[0].rest if own else 0)
+        settled.append(max((one.rest for one in own), default=0))
+        asked = [one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in own]
         uses.append(_largest(asked) if asked else Use())
+    shapes = [*grown[0], *grown[1]]
     return Footprint(
         collect,
         build,
-        _joined(form, A),
+        0 if form.shared else _joined(form, A),
         rests[0],
         rests[1],
         settled[0],
         settled[1],
         uses[0],
         uses[1],
-        _applying(form, A, G),
-        max(shape.visiting for shape in (A, G) if shape is not None),
-        max(shape.fetched for shape in (A, G) if shape is not None),
+        max(_applying(form, a, g) for a in (*grown[0], *[None] * (A is None)) for g in grown[1]),
+        max(shape.visiting for shape in shapes),
+        max(shape.fetched for shape in shapes),
     )
 
 
@@ -462,6 +490,20 @@ def _settled(shape: Shape, keep: Keep, most_columns: int) -> list[Shape]:
     values = DOUBLE * shape.side if "diagonal" in shape.kind else 0
     grown = replace(shape, columns=most, extra=8 * most + values)
     return [grown] if thin else [grown, dense(shape.side, shape.storage, summed=True)]
+
+
+def _averaging(form: Form, grown: Shape) -> int:
+    """Bytes on top of an average while it is made of what was there and what is new."""
+    if grown.kind == "dense":
+        return _summing_up(form, grown)
+    return grown.rest + grown.traced  # the columns that stay of both, before they stand side by side
+
+
+def _summing_up(form: Form, shape: Shape) -> int:
+    """Bytes on top of a sum of two matrices while it is made: one of them, written out, and a piece while they are measured."""
+    if shape.kind != "dense":
+        return 0
+    return max(form.wide, shape.storage.itemsize) * shape.small + DOUBLE * piece_entries(shape.side, shape.side)
 
 
 def _applying(form: Form, A: Shape | None, G: Shape) -> int:

@@ -293,8 +293,11 @@ class WeightedColumns(Source):
 
 
 def smallest(keys_T: Tensor, limit: int) -> Tensor:
-    """The largest of the `limit` smallest keys."""
-    return keys_T.sort().values[limit - 1]
+    """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) stay or go together."""
+    ascending = keys_T.sort().values
+    bound = ascending[limit - 1]
+    below = ascending[ascending < bound]
+    return bound if len(below) + (ascending == bound).sum() <= limit or not len(below) else below[-1]
 
 
 def same_sums(left: Moment, right: Moment) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.footprint import MANY, Footprint, Form, Outline, Use, bound, outline
+from gramian.curvature.footprint import MANY, Counts, Footprint, Form, Outline, Use, bound, outline
 from gramian.curvature.moments import Keep
 from gramian.curvature.options import Options
 from gramian.curvature.policy import keep_for
@@ -410,7 +410,7 @@ def plan(
     seen = _seen(model, specs, tokens, inputs)
     head = head if head is not None else _last_linear(specs, seen)
     keeps = keeps_of(specs, options, head, exact_head)
-    shares = {} if seen is None else _shared(specs, seen, keeps)
+    shares = {} if seen is None or options.weight_sharing == "reduce" else _shared(specs, seen, keeps)
     exact = head if exact_head else None
     rows: list[Row] = []
     totals: dict[str, Total] = {}
@@ -428,9 +428,9 @@ def plan(
             processes=1 if alone else world_size,
         )
         mine = _sides(keeps.get(name, {}))
-        counts = _tokens(spec, tokens, seen, world_size if alone else 1)
-        found = outline(form, mine, *(MANY if count is None else count for count in counts))
-        one = bound(form, mine) if None in counts else found.footprint
+        counts = _counts(spec, tokens, seen, world_size if alone else 1, options.weight_sharing == "reduce", form.exact)
+        found = outline(form, mine, counts or Counts(MANY, MANY, MANY))
+        one = bound(form, mine) if counts is None else found.footprint
         stores = (_store(options, home),) * 2
         if left is not None and options.woodbury_store_device == "auto" and home == "cuda":
             left -= one.rest
@@ -498,27 +498,41 @@ def _seen(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any)
     return trace(model, layers, inputs)
 
 
-def _tokens(spec: Spec, tokens: Any, seen: Trace | None, apart: int) -> tuple[int | None, int | None]:
-    """T that meet the weight as a matrix, and as a table, where so many processes go each its own way; None: any number."""
+def _counts(spec: Spec, tokens: Any, seen: Trace | None, apart: int, reduced: bool, exact: bool) -> Counts | None:
+    """Tokens that meet the weight, where so many processes go each its own way; None: any number.
+
+    Args:
+        spec: of the block.
+        tokens: as told.
+        seen: in a forward.
+        apart: processes that do not join theirs.
+        reduced: whether a sample's tokens are one, as far as the forward tells samples.
+        exact: whether the head's probabilities, of all tokens, are G.
+    """
     if spec.kind != "kronecker":
-        return 0, 0
+        return Counts(0, 0, 0)
     if tokens is None and seen is None:
-        return None, None
-    counts = [0, 0]
+        return None
+    met, looked, samples = (0, 0), (0, 0), 0
     for layer in spec.layers:
-        told = (
-            seen.tokens.get(layer, 0) if seen is not None else tokens[layer] if isinstance(tokens, Mapping) else tokens
-        )
-        counts[layer in spec.tables] += -(-told // apart)
-    return counts[0], counts[1]
+        told = tokens[layer] if isinstance(tokens, Mapping) else tokens
+        calls, count = (1, told) if seen is None else (len(seen.inputs.get(layer, ())), seen.tokens.get(layer, 0))
+        if layer in spec.tables:
+            looked = looked[0] + -(-count // apart), looked[1] + calls
+        else:
+            met = met[0] + -(-count // apart), met[1] + calls
+            samples += -(-calls * seen.samples // apart) if seen is not None else 0
+    means = samples if reduced and seen is not None else met[0]
+    return Counts(means, met[0] if exact else means, looked[0], max(met[1], 1), max(looked[1], 1))
 
 
 def _shared(specs: Mapping[str, Spec], seen: Trace, keeps: Keeps) -> dict[str, str]:
-    """{block: the block whose A it uses}: the same inputs, kept alike, with a bias or without."""
+    """{block: the block whose A it uses}: the same inputs, kept alike and as rows or a matrix, with a bias or without."""
     first: dict[Any, str] = {}
     found: dict[str, str] = {}
     for name, spec in specs.items():
-        if spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel":
+        single = spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel"
+        if single and not keeps[name]["A"].diagonal:
             key = (seen.inputs.get(spec.layers[0]), spec.has_bias, keeps[name]["A"])
             if key[0] is not None and first.setdefault(key, name) != name:
                 found[name] = first[key]
@@ -549,13 +563,15 @@ def _why(
     keeps: tuple[Keep, Keep, Keep],
     found: Outline,
     shared: str,
-    counts: tuple[int | None, int | None],
+    counts: Counts | None,
     on_cpu: bool,
 ) -> str:
     if spec.kind != "kronecker":
         return spec.why or "no matrix between tokens"
-    reasons = [keep.why for keep in keeps if keep.why]
-    limits = [keep.limit for keep in keeps[:2] if keep.limit is not None and (counts[0] or 0) > keep.limit]
+    linear, told = len(spec.tables) < len(spec.layers), counts or Counts(0, 0, 0)
+    sides = [(keep, told.outputs) for keep in keeps[:2] if linear] + [(keeps[2], told.table)] * bool(spec.tables)
+    reasons = [keep.why for keep, _ in sides if keep.why]
+    limits = [keep.limit for keep, count in sides if keep.limit is not None and count > keep.limit]
     if limits and not reasons:
         reasons.append(f"subset of {min(limits):,} tokens")
     if shared:
@@ -572,7 +588,7 @@ def _row(
     form: Form,
     found: Outline,
     one: Footprint,
-    counts: tuple[int | None, int | None],
+    counts: Counts | None,
     home: str,
     stores: tuple[str, str],
     why: str,
@@ -581,7 +597,7 @@ def _row(
     single: dict[str, Total] = {}
     add(single, one, home, stores, form.averaged > 0)
     by_stage = {stage: {device: total.stages()[stage] for device, total in single.items()} for stage in STAGES}
-    tokens = None if None in counts else (counts[0] or counts[1])
+    tokens = None if counts is None else counts.outputs or counts.table
     A = "shared" if shared else "" if found.A is None else str(found.A)
     G = str(found.G)
     if tokens is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gramian.linalg.pinned import blocks_on
 from gramian.linalg.stored import HALF, Loaded, Others, Source, Stored, join_columns, store_columns
-from gramian.linalg.wide import pieces, wide_mm
+from gramian.linalg.wide import pieces, wide_mm, wide_norms
 
 
 class Columns:
@@ -155,7 +155,7 @@ class Columns:
 
     def _squares(self) -> Tensor:
         device = self.stored.body.device
-        parts = [block.square().sum(1) for _, block in self._loaded(torch.float64, self.stored.home)]
+        parts = [wide_norms(block).square_() for _, block in self._loaded(torch.float64, self.stored.home)]
         return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.float64, device=device)
 
     # ---- other columns from these ----------------------------------------------------------------------------------

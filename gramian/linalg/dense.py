@@ -1,6 +1,7 @@
 """A matrix held whole; its eigenvectors are found when they are first asked for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from gramian.linalg.cholesky import Cholesky
 from gramian.linalg.eigen import eigendecompose
 from gramian.linalg.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
 from gramian.linalg.stored import HALF, AtRest, Stored, store_symmetric
-from gramian.linalg.wide import by_columns
+from gramian.linalg.wide import by_columns, wide_norm
 
 
 class Dense(AtRest, Spectral):
@@ -48,6 +49,21 @@ class Dense(AtRest, Spectral):
     def of_sum(cls, matrix_NN: Tensor, storage: torch.dtype) -> "Dense":
         """Store a running sum: in float32 at least, since one rounded to half at every step would stop moving."""
         return cls.of(matrix_NN, torch.float32 if storage in HALF else storage)
+
+    @classmethod
+    def summed(cls, left: Factor, right: Factor, mine: float, theirs: float, storage: torch.dtype) -> "Dense":
+        """mine·M + theirs·M', written out: beside the sum one matrix at a time. It is off by what the two were, at most."""
+        dtype = torch.promote_types(left.dtype, right.dtype)
+        total = mine * left.dense().to(dtype)
+        off = left.quantisation_error.double() * wide_norm(total)
+        other = right.dense().to(total)
+        off = off + theirs * right.quantisation_error.to(off) * wide_norm(other)
+        total.add_(other, alpha=theirs)
+        del other
+        found = cls.of_sum(total, storage)
+        off = off / wide_norm(total).clamp(min=torch.finfo(torch.float64).tiny)
+        found.stored = replace(found.stored, relative_error=found.stored.relative_error + off)
+        return found
 
     @property
     def rank(self) -> int:
@@ -163,8 +179,7 @@ class Dense(AtRest, Spectral):
         """Sum of the matrices."""
         if other.dim != self.dim:
             raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
-        total = mine * self.stored.load() + theirs * other.dense().to(device=self.device, dtype=self.dtype)
-        return Dense.of_sum(total, self.storage_dtype)
+        return Dense.summed(self, other, mine, theirs, self.storage_dtype)
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """The leading eigenpairs as a low-rank factor."""

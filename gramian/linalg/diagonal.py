@@ -122,9 +122,7 @@ class Diagonal(Spectral):
             return other.merge(self, theirs, mine)
         if isinstance(other, LowRank) and (other.rank < self.dim or self.dim > WIDEST_DENSE):
             return DiagonalLowRank(mine * self.values_N.to(other.device), other.columns.scaled(theirs**0.5), +1)
-        return Dense.of_sum(
-            mine * torch.diag(self.values_N).to(other.device, other.dtype) + theirs * other.dense(), other.storage_dtype
-        )
+        return Dense.summed(other, self, theirs, mine, other.storage_dtype)
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """A diagonal is as small as it gets."""

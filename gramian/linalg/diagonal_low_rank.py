@@ -281,9 +281,7 @@ class DiagonalLowRank(AtRest, Factor):
             total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
             return DiagonalLowRank(total, self.columns.scaled(mine**0.5), self.sign)
         if isinstance(other, Dense):
-            return Dense.of_sum(
-                mine * self.to_dense() + theirs * other.dense().to(self.device, self.dtype), self.storage_dtype
-            )
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
         zero = torch.zeros_like(self.values_N)
         if isinstance(other, DiagonalLowRank) and other.sign == self.sign:
             d_N, columns = other.values_N, other.columns
@@ -291,14 +289,13 @@ class DiagonalLowRank(AtRest, Factor):
             d_N, columns = zero, other.columns
         else:
             raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
+        if self.rank + columns.count >= self.dim <= WIDEST_DENSE:
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
         total = mine * self.values_N + theirs * d_N.to(self.values_N)
         both = self.columns.scaled(mine**0.5).join(columns.scaled(theirs**0.5))
         if columns.stored.body.dtype != self.storage_dtype:
             both = _within(total, both, self.sign)
-        joined = DiagonalLowRank(total, both, self.sign)
-        if joined.rank >= self.dim <= WIDEST_DENSE:
-            return Dense.of_sum(joined.dense(), self.storage_dtype)
-        return joined
+        return DiagonalLowRank(total, both, self.sign)
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
         """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""

@@ -181,7 +181,7 @@ class LowRank(AtRest, Spectral):
         if not isinstance(other, LowRank):
             return other.merge(self, theirs, mine)
         if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
-            return Dense.of_sum(mine * self.dense() + theirs * other.dense().to(self.device), self.storage_dtype)
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
         return LowRank(self.columns.scaled(mine**0.5).join(other.columns.scaled(theirs**0.5)))
 
     def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:

@@ -75,6 +75,15 @@ def wide(t: Tensor) -> Tensor:
     return t.to(wide_dtype(t))
 
 
+def wide_norm(matrix_NK: Tensor) -> Tensor:
+    """‖M‖_F, 0-dim float64: summed in float64, a piece of the rows at a time."""
+    parts = [matrix_NK.new_zeros((), dtype=torch.float64)]
+    for rows in pieces(*matrix_NK.shape):
+        parts.append(torch.linalg.vector_norm(matrix_NK[rows], dtype=torch.float64))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(parts))
+    return norm
+
+
 def wide_norms(t: Tensor) -> Tensor:
     """Euclidean norms over the last axis, in the accumulation dtype."""
     norms: Tensor = torch.linalg.vector_norm(t, dim=-1, dtype=wide_dtype(t))

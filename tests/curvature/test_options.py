@@ -483,6 +483,22 @@ def test_the_quantisation_error_in_the_record_is_the_one_that_was_made(dtype: st
                 assert measured <= told <= 5 * measured, (layer, side)
 
 
+@pytest.mark.parametrize("decay, refreshes", [(0.0, 1), (0.9, 4)], ids=["tied", "averaged"])
+def test_the_quantisation_error_of_a_sum_is_that_of_its_parts(decay: float, refreshes: int) -> None:
+    model, kfacs = net(tied=True, width=24), [make(woodbury_dtype=given, ema_decay=decay) for given in ("fp16", "fp64")]
+    for i in range(refreshes):
+        for kfac in kfacs:
+            refresh(kfac, model, words(MANY, seed=i))
+    stored, exact = kfacs
+    for layer in ("table", "fc"):
+        for side, actual, expected in zip("AG", sides(stored, layer), sides(exact, layer), strict=True):
+            about = stored.record()["layers"][layer]["sides"][side]
+            if about["representation"] == "dense":
+                measured = float((actual - expected).norm() / expected.norm())
+                told = about["quantisation_error"]
+                assert 1e-5 < measured <= 1.05 * told <= 5 * measured, (layer, side)
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("outputs", [7, 2100], ids=["dense", "low rank"])
 def test_tiny_gradients_of_a_mean_over_thousands_of_tokens_do_not_underflow(outputs: int, dtype: str) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, low_rank
+from gramian.linalg import wide as wide_module
+from tests.kit.memory import measured
 from tests.linalg.matrices import (
     CASES,
     assert_positive,
@@ -75,6 +77,32 @@ def test_merging_in_half_precision_costs_at_most_one_rounding(left: str, right: 
     assert merged.dtype in (torch.float32, torch.float64)
     rounded = isinstance(merged, Dense)
     assert distance(stored_matrix(merged), _sum(a, b)) <= (1e-3 if rounded else 1e-12)
+
+
+@pytest.mark.parametrize("left, right", [pair for pair in PAIRS if frozenset(pair) not in REFUSED])
+def test_a_sum_says_what_its_parts_were_off_by(left: str, right: str) -> None:
+    rounded, exact = ([KINDS[kind](12, i, dtype) for i, kind in enumerate((left, right))] for dtype in KEPT)
+    merged, wanted = rounded[0].merge(rounded[1], *WEIGHTS), _sum(*exact)
+    if isinstance(merged, Dense):
+        off, told = distance(stored_matrix(merged), wanted), float(merged.quantisation_error)
+        assert 1e-7 < off <= told + 1e-7 and told <= 20 * off
+
+
+KEPT = (torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("left, right", [("dense", "dense"), ("low rank", "low rank"), ("plus", "dense")])
+def test_a_sum_that_is_written_out_holds_one_matrix_beside_itself(
+    left: str, right: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wide_module, "BLOCK", 2000)
+    monkeypatch.setitem(KINDS, "low rank", lambda n, seed, dtype: LowRank.of(normal(n, n // 2, seed=seed), dtype))
+    n = 400
+    a, b = KINDS[left](n, 0, torch.float16), KINDS[right](n, 1, torch.float16)
+    with measured() as found:
+        merged = a.merge(b, *WEIGHTS)
+    assert isinstance(merged, Dense) and merged.nbytes == 4 * n * n
+    assert found.peak <= 2 * merged.nbytes + 3 * 8 * 2000 + 20_000
 
 
 @pytest.mark.parametrize("first, second", [*itertools.permutations([torch.float16, torch.float32, torch.float64], 2)])
