@@ -71,9 +71,9 @@ def test_the_user_s_model_and_random_state_stay_as_they_are(operator: str) -> No
         torch.get_rng_state(),
     ]
     made = MADE[operator](model, batches)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         first = made.matmat(probe(made))
-    close(made.matmat(probe(made)), first, 1e-14)  # no dropout, no autocast, grad mode or not
+    close(made.matmat(probe(made)), first, 1e-14)  # no dropout, no autocast, whatever mode of gradients
     assert not called and not first.requires_grad
     assert before[0] == [(m.training, m) for m in model.modules()]
     assert all(p is parameters[name] for name, p in model.named_parameters())
@@ -142,6 +142,44 @@ def test_forward_and_backward_derivatives_are_transposes(name: str) -> None:
         left, right = y_NK[:, 0] @ product_NK[:, 1], y_NK[:, 1] @ product_NK[:, 0]
         assert float((left - right).abs()) < 1e-12 * float(y_NK[:, 0].norm() * product_NK[:, 1].norm())
         assert product_NK.abs().max() > 1e-6
+
+
+class _Cubed(torch.autograd.Function):
+    """x³ with a backward that can be differentiated, and no forward mode."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * gradients[0]
+
+
+class Cubed(nn.Module):
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.plain = plain
+        self.unused, self.layer = nn.Linear(2, 2), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x, x, x, need_weights=False)[0]
+        return h**3 if self.plain else _Cubed.apply(h)
+
+
+@pytest.mark.parametrize("operator", MADE)
+def test_a_layer_without_forward_mode_has_the_products_of_its_backward(operator: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain, custom = Cubed(plain=True).double(), Cubed(plain=False).double()
+        custom.load_state_dict(plain.state_dict())
+        batches = [(torch.randn(b, 3, 4, dtype=torch.float64), torch.randint(4, (b, 3))) for b in (2, 1)]
+    made = MADE[operator](plain, batches)
+    close(MADE[operator](custom, batches).matmat(probe(made, 3)), made.matmat(probe(made, 3)), 1e-12)
 
 
 @pytest.mark.full

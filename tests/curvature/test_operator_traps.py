@@ -67,7 +67,7 @@ TRAPS = (
     ),
     Mutation(
         "one gradient for all sequences",
-        (Edit(f"{_OPERATORS}.jacobian:JacobianOperator._curved", "len(found))", "1)"),),
+        (Edit(f"{_OPERATORS}.jacobian:JacobianOperator._curved", "len(outputs))", "1)"),),
         _oracle("fisher_of_sequences", "mlp"),
     ),
     Mutation(

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gramian.curvature.consistency import check_number
+from gramian.curvature.fisher import logits_of
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.passes import leaves, outputs, substituted, twice_differentiable
+from gramian.curvature.operators.passes import leaves, substituted, twice_differentiable
 from gramian.curvature.operators.terms import LossName, Terms, listed, read_all
 from gramian.curvature.parameter_space import Which
 from gramian.errors import GramianError
@@ -70,7 +71,8 @@ class HessianOperator(ModelOperator):
         return self._of_batch
 
     def _named(self, terms: Terms) -> Tensor:
-        return terms.summed_loss(outputs(self.model, terms.asked))
+        asked = terms.asked
+        return terms.summed_loss(logits_of(self.model(*asked.args, **asked.kwargs)))
 
     def _given(self, loss_fn: LossFunction, batch: Any) -> Tensor:
         loss = loss_fn(self.model, batch)
@@ -98,7 +100,7 @@ class HessianOperator(ModelOperator):
                         retain_graph=column is not columns[-1],
                         materialize_grads=True,
                     )
-                    total_N.add_(self._flat(products), alpha=scale)
+                    total_N.add_(torch.cat([t.reshape(-1) for t in products]), alpha=scale)
 
 
 def _counts(num_terms: Sequence[float] | None, batches: int, loss_reduction: str | float) -> list[float]:

@@ -7,14 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from gramian.curvature.operators.linearised import Linearised
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.passes import jvp, leaves, outputs, substituted
 from gramian.curvature.operators.terms import LossName, Terms, read_all
 from gramian.curvature.parameter_space import Which
-from gramian.errors import GramianError
 
 
 class JacobianOperator(ModelOperator):
@@ -23,7 +21,8 @@ class JacobianOperator(ModelOperator):
     A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
     backwards: about 1 + 5k forwards in time. Of tensors as large as the outputs [R, V] four are alive at most: while torch
     forms the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which C turns into C J v in
-    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is kept, and with it one more.
+    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is kept, and with it one more. A model
+    without forward mode costs 1 + 8k forwards and the memory of two backwards instead (see `Linearised`).
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class JacobianOperator(ModelOperator):
         """
         super().__init__(model, parameters)
         self.loss = loss
+        self._forward_mode = True
         self._terms, self.num_terms = read_all(self.model, batches, loss, causal_shift)
 
     def _batches(self) -> tuple[Terms, ...]:
@@ -69,33 +69,20 @@ class JacobianOperator(ModelOperator):
         """
 
     def _add(self, batch: Terms, columns: list[Tensor], total_KN: Tensor) -> None:
-        theta = leaves(self.model, self.space)
-        answered: Tensor | None = None
-        with substituted(self.model, theta):
+        with Linearised(self.model, batch.asked, self.space, self._forward_mode) as model:
             for column, total_N in zip(columns, total_KN, strict=True):
-                curved = self._curved(batch, column)
-                if curved is None:
-                    continue
-                if answered is None:
-                    answered = outputs(self.model, batch.asked)
-                if not answered.requires_grad:
-                    raise GramianError("model: its outputs have no gradient; expected them to depend on the parameters")
-                gradients = torch.autograd.grad(
-                    answered,
-                    tuple(theta.values()),
-                    curved,
-                    retain_graph=column is not columns[-1],
-                    materialize_grads=True,
-                )
+                curved = self._curved(model, batch, column)
+                if curved is not None:
+                    total_N.add_(model.pull(curved, last=column is columns[-1]))
                 del curved  # before the next one is formed
-                total_N.add_(self._flat(gradients))
+            self._forward_mode = model.forward_mode
 
-    def _curved(self, batch: Terms, column_N: Tensor) -> Tensor | None:
+    def _curved(self, model: Linearised, batch: Terms, column_N: Tensor) -> Tensor | None:
         """C J v, like the outputs; None where v reaches none."""
-        found, tangents = jvp(self.model, batch.asked, self.space.unflatten(column_N))
+        outputs, tangents = model.push(column_N)
         if tangents is None:
             return None
-        targets, weights_R = batch.rows(found)
+        targets, weights_R = batch.rows(outputs)
         tangents = tangents.contiguous()
-        self._curve(found.flatten(0, -2), tangents.flatten(0, -2), targets, weights_R, len(found))
+        self._curve(outputs.flatten(0, -2), tangents.flatten(0, -2), targets, weights_R, len(outputs))
         return tangents

@@ -43,12 +43,12 @@ class ModelOperator(Operator):
 
     def matmat(self, y_NK: Tensor) -> Tensor:
         """M Y, [n, k]: one sum over all batches. What runs out of memory raises."""
-        columns = self.space.columns(y_NK)
-        total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)
         with quiet(self.model):
+            columns = self.space.columns(y_NK)
+            total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)
             for batch in self._batches():
                 self._add(batch, columns, total_KN)
-        return total_KN.div_(self.num_terms).mT
+            return total_KN.div_(self.num_terms).mT
 
     @abstractmethod
     def _batches(self) -> Any:
@@ -57,7 +57,3 @@ class ModelOperator(Operator):
     @abstractmethod
     def _add(self, batch: Any, columns: list[Tensor], total_KN: Tensor) -> None:
         """Add the sum over one batch's terms, not divided by N, to each column's total."""
-
-    def _flat(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """[n] from one tensor per parameter of the space."""
-        return torch.cat([t.reshape(-1) for t in tensors])

@@ -1,7 +1,4 @@
-"""Passes of a model that leave no trace, on tensors that stand in the places of its parameters.
-
-Legend: R rows (positions of all samples), V outputs of a position.
-"""
+"""Passes of a model that leave no trace, on tensors that stand in the places of its parameters."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -9,13 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from gramian.curvature.consistency import unique_parameters
-from gramian.curvature.fisher import Question, logits_of
 from gramian.curvature.parameter_space import ParameterSpace
 from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
@@ -42,6 +37,8 @@ def quiet(root: nn.Module) -> Iterator[None]:
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as around:
         around.enter_context(untouched(root))
+        around.enter_context(torch.inference_mode(False))
+        around.enter_context(torch.enable_grad())
         around.enter_context(ExactEmbeddings())
         for device in {p.device.type for p in root.parameters()}:
             around.enter_context(torch.autocast(device, enabled=False))
@@ -110,24 +107,3 @@ def twice_differentiable() -> AbstractContextManager[Any]:
     """Attention written out: fused kernels have neither a forward derivative nor a second one."""
     made: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.MATH)
     return made
-
-
-def outputs(root: nn.Module, asked: Question) -> Tensor:
-    """What the model answers, [*positions, V]."""
-    return logits_of(root(*asked.args, **asked.kwargs))
-
-
-def jvp(root: nn.Module, asked: Question, vector: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The outputs f [*positions, V] and their derivative J v along a vector over parameters; None where v reaches none.
-
-    One forward in forward mode, about three times the FLOPs of a plain one; no activation is kept.
-    """
-    with torch.no_grad(), forward_ad.dual_level(), twice_differentiable():
-        duals = {
-            name: forward_ad.make_dual(p.detach(), vector[name])
-            for name, p in unique_parameters(root)
-            if name in vector
-        }
-        with substituted(root, duals):
-            found = forward_ad.unpack_dual(outputs(root, asked))
-        return found.primal, found.tangent
