@@ -22,7 +22,7 @@ class HessianOperator(ModelOperator):
     """∇²L of the mean L over all loss terms of all batches; indefinite.
 
     A product with k columns costs, per batch, a forward, a backward that keeps its graph, and k backwards through both: about
-    3 + 6k forwards in time, and the memory of two ordinary backwards.
+    3 + 6k forwards in FLOPs, and the memory of two ordinary backwards.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class JacobianOperator(ModelOperator):
     """M = (1/N) Σ_b J_bᵀ C_b J_b, positive semi-definite.
 
     A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
-    backwards: about 1 + 5k forwards in time. Of tensors as large as the outputs [R, V] four are alive at most: while torch
+    backwards: about 1 + 5k forwards in FLOPs. Of tensors as large as the outputs [R, V] four are alive at most: while torch
     forms the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which C turns into C J v in
     place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is kept, and with it one more. A model
     without forward mode costs 1 + 8k forwards and the memory of two backwards instead (see `Linearised`).
