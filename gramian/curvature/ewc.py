@@ -17,7 +17,7 @@ from gramian.curvature.consistency import check_number
 from gramian.curvature.covered import covered_parameters, parameters_of
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import wide, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,27 @@ class _Quadratic(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tasks: Sequence[Task], names: Sequence[str], *parameters: Tensor) -> Tensor:
-        there = dict(zip(names, (wide(p) for p in parameters), strict=True))
-        gradient = {name: torch.zeros_like(p) for name, p in there.items()}
-        terms = []
-        for task in tasks:
-            delta = {name: there[name] - was.to(there[name]) for name, was in task.snapshot.items()}
-            product = task.kfac.compute_fisher_vector_product(delta)
-            for name, value in delta.items():
-                gradient[name].add_(product[name], alpha=task.strength)
-                terms.append(0.5 * task.strength * whole((value.double() * product[name].double()).sum()))
+        value, gradient = _penalty(tasks, dict(zip(names, (wide(p) for p in parameters), strict=True)))
         ctx.save_for_backward(*gradient.values())
         ctx.dtypes = [p.dtype for p in parameters]
-        first = terms[0]
-        total = torch.stack([term.to(first.device) for term in terms]).sum()
-        return total.to(max((p.dtype for p in there.values()), key=lambda dtype: dtype.itemsize))
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> Any:
-        found = [
-            (t * scale.to(t.device, t.dtype)).to(dtype) for t, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return None, None, *found
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *((t * scale.to(t.device, t.dtype)).to(dtype) for t, dtype in gradients)
+
+
+def _penalty(tasks: Sequence[Task], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_k ½·s_k·δᵀF_kδ, and Σ_k s_k·F_kδ."""
+    gradient = {name: torch.zeros_like(p) for name, p in there.items()}
+    terms = []
+    for task in tasks:
+        delta = {name: there[name] - was.to(there[name]) for name, was in task.snapshot.items()}
+        product = task.kfac.compute_fisher_vector_product(delta)
+        for name, value in delta.items():
+            gradient[name].add_(product[name], alpha=task.strength)
+            terms.append(0.5 * task.strength * whole((value.double() * product[name].double()).sum()))
+    total = torch.stack([term.to(terms[0].device) for term in terms]).sum()
+    return total.to(wide_dtype(*there.values())), gradient

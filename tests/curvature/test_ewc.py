@@ -46,7 +46,7 @@ def test_damping_takes_no_part(mode: str) -> None:
     assert penalty(model).item() == pytest.approx(want, rel=TOLERANCE)
 
 
-def test_trap_16_the_trace_has_delta_between_both_sides() -> None:
+def test_the_trace_has_delta_between_both_sides() -> None:
     """tr((Gδ)(δᵀA)) does not fit unless o = m, and is another number where it does: right is tr(δᵀGδA)."""
     model = nn.Linear(6, 6, bias=False).double()
     x = normal(9, 6)

@@ -23,6 +23,7 @@ from tests.curvature import (
     test_bias,
     test_capacity,
     test_damping,
+    test_ewc,
     test_factors,
     test_failures,
     test_fisher_types,
@@ -343,6 +344,17 @@ TRAPS = (
             ),
         ),
         functools.partial(test_capacity.test_dense_and_low_rank_sides_have_the_same_metrics, "all"),
+    ),
+    Mutation(
+        "the EWC penalty as tr((Gδ)(δᵀA))",
+        (
+            Edit(
+                f"{_CURVATURE}.ewc:_penalty",
+                "(value.double() * product[name].double()).sum()",
+                "torch.trace((one := [*task.kfac.kfac_factors.values()][0]).G.matvec(value) @ one.A.matvec(value).mT)",
+            ),
+        ),
+        test_ewc.test_the_trace_has_delta_between_both_sides,
     ),
     Mutation(
         "the user's own backward brings no factors",
