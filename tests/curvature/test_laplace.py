@@ -9,7 +9,7 @@ from torch import nn
 import gramian
 from gramian.curvature import Laplace
 from gramian.verify import dense_kfac, dense_uses
-from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal
+from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, flat, names_of, network, task, written_out
 
@@ -50,7 +50,7 @@ def test_pieces_of_the_log_marginal_add_up_to_the_textbooks(kind: str) -> None:
 
 def small() -> tuple[nn.Module, gramian.KFACNaturalGradient]:
     """Eight parameters: everything about their covariance can be looked at."""
-    model = nn.Linear(3, 2).double()
+    model = seeded(lambda: nn.Linear(3, 2))
     found = kfac(kfac_policy="small_only")
     with found.capture(model, loss_reduction="sum", num_terms=7):
         (model(normal(7, 3)) * normal(7, 2, seed=1)).sum().backward()

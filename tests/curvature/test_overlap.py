@@ -11,7 +11,7 @@ import gramian
 from gramian.curvature import fisher_overlap, gradient_conflict, overlap, subspace_overlap
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.verify import dense_kfac, dense_uses
-from tests.curvature.problems import TOLERANCE, kfac, normal
+from tests.curvature.problems import TOLERANCE, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, data, flat, gradient_of, names_of, network, task, written_out
 
@@ -133,7 +133,7 @@ def test_a_side_too_wide_to_be_written_out_has_leading_eigenvectors_too(monkeypa
 
 
 def test_fewer_directions_than_asked_for_are_compared_by_what_there_is() -> None:
-    model = nn.Linear(3, 2, bias=False).double()
+    model = seeded(lambda: nn.Linear(3, 2, bias=False))
     found = []
     for seed in (1, 2):
         one = kfac()
@@ -204,7 +204,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line() -> None:
     one_line(blocks.value, "table:", "expected")
     with pytest.raises(gramian.GramianError) as nothing:
         stranger = kfac()
-        other = nn.Linear(2, 2).double()
+        other = seeded(lambda: nn.Linear(2, 2))
         with stranger.capture(other, num_terms=1):
             other(normal(1, 2)).sum().backward()
         fisher_overlap(found, stranger)
