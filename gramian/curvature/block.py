@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gramian.curvature.blocks import Spec
+from gramian.curvature.correction import Correction
 from gramian.curvature.damping import Damping
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Clip, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
@@ -46,6 +47,8 @@ class Facts:
     reduction_G: str = ""
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes that left this process for it, by kind of collective."""
+    reason_ekfac: str = ""
+    """Why its eigenvalues are K-FAC's own, where EK-FAC was asked for."""
 
 
 @dataclass
@@ -61,10 +64,13 @@ class Block:
     """Why its sharded gradient was put together when it was last used; "": it was not, or nothing was sharded."""
     clips: dict[str, Clip] = field(default_factory=dict)
     """{"A", "G" or "joint": what the clip did when it was last looked at}."""
+    corrected: bool = False
+    """True if EK-FAC's eigenvalues take the place of K-FAC's: `correction`, once they are measured."""
+    correction: Correction | None = None
 
     def with_factors(self, A: Factor | None, G: Factor, facts: Facts) -> "Block":
         """A new estimate of the same block."""
-        return replace(self, A=A, G=G, facts=facts, damping=None, clips={})
+        return replace(self, A=A, G=G, facts=facts, damping=None, clips={}, corrected=False, correction=None)
 
     @property
     def factors(self) -> dict[str, Factor]:
@@ -73,11 +79,14 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Of both sides."""
-        return sum(factor.nbytes for factor in self.factors.values())
+        """Of both sides, and of what corrects them; a basis that a side holds too counts once."""
+        sides = sum(factor.nbytes for factor in self.factors.values())
+        return sides if self.correction is None else sides + self.correction.values_RS.nbytes
 
     def matvec(self, y_OM: Tensor) -> Tensor:
-        """G Y A, undamped and unclipped."""
+        """G Y A, undamped and unclipped; of a corrected block Q_G (S ⊙ Q_GᵀYQ_A) Q_Aᵀ."""
+        if self.correction is not None:
+            return self.correction.apply(y_OM, self.correction.values_RS, 0.0)
         out = self.G.matvec(y_OM)
         return out if self.A is None else self.A.matvec(out.mT.to(self.A.dtype)).mT
 
@@ -92,8 +101,13 @@ class Block:
     def factorisations(self, p: float, damping: Damping) -> dict[str, What]:
         """{side: what `power` will need of it}; sides that need nothing are left out."""
         found: dict[str, What] = {}
+        if self.correction is not None:
+            return found
         for side, factor, value in self._sides(damping):
             if isinstance(factor, Diagonal):
+                continue
+            if self.corrected:
+                found[side] = "eigen"
                 continue
             if damping.joint and self.A is not None:
                 if isinstance(factor, Spectral) or (side == "G" and self._writes_out_G(damping)):
@@ -198,6 +212,8 @@ class Block:
         the product's eigenvalue is 0. Cost: 4·o·m·(r_A + r_G) FLOPs once both sides are decomposed.
         """
         assert self.A is not None
+        if self.correction is not None:
+            return self._corrected(self.correction, y_OM, p, damping)
         if isinstance(self.A, DiagonalLowRank):
             raise GramianError(
                 f"{self.spec.name}: its inputs have a {self.A.kind} factor; expected damping_mode pi or factored"
@@ -220,14 +236,30 @@ class Block:
         outside = 0.0 if G.complete and self.A.complete else max(value, floor) ** p
         out = self.A.from_basis(G.from_basis((raised(products, floor).pow(p) - outside) * c_RS).mT).mT
         out = out + outside * y if outside else out
-        if damping.max_condition is not None and "joint" not in self.clips:
-            low = products.double() < floor
-            unseen = self.spec.outputs * self.spec.inputs - products.numel()
-            count, mass = int(low.sum()), float((floor - products.double()[low]).sum())
-            if value < floor:
-                count, mass = count + unseen, mass + unseen * (floor - value)
-            self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
+        self._clip_joint(products, value, floor, damping)
         return out.to(G.dtype)
+
+    def _clip_joint(self, damped: Tensor, value: float, floor: float, damping: Damping) -> None:
+        """Count what is raised, of the eigenvalues in the basis and of those outside, which are λ."""
+        if damping.max_condition is None or "joint" in self.clips:
+            return
+        low = damped.double() < floor
+        unseen = self.spec.outputs * self.spec.inputs - damped.numel()
+        count, mass = int(low.sum()), float((floor - damped.double()[low]).sum())
+        if value < floor:
+            count, mass = count + unseen, mass + unseen * (floor - value)
+        self.clips["joint"] = Clip(count, self.spec.outputs * self.spec.inputs, mass, floor)
+
+    def _corrected(self, correction: Correction, y_OM: Tensor, p: float, damping: Damping) -> Tensor:
+        """(F + λI)^p Y with EK-FAC's eigenvalues."""
+        value, values = damping.lambda_G, correction.values_RS
+        damped = values + value
+        floor = 0.0 if damping.max_condition is None else float(damped.max()) / damping.max_condition
+        y = y_OM.to(torch.promote_types(y_OM.dtype, values.dtype))
+        outside = 0.0 if correction.complete else max(value, floor) ** p
+        out = correction.apply(y, raised(damped, floor).pow(p), outside)
+        self._clip_joint(damped, value, floor, damping)
+        return out
 
     def _writes_out_G(self, damping: Damping) -> bool:
         """True if single eigenvalues of a G without eigenvectors have to be raised, and it is narrow enough for that."""

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from gramian.curvature.blocks import Spec
+from gramian.curvature.ekfac import Samples, SoftmaxTokens, Use
 from gramian.curvature.keyed import token_keys
 from gramian.curvature.moments import Keep, Moment, Products, Tokens
 from gramian.curvature.options import Options
 from gramian.curvature.planning import Keeps, keeps_of
 from gramian.errors import GramianError
+from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
@@ -60,6 +62,8 @@ class BlockSums:
     """Σ w per row of a table."""
     table_weight: float | Tensor = 0.0
     table_gradients: Moment | None = None
+    samples: Samples = field(default_factory=Samples)
+    """Whole samples, kept for EK-FAC alone."""
 
     def moments(self) -> list[Moment]:
         """Those that hold something."""
@@ -155,6 +159,10 @@ class KroneckerSums(SumsOfOneCapture):
         assert isinstance(info, RefreshPass)
         sides, block = record.sides(), sums[spec.name]
         is_table = record.layer in spec.tables
+        is_head = record.layer == self.head
+        if self.options.ekfac and not (is_head and self.exact_head):
+            use = Use(sides.inputs_BT, sides.gradients_BTO, info.scale, is_table)
+            block.samples.add(info.number, use, info.token_weights, record.borrowed)
         if not is_table:
             self._see_ignored(sides, info)
         self._note_padding(sides, info, record.layer)
@@ -164,7 +172,6 @@ class KroneckerSums(SumsOfOneCapture):
         whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
-        is_head = record.layer == self.head
         block.inputs = block.inputs or Moment(spec.inputs - spec.has_bias, keeps["A"])
         chosen = self._choose(sides, info, record.layer, block.inputs.keep)
         inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
@@ -184,6 +191,7 @@ class KroneckerSums(SumsOfOneCapture):
         for block in sums.values():
             for moment in block.moments():
                 moment.own(copies)
+            block.samples.own(copies)
         self._products.forget()
         self._chosen.clear()
         self._last_rows.clear()
@@ -235,6 +243,8 @@ class KroneckerSums(SumsOfOneCapture):
                 f"{record.layer}: is no linear layer, so its softmax has no exact Fisher here; "
                 "expected another head=, or kfac_true_fisher_head=False"
             )
+        if self.options.ekfac and spec.outputs <= WIDEST_DENSE:
+            block.samples.softmax.append(self._softmax_tokens(sides, info, record))
         chosen = self._choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
@@ -246,6 +256,16 @@ class KroneckerSums(SumsOfOneCapture):
             self.check_softmax = not seen
         block.probabilities = block.probabilities or Moment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
+
+    def _softmax_tokens(self, sides: Sides, info: RefreshPass, record: LayerRecord) -> SoftmaxTokens:
+        """All tokens with a loss, whatever subset K-FAC takes."""
+        assert sides.outputs is not None
+        chosen = self._choose(sides, info, record.layer, Keep())
+        rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
+        g_TV = chosen.tokens(sides.gradients_BTO, borrowed=True).rows_TN
+        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+        weights = (g_TV != 0).any(1).to(p_TV) if chosen.weights is None else chosen.weights.to(p_TV)
+        return SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights)
 
     def _reduced(self, sides: Sides, info: RefreshPass, layer: str) -> Sides:
         """One token per sample: the mean input and the summed gradient."""

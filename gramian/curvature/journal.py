@@ -99,11 +99,21 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "shares_A_with": facts.shares_A_with,
         "sent": dict(facts.sent),
         "gathered": block.gathered,
+        "ekfac": _corrected(block),
         "clip_joint": _clip(block.clips.get("joint")),
         "bytes": block.nbytes,
         "seconds": facts.seconds,
         "sides": sides,
     }
+
+
+def _corrected(block: Block) -> dict[str, Any] | None:
+    """What EK-FAC did; None: it was not asked for."""
+    if block.correction is None:
+        return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
+    correction = block.correction
+    about = {"corrected": True, "trace": float(correction.values_RS.double().sum()), "rank_G": correction.G.rank}
+    return {**about, "rank_A": correction.A.rank, "outside_trace": correction.outside}
 
 
 def _side(side: str, factor: Factor, value: float, block: Block, max_condition: float | None) -> dict[str, Any]:

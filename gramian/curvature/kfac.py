@@ -110,15 +110,14 @@ class KFACNaturalGradient:
             max_tokens: size of a keyed, rescaled subset of tokens per refresh; None: all.
             seed: of subsets and drawn labels.
             strict: raise where a refresh is dropped, something falls back, or a parameter is not covered.
-            ekfac: not yet.
+            ekfac: second moments of per-sample gradients in K-FAC's eigenbasis in place of its eigenvalues; needs
+                damping_mode="joint". See docs/concepts/ekfac.md.
             memory_budget: most bytes, or "8GB", that curvature may hold on any one device; see docs/concepts/kfac_memory.md.
             process_group: the processes that share the data; None: those of DDP or FSDP2, else all, as they are at a capture.
 
         Raises:
             GramianError: naming the first option that is not acceptable.
         """
-        if ekfac is not False:
-            raise GramianError("ekfac: is not available yet; expected it to be left out")
         self.options = Options(
             damping=damping,
             damping_A=damping_A,
@@ -144,6 +143,7 @@ class KFACNaturalGradient:
             seed=seed,
             strict=strict,
             memory_budget=memory_budget,
+            ekfac=ekfac,
         )
         self.process_group = process_group
         self.world_size = 1

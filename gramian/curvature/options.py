@@ -47,6 +47,7 @@ class Options:
     seed: int
     strict: bool
     memory_budget: int | str | None = None
+    ekfac: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what would not work, naming the option and what would be accepted.
@@ -72,7 +73,7 @@ class Options:
                 raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
             raise GramianError(f"seed: expected an integer of 64 bits, got {self.seed!r}")
-        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict"):
+        for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac"):
             if not isinstance(getattr(self, name), bool):
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, accepted in (
@@ -90,6 +91,14 @@ class Options:
         if self.budget == 0:
             raise GramianError(f"memory_budget: expected bytes above 0, got {self.memory_budget!r}")
         self._check_damping()
+        if self.ekfac and self.damping_mode != "joint":
+            raise GramianError(
+                f'damping_mode: is "{self.damping_mode}", but ekfac=True has eigenvalues of the product alone; expected "joint"'
+            )
+        if self.ekfac and self.memory_budget is not None:
+            raise GramianError(
+                "memory_budget: ekfac=True keeps every token until a refresh is over; expected one of the two"
+            )
 
     def _check_damping(self) -> None:
         given = [name for name in ("damping_A", "damping_G") if getattr(self, name) is not None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gramian.curvature import journal
+from gramian.curvature import ekfac, journal
 from gramian.curvature.block import Block
 from gramian.curvature.build import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.capture import KFACCapture
@@ -56,6 +56,14 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
         abandon(kfac, f"{type(error).__name__} while factors were made")
         raise
     _refuse_uncovered(kfac, fresh)
+    spread = Spread(cap.others)
+    if kfac.options.ekfac:
+        try:
+            seen = {name: sums.samples for name, sums in kronecker.items()}
+            ekfac.correct(kfac.options, fresh, seen, kfac.kfac_factors, spread)
+        except BaseException as error:
+            abandon(kfac, f"{type(error).__name__} while eigenvalues were corrected")
+            raise
     kfac.head = agreed.head
     kfac.refreshes += 1
     kfac._last_refresh = kfac.steps - 1
@@ -64,7 +72,7 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
     kfac.kfac_factors = {**kfac.kfac_factors, **fresh}
     kfac._softmax_checked = kfac._softmax_checked or not cap.kronecker.check_softmax
     kfac._seconds = {"build": time.perf_counter() - started}
-    kfac._spread = Spread(cap.others)
+    kfac._spread = spread
     kfac._sent = {} if cap.others is None else dict(cap.others.sent)
     journal.log_refresh(kfac)
 

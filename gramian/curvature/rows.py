@@ -146,6 +146,8 @@ def rows_of(
         return None, "its factors were not joined by the processes that share it"
     if any(tuple(t.shape) != spec.shapes[spec.parameters.index(name)] for name, t in sharded.items()):
         return None, "its shape is not that of the capture"
+    if block.correction is not None:
+        return None, "EK-FAC's eigenvalues need both sides' eigenvectors at once"
     if spec.kind == "block":
         return None, "an exact block is applied whole"
     if spec.layout in ("in_out", "table") and spec.has_bias:

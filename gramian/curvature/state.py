@@ -16,6 +16,7 @@ from gramian.curvature.block import Block, Facts
 from gramian.curvature.blocks import Spec, find_blocks
 from gramian.curvature.build import settle_damping
 from gramian.curvature.consistency import check_spec, unique_parameters
+from gramian.curvature.correction import Basis, Correction
 from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
 
 SCHEMA = 1
+CORRECTION = "correction"
+"""Kind of what a state holds of EK-FAC, beside the factors."""
 COUNTERS = ("steps", "refreshes", "head", "_last_refresh", "dropped", "_softmax_checked")
 
 
@@ -51,6 +54,9 @@ def state_of(kfac: KFACNaturalGradient, gather: bool = True) -> dict[str, Any]:
         spec = {key: value for key, value in asdict(block.spec).items() if key not in ("dtype", "device")}
         spec["dtype"] = str(block.spec.dtype).removeprefix("torch.")
         layers[name] = {"spec": spec, "facts": asdict(block.facts), "sides": sides}
+        if block.correction is not None:
+            layers[name]["correction"] = f"of {len(layers)}"
+            factors[layers[name]["correction"]] = _correction_state(block.correction, gather)
     return {
         "schema": SCHEMA,
         "options": asdict(kfac.options),
@@ -78,6 +84,26 @@ def _factor_state(factor: Factor, gather: bool) -> dict[str, Any]:
     if isinstance(factor, LowRank):
         return {"kind": "low_rank", **stored, **dim}
     return {"kind": "diagonal_low_rank", "sign": factor.sign, "values": factor.values_N, **stored, **dim}
+
+
+def _correction_state(correction: Correction, gather: bool) -> dict[str, Any]:
+    """Eigenvalues and basis; columns of a basis are those of the factor."""
+    parts = {"eigenvalues": correction.values_RS, "basis_G": correction.G.matrix, "basis_A": correction.A.matrix}
+    tensors = {name: t for name, t in parts.items() if t is not None}
+    return {"kind": CORRECTION, "outside": correction.outside, **tensors, **({} if gather else {"dim": 0})}
+
+
+def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | None) -> Correction:
+    """As it was saved, for the factors of a block."""
+    bases = {}
+    for side, factor in block.factors.items():
+        matrix = parts.get(f"basis_{side}")
+        columns = factor.columns if isinstance(factor, LowRank) else None
+        bases[side] = Basis(factor.dim, None if matrix is None else matrix.to(device or matrix.device), columns)
+    values = parts["eigenvalues"].to(device or parts["eigenvalues"].device)
+    if values.shape != (bases["G"].rank, bases["A"].rank):
+        raise GramianError(f"{block.spec.name}: has eigenvalues {list(values.shape)}; expected those of its basis")
+    return Correction(values, bases["G"], bases["A"], float(parts["outside"]))
 
 
 def _stored_state(stored: Stored) -> dict[str, Any]:
@@ -109,6 +135,8 @@ def load(
     generator = torch.Generator()
     try:
         blocks = _blocks(saved, specs, device, set(_frozen(known)), others)
+        if kfac.options.ekfac:
+            _correct(blocks, saved, device)
         waited = set(saved["frozen"])
         counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
         generator.set_state(saved["generator"].cpu())
@@ -149,7 +177,8 @@ def _blocks(
     others: Exchange | None,
 ) -> dict[str, Block]:
     """The blocks of a state, each checked against the model's own; those of layers frozen by now wait with them."""
-    made = {number: _factor(number, parts, device, others) for number, parts in saved["factors"].items()}
+    factors = {number: parts for number, parts in saved["factors"].items() if parts.get("kind") != CORRECTION}
+    made = {number: _factor(number, parts, device, others) for number, parts in factors.items()}
     blocks: dict[str, Block] = {}
     for name, layer in saved["layers"].items():
         parts = dict(layer["spec"])
@@ -172,6 +201,16 @@ def _blocks(
                 raise GramianError(f"{name}: {side} holds NaN or infinity; expected finite factors")
         blocks[name] = block
     return blocks
+
+
+def _correct(blocks: Mapping[str, Block], saved: Mapping[str, Any], device: torch.device | None) -> None:
+    """Give blocks the eigenvalues that EK-FAC measured, as far as they are in the state."""
+    for name, block in blocks.items():
+        number = saved["layers"][name].get("correction")
+        if number is not None:
+            block.corrected, block.correction = True, _correction(block, saved["factors"][number], device)
+        elif block.A is not None and not block.facts.reason_ekfac:
+            block.facts.reason_ekfac = "the state has none of its eigenvalues"
 
 
 def _factor(number: str, parts: Mapping[str, Any], device: torch.device | None, others: Exchange | None) -> Factor:

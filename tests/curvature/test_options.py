@@ -33,7 +33,6 @@ from tests.curvature.small import (
 )
 
 NAN, INF = math.nan, math.inf
-NOT_YET = ("ekfac",)
 LINEAR = ("q", "k", "v", "fc", "head")
 SHOWN: set[str] = set()
 """Options whose effect a test of this file shows."""
@@ -58,6 +57,7 @@ WRONG: dict[str, list[Any]] = {
     "damping_mode": ["tikhonov", "PI", "", None, True],
     "max_condition_number": [1, 1.0, 0, -5.0, NAN, True, "1e6", None],
     "use_eigenvalue_correction": [1, 0, None, "yes"],
+    "ekfac": [1, 0, None, "yes"],
     "update_freq": [0, -1, 1.0, True, NAN, None, "10"],
     "ema_decay": [1, 1.0, 1.5, -0.1, NAN, True, None, "0.9"],
     "min_layer_size": [0, -1, 2.0, True, None],
@@ -98,18 +98,7 @@ def test_a_wrong_value_is_refused_by_name_with_what_would_be_accepted(option: st
 
 def test_every_option_has_wrong_values_in_the_list() -> None:
     known = set(inspect.signature(gramian.KFACNaturalGradient.__init__).parameters) - {"self"}
-    assert known == {*WRONG, *NOT_YET, "process_group"}  # which is looked at when a capture begins
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [("ekfac", True), ("ekfac", 1)],
-    ids=str,
-)
-def test_what_is_not_there_yet_is_refused_by_name(option: str, value: Any) -> None:
-    with pytest.raises(gramian.GramianError) as caught:
-        gramian.KFACNaturalGradient(**{option: value})
-    one_line(caught.value, option, "not available", "expected")
+    assert known == {*WRONG, "process_group"}  # which is looked at when a capture begins
 
 
 @pytest.mark.parametrize("given", [{"damping_A": 1e-3}, {"damping_G": 1e-3}, {"damping_A": 1e-3, "damping_G": 1e-3}])
@@ -610,9 +599,17 @@ def test_a_budget_bounds_what_is_held_and_the_record_says_what_it_cost() -> None
     assert any("memory_budget" in reason for reason in told)
 
 
+@shows("ekfac")
+def test_ekfac_has_eigenvalues_of_its_own() -> None:
+    batch, vector = words(MANY), {"fc.weight": torch.ones(9, 8)}
+    found = [refresh(make(ekfac=on, damping_mode="joint"), net(), batch) for on in (False, True)]
+    plain, corrected = (kfac.compute_fisher_vector_product(vector)["fc.weight"] for kfac in found)
+    assert not torch.allclose(plain, corrected, rtol=1e-2)
+
+
 def test_no_option_is_without_a_test_that_shows_what_it_does() -> None:
     known = set(inspect.signature(gramian.KFACNaturalGradient.__init__).parameters) - {"self"}
-    assert known - {*NOT_YET} == SHOWN
+    assert known == SHOWN
 
 
 def test_options_are_in_the_record_as_they_were_given() -> None:

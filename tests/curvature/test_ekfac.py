@@ -1,0 +1,243 @@
+"""EK-FAC against the Fisher of whole samples, written out."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gramian
+from gramian.curvature.block import Block
+from gramian.errors import GramianError
+from gramian.verify import dense_ekfac, dense_kfac, single_sample
+from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, normal
+from tests.kit.matrix import FULL
+
+pytestmark = pytest.mark.oracle
+
+JOINT = {"ekfac": True, "damping_mode": "joint", "damping": 0.01}
+DIFFERENT = ["mlp", "mlp_tokens", "gpt", "embedding"]
+
+
+def sample_gradients(p: Problem) -> dict[str, Tensor]:
+    """{parameter: [B, *shape]} of the summed loss of each sample."""
+    return single_sample.per_sample_gradients(p.model(), cross_entropy, (p.inputs, p.targets))
+
+
+def fishers(p: Problem, found: gramian.KFACNaturalGradient) -> dict[str, Tensor]:
+    """{block: its Fisher of whole samples}."""
+    gradients = sample_gradients(p)
+    written = {}
+    for name, block in kronecker(found).items():
+        parts = [gradients[parameter] for parameter in block.spec.parameters]
+        samples = [
+            block.spec.matrix(dict(zip(block.spec.parameters, each, strict=True))) for each in zip(*parts, strict=True)
+        ]
+        written[name] = dense_ekfac.block_fisher(torch.stack(samples), p.terms)
+    return written
+
+
+def kronecker(found: gramian.KFACNaturalGradient) -> dict[str, Block]:
+    return {name: block for name, block in found.kfac_factors.items() if block.A is not None}
+
+
+def expected(block: Block, fisher: Tensor) -> Tensor:
+    assert block.A is not None
+    return dense_ekfac.corrected(fisher, block.A.dense(), block.G.dense())
+
+
+def vectors(block: Block, seed: int = 5) -> dict[str, Tensor]:
+    return {
+        name: normal(*shape, seed=seed) for name, shape in zip(block.spec.parameters, block.spec.shapes, strict=True)
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"max_condition_number": 30.0}, {"kfac_use_woodbury": False}], ids=str)
+@pytest.mark.parametrize("name", PROBLEMS if FULL else DIFFERENT)
+def test_every_block_is_the_diagonal_of_the_fisher_in_the_eigenbasis(name: str, options: dict[str, Any]) -> None:
+    p = PROBLEMS[name]
+    model = p.model()
+    found = p.captured(model, **JOINT, **options)
+    written = fishers(p, found)
+    limit = options.get("max_condition_number", 1e6)
+    for layer, block in kronecker(found).items():
+        F, v = expected(block, written[layer]), vectors(block)
+        flat = block.spec.matrix(v).reshape(-1)
+        product = found.compute_fisher_vector_product(v)
+        assert_close(block.spec.matrix(product).reshape(-1), F @ flat, what=layer)
+        for power in (-1.0, -0.5):
+            out = found.compute_natural_gradient(model, power, {n: v[n] for n in v})
+            want = dense_kfac.matrix_power(F, power, 0.01, limit) @ flat
+            assert_close(block.spec.matrix(out).reshape(-1), want, 1e-9, layer)
+        about = found.record()["layers"][layer]["ekfac"]
+        assert about["corrected"] and about["outside_trace"] < 1e-10
+        assert about["trace"] == pytest.approx(float(written[layer].trace()), rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_it_is_closer_to_the_exact_fisher_than_kfac(name: str) -> None:
+    p = PROBLEMS[name]
+    found = p.captured(**JOINT)
+    for layer, fisher in fishers(p, found).items():
+        block = kronecker(found)[layer]
+        assert block.A is not None
+        product = torch.kron(block.G.dense(), block.A.dense())
+        assert (expected(block, fisher) - fisher).norm() < (product - fisher).norm() * (1 - 1e-6), layer
+
+
+def test_an_exact_softmax_head() -> None:
+    p = PROBLEMS["mlp_tokens"]
+    model = p.model()
+    found = p.captured(model, kfac_true_fisher_head=True, **JOINT)
+    block = kronecker(found)[p.head]
+    hidden = model[:-1](p.inputs).flatten(0, 1).detach()
+    inputs = torch.cat([hidden, torch.ones(len(hidden), 1).double()], 1)
+    fisher = dense_ekfac.softmax_block_fisher(inputs, model(p.inputs).flatten(0, 1).detach(), p.terms)
+    v = vectors(block)
+    out = block.spec.matrix(found.compute_fisher_vector_product(v)).reshape(-1)
+    assert_close(out, expected(block, fisher) @ block.spec.matrix(v).reshape(-1))
+    assert found.record()["layers"][p.head]["ekfac"]["outside_trace"] < 1e-10
+
+
+@pytest.mark.parametrize("name", ["mlp_tokens", "gpt"])
+def test_any_split_is_one_pass_and_a_mean_loss_is_a_sum_loss(name: str) -> None:
+    p = PROBLEMS[name]
+    model, one = p.model(), p.captured(**JOINT)
+    split = kfac(**JOINT)
+    with split.capture(model, loss_reduction="mean", num_terms=int((p.targets[:2] != IGNORE).sum())) as cap:
+        p.loss(model, slice(0, 2), "mean").backward()
+        cap.next(num_terms=int((p.targets[2:] != IGNORE).sum()))
+        p.loss(model, slice(2, None), "mean").backward()
+    assert_same(split, one)
+
+
+def assert_same(
+    actual: gramian.KFACNaturalGradient, wanted: gramian.KFACNaturalGradient, tolerance: float = 1e-10
+) -> None:
+    for block in kronecker(wanted).values():
+        v = vectors(block)
+        left, right = actual.compute_fisher_vector_product(v), wanted.compute_fisher_vector_product(v)
+        for name in v:
+            assert_close(left[name], right[name], tolerance, name)
+
+
+def test_a_weight_of_two_is_a_sample_twice() -> None:
+    p = PROBLEMS["mlp"]
+    model = p.model()
+    weighted, twice = kfac(**JOINT), kfac(**JOINT)
+    weights = torch.ones(8, 1, dtype=torch.float64)
+    weights[3] = 2
+    with weighted.capture(model, loss_reduction="sum", token_weights=weights):
+        losses = torch.nn.functional.cross_entropy(model(p.inputs), p.targets, reduction="none")
+        (losses * weights[:, 0]).sum().backward()
+    index = [0, 1, 2, 3, 3, 4, 5, 6, 7]
+    with twice.capture(model, loss_reduction="sum", num_terms=9):
+        p.loss(model, index).backward()
+    assert_same(weighted, twice)
+
+
+def test_the_average_sees_old_values_in_the_new_basis() -> None:
+    p = PROBLEMS["mlp"]
+    model, found = p.model(), kfac(**{**JOINT, "ema_decay": 0.75})
+    old = []
+    for rows in (slice(0, 5), slice(3, 8)):
+        with found.capture(model, loss_reduction="sum", num_terms=5):
+            p.loss(model, rows).backward()
+        old.append({name: _dense(found, block) for name, block in kronecker(found).items()})
+    alone = kfac(**JOINT)
+    with alone.capture(model, loss_reduction="sum", num_terms=5):
+        p.loss(model, slice(3, 8)).backward()
+    gradients = sample_gradients(p)
+    share = 0.25 / (1 - 0.75**2)
+    for name, block in kronecker(found).items():
+        parts = [gradients[parameter][3:8] for parameter in block.spec.parameters]
+        samples = [
+            block.spec.matrix(dict(zip(block.spec.parameters, each, strict=True))) for each in zip(*parts, strict=True)
+        ]
+        fisher = (1 - share) * old[0][name] + share * dense_ekfac.block_fisher(torch.stack(samples), 5)
+        assert_close(old[1][name], expected(block, fisher), 1e-9, name)
+
+
+def _dense(found: gramian.KFACNaturalGradient, block: Block) -> Tensor:
+    size = block.spec.outputs * block.spec.inputs
+    eye = torch.eye(size, dtype=torch.float64).view(size, block.spec.outputs, block.spec.inputs)
+    return torch.stack([block.matvec(y).reshape(-1) for y in eye], 1)
+
+
+def test_a_subset_of_tokens_says_what_lies_outside_its_basis() -> None:
+    p = PROBLEMS["gpt"]
+    found = p.captured(max_tokens=4, **JOINT)
+    shares = [layer["ekfac"]["outside_trace"] for layer in found.record()["layers"].values() if layer["ekfac"]]
+    assert max(shares) > 0.1 and min(shares) >= 0
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"damping_mode": "pi"}, "damping_mode"),
+        ({"damping_mode": "factored"}, "damping_mode"),
+        ({"damping_mode": "joint", "memory_budget": "1GB"}, "memory_budget"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(GramianError, match=f"^{field}: .*expected"):
+        gramian.KFACNaturalGradient(ekfac=True, **options)
+
+
+def test_a_state_brings_values_and_basis_back(tmp_path: Path) -> None:
+    p = PROBLEMS["gpt"]
+    model, found = p.model(), p.captured(**JOINT)
+    loaded, read, spread = (kfac(**JOINT) for _ in range(3))
+    loaded.load_state_dict(found.state_dict(), model)
+    found.save(str(tmp_path / "state"))
+    read.load(str(tmp_path / "state"), model)
+    found.save_sharded(str(tmp_path / "folder"))
+    spread.load_sharded(str(tmp_path / "folder"), model)
+    for other in (loaded, read, spread):
+        assert_same(other, found, 1e-14)
+    plain = kfac(damping_mode="joint")
+    plain.load_state_dict(found.state_dict(), model)
+    with pytest.raises(AssertionError):
+        assert_same(plain, found)
+
+
+def test_traps_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squaring every token by itself, as if tokens of one sample were samples."""
+    from gramian.curvature import ekfac
+
+    def by_token(self: Any, sums: Any, g_KR: Tensor, a_KS: Tensor) -> None:
+        sums.squares_RS.addmm_(g_KR.square().mT, a_KS.square())
+
+    p = PROBLEMS["mlp_tokens"]
+    right = p.captured(**JOINT)
+    monkeypatch.setattr(ekfac._Rows, "add", by_token)
+    wrong = p.captured(**JOINT)
+    with pytest.raises(AssertionError):
+        assert_same(wrong, right)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d"])
+def test_it_is_that_of_curvlinops(name: str) -> None:
+    import curvlinops
+
+    p = PROBLEMS[name]
+    model = p.model()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)  # a bias that is frozen beside its weight is not for the peer
+    trained = list(model.parameters())
+    peer = curvlinops.EKFACLinearOperator(
+        model,
+        torch.nn.CrossEntropyLoss(),
+        trained,
+        [(p.inputs, p.targets)],
+        fisher_type="empirical",
+        separate_weight_and_bias=False,
+        check_deterministic=False,
+    )
+    found = p.captured(model, **JOINT)
+    v = {key: normal(*parameter.shape, seed=k) for k, (key, parameter) in enumerate(model.named_parameters())}
+    theirs = peer @ list(v.values())
+    ours = found.compute_fisher_vector_product(v)
+    for key, want in zip(v, theirs, strict=True):
+        assert_close(ours[key], want, 1e-10, key)

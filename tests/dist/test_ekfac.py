@@ -1,0 +1,55 @@
+"""EK-FAC on gloo processes: the eigenvalues, and what is done with them, are those of one process."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.curvature.splits import CASES
+from tests.dist import kfac_bodies as bodies
+from tests.kit.matrix import sample
+from tests.kit.processes import distributed
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+TWO = {"dealt out": [[0, 2, 4], [1, 3]], "uneven": [[3], [0, 4, 1, 2]], "empty": [[], [2, 0, 1]]}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "keyed subset": {"max_tokens": 4},
+    "exact head": {"kfac_true_fisher_head": True},
+    "one token for a sample": {"weight_sharing": "reduce"},
+}
+MATRIX = [
+    case
+    for case in itertools.product(("gram", "gather", "dense"), CASES, TWO, VARIANTS, ("ddp", "fsdp2"))
+    if case[1] != "tied"
+    or case[3] != "keyed subset"  # equal token counts: eigenvalues repeat, and no basis is the right one
+]
+EKFAC = {"ekfac": True, "damping_mode": "joint", "damping": 0.05}
+
+
+@pytest.mark.parametrize("reduce, case, split, variant, way", sample(MATRIX, 5))
+@distributed(world_size=2)
+def test_two_processes_have_the_eigenvalues_of_one(
+    rank: int, world_size: int, reduce: str, case: str, split: str, variant: str, way: str
+) -> None:
+    options = {"kfac_distributed_reduce": reduce, **EKFAC, **VARIANTS[variant]}
+    record = bodies.same_as_one(rank, way, case, TWO[split], options, tolerance=1e-8, reduction="sum")
+    assert all(layer["ekfac"]["corrected"] for layer in record["layers"].values() if layer["ekfac"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce, case", list(itertools.product(("gram", "gather", "dense"), CASES)))
+@distributed(world_size=3)
+def test_three_processes_have_the_eigenvalues_of_one(rank: int, world_size: int, reduce: str, case: str) -> None:
+    options = {"kfac_distributed_reduce": reduce, **EKFAC}
+    bodies.same_as_one(rank, "ddp", case, [[3, 1], [], [0, 4, 2]], options, tolerance=1e-8, reduction="sum")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
+@distributed(world_size=2)
+def test_float32(rank: int, world_size: int, reduce: str) -> None:
+    options = {"kfac_distributed_reduce": reduce, "woodbury_dtype": "fp32", **EKFAC, "damping": 0.3}
+    bodies.same_as_one(rank, "ddp", "words", TWO["uneven"], options, torch.float32, 1e-4)
