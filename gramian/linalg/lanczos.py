@@ -24,9 +24,6 @@ from gramian.linalg.operator import Operator, seeded
 Which = Literal["LA", "SA", "LM", "BE"]
 """Largest, smallest, largest in magnitude, both ends."""
 
-ROUNDING = 10
-"""Length of a residual, in units of eps(operator's dtype)·‖M‖, below which it cannot be told from zero."""
-
 MISSED = 1e-6
 """Probability, at each end of the spectrum, that a search for further copies ends although there is one."""
 
@@ -105,7 +102,7 @@ def lanczos(
         tol: for residuals, relative to ‖M‖; by default eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
             many digits exact.
         max_iterations: blocks of products, all searches together; by default 40 times the basis.
-        max_basis: most vectors kept; by default 2k + 30, and k + 2b at least.
+        max_basis: most vectors kept; by default 2k + 20 + 10b; k + 2b at least, and the more the faster.
         block_size: b, columns of a product.
         search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
         eigenvectors: hand them back.
@@ -124,7 +121,7 @@ def lanczos(
         raise GramianError(f"tol: is {tol}; expected 0 or more")
     n = operator.dim
     k, block_size = min(k, n), min(block_size, n)
-    room = min(n, 2 * k + 30 + 2 * block_size if max_basis is None else max_basis)
+    room = min(n, 2 * k + 20 + 10 * block_size if max_basis is None else max_basis)
     if room < min(n, k + 2 * block_size):
         raise GramianError(f"max_basis: is {max_basis}; expected {k + 2 * block_size} or more")
     limit = 40 * room if max_iterations is None else max_iterations
@@ -137,19 +134,19 @@ def lanczos(
     found_K: Tensor | None = None  # the wanted values when a search began; none in the first Krylov space
     complete = False
     ritz = basis.ritz()
-    wanted = _ranked(ritz.values_M, which)[:k]
+    wanted = _ranked(ritz.values_M, k, which)[:k]
     smallest, largest = math.inf, -math.inf
     while not complete and basis.size < n and iterations < limit:
         basis.multiply()
         iterations, steps = iterations + 1, steps + counting
-        crowded = basis.size + block_size > room
+        crowded = basis.size + basis.waiting > room
         if not (crowded or basis.size == n or iterations == limit) and iterations % (1 + basis.size // 64):
             continue  # a look at T costs m³
         ritz = basis.ritz()
-        ranking = _ranked(ritz.values_M, which)
+        ranking = _ranked(ritz.values_M, k, which)
         wanted = ranking[:k]
         smallest, largest = min(smallest, float(ritz.values_M[0])), max(largest, float(ritz.values_M[-1]))
-        level = tol / 4 * basis.scale + basis.rounding
+        level = tol / 10 * basis.scale + basis.rounding
         settled = len(wanted) == k and bool((ritz.couplings_M[wanted] <= level).all())
         if settled and not search_copies:
             break
@@ -167,11 +164,14 @@ def lanczos(
     if which == "BE":
         wanted = wanted[ritz.values_M[wanted].argsort(descending=True)]
     bounds_K = (ritz.couplings_M + ritz.losses_M + basis.rounding)[wanted]
+    allowed = tol * basis.scale + 2 * basis.rounding
+    if complete and bool((bounds_K > allowed).any()):  # many searches have added up: look at the residuals themselves
+        bounds_K = basis.residuals(ritz.values_M[wanted], ritz.vectors_MM[:, wanted]) + basis.rounding
     return LanczosSpectrum(
         eigenvalues=ritz.values_M[wanted],
         residual_bounds=bounds_K,
         eigenvectors=basis.combined(ritz.vectors_MM[:, wanted]) if eigenvectors else None,
-        converged=len(wanted) == k and bool((bounds_K <= tol * basis.scale + 2 * basis.rounding).all()),
+        converged=len(wanted) == k and bool((bounds_K <= allowed).all()),
         complete=complete,
         iterations=iterations,
         matvecs=basis.matvecs,
@@ -188,16 +188,23 @@ def lanczos(
 # ---- which values, and whether they are all --------------------------------------------------------------------------
 
 
-def _ranked(values_M: Tensor, which: Which) -> Tensor:
-    """Indices of ascending values, most wanted first."""
+def _ranked(values_M: Tensor, k: int, which: Which) -> Tensor:
+    """Indices of ascending values: the k wanted ones, then the others from the ends that more of them could come from."""
     ascending = torch.arange(len(values_M))
     if which == "SA":
         return ascending
-    if which == "LM":
-        return values_M.abs().argsort(descending=True, stable=True)
     if which == "LA":
         return ascending.flip(0)
-    return torch.stack([ascending.flip(0), ascending], dim=1).flatten()[: len(ascending)]
+    if which == "LM":
+        magnitude = values_M.abs().argsort(descending=True, stable=True)
+        others = magnitude[k:].sort().values
+        return torch.cat([magnitude[:k], _inwards(others)])
+    return _inwards(ascending)
+
+
+def _inwards(indices_M: Tensor) -> Tensor:
+    """Last, first, last but one, second, and so on."""
+    return torch.stack([indices_M.flip(0), indices_M], dim=1).flatten()[: len(indices_M)]
 
 
 def _hidden_share(n: int, steps: int) -> float:
@@ -271,9 +278,14 @@ class _Basis:
         self._begin_anew()
 
     @property
+    def waiting(self) -> int:
+        """Vectors of the next block."""
+        return len(self._next_BN)
+
+    @property
     def rounding(self) -> float:
         """Length of a residual that cannot be told from zero."""
-        return float(ROUNDING * torch.finfo(self._operator.dtype).eps * self.scale)
+        return self._operator.rounding * self.scale
 
     @property
     def nbytes(self) -> int:
@@ -295,11 +307,9 @@ class _Basis:
         self._next_BN = self._rows_MN.new_empty(0, n)
         self._coupling_BM = torch.zeros(min(self._block_size, n - end), end, dtype=torch.float64)
         for column, (residual_N, length) in enumerate(zip(residual_BN, lengths_B, strict=True), start=begin):
-            if len(self._next_BN) == len(self._coupling_BM):
-                break  # V and Q span the whole space
             self._coupling_BM[: len(self._next_BN), column] = self._orthogonal_to_next(residual_N)
             beta = float(residual_N.norm())
-            if beta > self.rounding:
+            if beta > self.rounding and len(self._next_BN) < len(self._coupling_BM):
                 residual_N /= beta
                 if beta < 1e-3 * float(length):  # what is left of a long vector leans on the basis again
                     self._orthonormalise(residual_N)
@@ -321,10 +331,11 @@ class _Basis:
     def restart(self, ritz: _Ritz, kept: Tensor, anew: bool) -> None:
         """Keep these Ritz vectors only, and the next block, or `anew` a random one, whose coupling to them is dropped."""
         vectors_MP = ritz.vectors_MM[:, kept]
-        couplings_P = ritz.couplings_M[kept] if anew else torch.zeros(len(kept), dtype=torch.float64)
-        self._lost += ritz.asymmetry + float(couplings_P.norm())
+        rounded = torch.finfo(self._rows_MN.dtype).eps / 2 * self.scale
+        added_P = ritz.couplings_M[kept] + rounded if anew else torch.full((len(kept),), rounded, dtype=torch.float64)
+        self._lost += ritz.asymmetry + float(added_P.norm())
         self._lost_M.zero_()
-        self._lost_M[: len(kept)] = ritz.losses_M[kept] + couplings_P
+        self._lost_M[: len(kept)] = ritz.losses_M[kept] + added_P
         self._combine_in_place(vectors_MP)
         self.size = len(kept)
         self._H_MM.zero_()
@@ -332,6 +343,17 @@ class _Basis:
         self._coupling_BM = self._coupling_BM @ vectors_MP
         if anew:
             self._begin_anew()
+
+    def residuals(self, values_K: Tensor, vectors_MK: Tensor) -> Tensor:
+        """‖M x − θ x‖ of Ritz pairs, [k], by one product for each."""
+        lengths = []
+        for begin in range(0, len(values_K), self._block_size):
+            block = slice(begin, begin + self._block_size)
+            x_NB = self.combined(vectors_MK[:, block])
+            product_NB = self._operator.checked_matmat(x_NB).double()
+            lengths.append((product_NB - x_NB.double() * values_K[block].to(x_NB.device)).norm(dim=0).cpu())
+            self.matvecs += x_NB.shape[1]
+        return torch.cat(lengths)
 
     def combined(self, vectors_MK: Tensor) -> Tensor:
         """Vᵀ S, [n, k], on the operator's device."""

@@ -59,6 +59,11 @@ class Operator(ABC):
             )
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def rounding(self) -> float:
+        """Length, relative to ‖M‖, below which what a recurrence leaves of a product cannot be told from zero."""
+        return float(torch.finfo(self.dtype).eps + 20 * torch.finfo(self.working_dtype).eps)
+
     def checked_matmat(self, y_NK: Tensor) -> Tensor:
         """M Y where and as products are made, from a Y of any device and dtype.
 

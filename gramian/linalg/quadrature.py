@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.linalg.lanczos import ROUNDING
 from gramian.linalg.operator import Operator, seeded
 from gramian.linalg.trace import Distribution, Estimate, random_blocks
 
@@ -173,7 +172,7 @@ def spectral_density(
         nodes.append(nodes_BS)
         weights.append(weights_BS * z_NB.double().square().sum(0).cpu()[:, None])
     nodes_PS = torch.cat(nodes)
-    rounding = float(ROUNDING * torch.finfo(operator.dtype).eps * nodes_PS.abs().max())
+    rounding = operator.rounding * float(nodes_PS.abs().max())
     return SpectralDensity(n, nodes_PS, torch.cat(weights), matvecs, rounding)
 
 
@@ -201,7 +200,6 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
     basis_BSN = torch.zeros(b, steps, n, dtype=z_NB.dtype, device=device)
     alpha_BS, beta_BS = torch.zeros(2, b, steps, dtype=torch.float64, device=device)
     scale_B = torch.zeros(b, dtype=torch.float64, device=device)
-    threshold = ROUNDING * torch.finfo(operator.dtype).eps
     next_BN = z_NB.mT.to(device=device, dtype=torch.float64)
     next_BN = next_BN / next_BN.norm(dim=1, keepdim=True)
     for step in range(steps):
@@ -211,7 +209,7 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
         scale_B = torch.maximum(scale_B, next_BN.norm(dim=1))
         alpha_BS[:, step] = _orthogonalise(next_BN, basis_BSN[:, : step + 1])
         beta_B = next_BN.norm(dim=1)
-        beta_B = torch.where(beta_B > threshold * scale_B, beta_B, 0.0)
+        beta_B = torch.where(beta_B > operator.rounding * scale_B, beta_B, 0.0)
         beta_BS[:, step] = beta_B
         if not bool(beta_B.any()):
             return alpha_BS[:, : step + 1].cpu(), beta_BS[:, : step + 1].cpu()

@@ -1,0 +1,54 @@
+"""Maps that are known by their products: adapters and refusals."""
+
+import pytest
+import torch
+
+from gramian import GramianError
+from gramian.linalg import DenseOperator
+from tests.linalg.matrices import normal
+from tests.linalg.spectra import Broken, dense, spread, symmetric
+
+linalg = pytest.importorskip("scipy.sparse.linalg")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_scipy_sees_the_same_map(dtype):
+    matrix = symmetric(spread(-3, 5, 40))
+    adapted = DenseOperator(matrix.to(dtype)).to_scipy()
+    y = normal(40, 3)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    assert abs(adapted @ y.numpy() - (matrix @ y).numpy()).max() < tolerance
+    assert abs(adapted @ y[:, 0].numpy() - (matrix @ y[:, 0]).numpy()).max() < tolerance
+    largest = linalg.eigsh(adapted, 3, which="LA", return_eigenvectors=False)
+    assert abs(sorted(largest) - spread(-3, 5, 40)[-3:].numpy()).max() < tolerance
+
+
+def test_dense_and_vector_products_are_those_of_the_matrix():
+    matrix = symmetric(spread(-3, 5, 7))
+    operator = DenseOperator(matrix)
+    assert torch.equal(operator.to_dense(), matrix)
+    assert torch.allclose(operator.matvec(normal(7)), matrix @ normal(7), atol=1e-14, rtol=0)
+
+
+def test_a_checked_product_is_made_in_the_operators_dtype():
+    product = dense(spread(0, 1, 5), torch.bfloat16).checked_matmat(normal(5, 2))
+    assert product.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("how", ["nan", "inf", "-inf", "shape"])
+def test_products_that_are_none_are_refused_by_name(how):
+    with pytest.raises(GramianError, match="Broken: a product .*; expected"):
+        Broken(how, after=0).checked_matmat(normal(30, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.int64])
+def test_only_real_numbers_have_a_working_dtype(dtype):
+    with pytest.raises(GramianError, match="DenseOperator: products are .*; expected real"):
+        _ = DenseOperator(torch.eye(3, dtype=dtype)).working_dtype
+    assert DenseOperator(torch.eye(3, dtype=torch.bfloat16)).working_dtype == torch.float32
+
+
+def test_a_matrix_that_is_not_square_is_refused():
+    with pytest.raises(GramianError, match=r"matrix: has shape \[2, 3\]; expected a square one"):
+        DenseOperator(torch.zeros(2, 3))
