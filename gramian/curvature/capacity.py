@@ -99,6 +99,7 @@ def capacity_metrics(
     Returns:
         {"layers": {name: metrics}, "model": metrics and coverage}.
     """
+    _agree(others, {"asked": "capacity metrics", "damping": damping, "n": n})
     with torch.no_grad():
         sides = _sides(blocks, others)
         found = {
@@ -119,6 +120,7 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, others: Exchange | None
     Raises:
         GramianError: if there are fewer than k directions.
     """
+    _agree(others, {"asked": "top eigenvalues", "k": k})
     directions = sum(block.G.dim * (1 if block.A is None else block.A.dim) for block in blocks.values())
     if k > directions:
         raise GramianError(f"k: the blocks have {directions} directions in all; expected at most that many, got {k}")
@@ -148,6 +150,18 @@ def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], others: 
         sizes[spec.kind if name in blocks else "none"] += sum(math.prod(shape) for shape in spec.shapes)
     total = sum(sizes.values())
     return {"parameters": total, **{kind: size / total for kind, size in sizes.items()}}
+
+
+def _agree(others: Exchange | None, asked: Mapping[str, Any]) -> None:
+    """Raise, on all processes, if they do not ask for the same: they would wait for each other in different collectives."""
+    if others is None:
+        return
+    first, *rest = others.tell(asked)
+    for rank, other in enumerate(rest, start=1):
+        for name, value in other.items():
+            if first.get(name) != value:
+                unlike = f"process {rank} asks for {value}, process 0 for {first.get(name)}"
+                raise GramianError(f"{name}: {unlike}; expected the same on all processes")
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------

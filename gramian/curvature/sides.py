@@ -11,7 +11,7 @@ Legend: n side, r columns of a low-rank one, W processes.
 | low rank | UᵀU [r, r] | 3·8·r² |
 | diagonal | none | 8·n |
 | diagonal ± low rank, n ≤ `WIDEST_DENSE` | M written out [n, n] | 3·8·n² + 8·n·r |
-| diagonal ± low rank, wider | none: estimated (`wide_sides`) | 3·8·n·36 |
+| diagonal ± low rank, wider | none: estimated (`wide_sides`) | 8·n·64 |
 """
 
 from collections.abc import Sequence

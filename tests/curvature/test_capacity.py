@@ -509,6 +509,21 @@ def test_a_process_that_fails_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -
     assert on_threads(2, body) == ["process 1: eigenvalues: no memory; expected some"] * 2
 
 
+def test_processes_that_ask_for_different_things_are_told_apart() -> None:
+    def body(rank: int, _: Loopback) -> list[str]:
+        kfac, model = gramian.KFACNaturalGradient(update_freq=1), CASES["words"].model()
+        refresh_split(kfac, model, CASES["words"].data(5), SPLIT[rank])
+        said = []
+        for ask in (lambda: kfac.top_eigenvalues(3 + rank), lambda: kfac.compute_capacity_metrics(0.1 * (rank + 1))):
+            with pytest.raises(gramian.GramianError) as caught:
+                ask()
+            said.append(str(caught.value))
+        return said
+
+    for top, metrics in on_threads(2, body):
+        assert top.startswith("k: process ") and metrics.startswith("damping: process "), (top, metrics)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("reduce, exact", list(itertools.product(("gram", "gather", "dense"), (False, True))))
 @distributed(world_size=2)
