@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import wide_sides
 from gramian.curvature.application import inner
 from gramian.curvature.block import Block
 from gramian.curvature.covered import blocks_of, completed
@@ -268,7 +267,8 @@ class _Products(Operator):
         self.device = factor.stored.home or factor.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        return wide_sides.product(self._factor, y_NK)
+        columns, d_N1 = self._factor.columns, self._factor.values_N.to(y_NK)[:, None]
+        return d_N1 * y_NK + self._factor.sign * columns.times(columns.transposed_times(y_NK))
 
 
 def _kth_largest(values: list[Tensor], k: int) -> float:
