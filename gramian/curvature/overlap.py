@@ -13,11 +13,11 @@ from gramian.curvature.application import inner
 from gramian.curvature.block import Block
 from gramian.curvature.covered import blocks_of, completed
 from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.wide_sides import WideSide
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.columns import Columns
 from gramian.linalg.lanczos import lanczos
-from gramian.linalg.operator import Operator
 from gramian.linalg.stored import Loaded
 from gramian.linalg.wide import pieces
 
@@ -243,7 +243,7 @@ def _leading(block: Block, k: int) -> _Space:
 def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest eigenvalues of a side, descending, and their vectors [n, k], float64."""
     if isinstance(factor, DiagonalLowRank) and factor.dim > WIDEST_DENSE:
-        found = lanczos(_Products(factor), k, eigenvectors=True)
+        found = lanczos(WideSide(factor), k, eigenvectors=True)
         assert found.eigenvectors is not None
         return found.eigenvalues.to(found.eigenvectors.device).clamp(min=0), found.eigenvectors
     if isinstance(factor, DiagonalLowRank):
@@ -257,18 +257,6 @@ def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
     chosen = torch.zeros(len(values), size, dtype=torch.float64, device=values.device)
     chosen[order[:size], torch.arange(size, device=values.device)] = 1.0
     return values[:size], factor.from_basis(chosen)
-
-
-class _Products(Operator):
-    """diag(d) ± U Uᵀ in float64."""
-
-    def __init__(self, factor: DiagonalLowRank) -> None:
-        self._factor, self.dim, self.dtype = factor, factor.dim, torch.float64
-        self.device = factor.stored.home or factor.device
-
-    def matmat(self, y_NK: Tensor) -> Tensor:
-        columns, d_N1 = self._factor.columns, self._factor.values_N.to(y_NK)[:, None]
-        return d_N1 * y_NK + self._factor.sign * columns.times(columns.transposed_times(y_NK))
 
 
 def _kth_largest(values: list[Tensor], k: int) -> float:
