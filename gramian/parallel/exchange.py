@@ -166,8 +166,8 @@ class Exchange:
         sizes = [torch.Size(shape).numel() for shape in shapes]
         taken = torch.empty(sum(sizes), dtype=part.dtype, device=self._wire)
         leaving = [count * entries * item for count in counts]
-        dist.all_to_all_single(_bytes(taken), _bytes(given), [n * item for n in sizes], leaving, group=self.group)
-        self.sent["all_to_all"] += sum(leaving) - leaving[self.rank]
+        with self._sending("all_to_all", sum(leaving) - leaving[self.rank]):
+            dist.all_to_all_single(_bytes(taken), _bytes(given), [n * item for n in sizes], leaving, group=self.group)
         pieces = [piece.view(shape) for piece, shape in zip(taken.split(sizes), shapes, strict=True)]
         return torch.cat(pieces, dim=dim).to(part.device)
 

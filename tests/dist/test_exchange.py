@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gramian
-from gramian.parallel.exchange import Exchange, exchange_of
+from gramian.parallel.exchange import Exchange, exchange_of, metered
 from tests.dist.worlds import mine
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed, run_on_ranks
@@ -55,6 +55,13 @@ def _moves(rank: int, world_size: int, counts: tuple[int, ...], width: int, dtyp
     assert resharded.dtype == dtype and torch.equal(resharded, whole[:, part])
     kept = part.stop - part.start
     assert exchange.sent["all_to_all"] == counts[rank] * (width - kept) * item
+
+    before, widths = dict(exchange.sent), [part.stop - part.start for part in exchange.features(width)]
+    with metered() as meter:
+        back = exchange.to_samples(resharded.contiguous(), 1, widths, [*counts])
+    assert back.dtype == dtype and torch.equal(back, given)
+    leaving = (sum(counts) - counts[rank]) * kept * item
+    assert exchange.sent["all_to_all"] - before["all_to_all"] == leaving == meter.sent["all_to_all"]
 
     before = exchange.sent["all_gather"]
     features = exchange.gather_features(resharded.mT, width)
