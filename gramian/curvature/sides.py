@@ -155,11 +155,11 @@ def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], others: Exchan
 
 def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
     """The matrix whose eigenvalues are those of the factor, float64. Collective where rows are spread."""
+    where, cpu = one.stored.home or one.stored.body.device, torch.device("cpu")
+    roomy = _has_room(where, _side(one))
     if isinstance(one, LowRank):
-        return one.columns.taken_gram()
-    where = one.stored.home or one.stored.body.device
-    if where.type == "cuda" and not fits(one.dim, 8, free_bytes(where)):
-        where = torch.device("cpu")
+        return (one.columns if roomy else one.columns.to(cpu)).taken_gram()
+    where = where if roomy else cpu
     if isinstance(one, Dense):
         return one.stored.load(dtype=torch.float64, device=where)
     written = one.columns.whole().to(where).to(dtype=torch.float64).squared().mul_(one.sign)
@@ -172,9 +172,7 @@ def _eigenvalues(matrix_NN: Tensor) -> Tensor:
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
     here, cpu = matrix_NN.device, torch.device("cpu")
-    if here.type == "cuda" and not fits(len(matrix_NN), 8, free_bytes(here)):
-        here = cpu
-    for device in dict.fromkeys([here, cpu]):
+    for device in dict.fromkeys([here if _has_room(here, len(matrix_NN)) else cpu, cpu]):
         try:
             values: Tensor = torch.linalg.eigvalsh(matrix_NN.to(device)).cpu()
         except RuntimeError:  # no convergence, or no memory
@@ -188,6 +186,11 @@ def _eigenvalues(matrix_NN: Tensor) -> Tensor:
             f"eigenvalues: {type(error).__name__} by every algorithm; expected that one converges"
         ) from error
     return singular
+
+
+def _has_room(device: torch.device, n: int) -> bool:
+    """True if a decomposition of [n, n] in float64 takes no more than half of what a GPU has free."""
+    return device.type != "cuda" or fits(n, 8, free_bytes(device))
 
 
 def _side(one: Factor) -> int:
