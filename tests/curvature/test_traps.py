@@ -327,8 +327,8 @@ TRAPS = (
         (
             Edit(
                 f"{_CURVATURE}.sides:sides_of",
-                "Values.of(values[: one.dim], one.dim)",
-                "Values.of(values[: one.dim])",
+                "Values.of(told[: one.dim], one.dim)",
+                "Values.of(told[: one.dim])",
             ),
         ),
         functools.partial(test_capacity.test_dense_and_low_rank_sides_have_the_same_metrics, "all"),
