@@ -108,6 +108,12 @@ class Correction:
         out = self.A.combined(self.G.combined((f_RS.to(y_OM) - outside) * c_RS).mT).mT
         return out + outside * y_OM if outside else out
 
+    def diagonal(self) -> Tensor:
+        """diag F as a matrix like Y, [o, m]: Q_G⊙² S Q_A⊙²ᵀ. 2·o·s·(r + m) FLOPs."""
+        left, right = (Basis(basis.dim, None).squared_cosines(basis, self.values_RS) for basis in (self.G, self.A))
+        values = self.values_RS if left is None else left @ self.values_RS
+        return values if right is None else values @ right.mT
+
     def seen_in(self, G: Basis, A: Basis) -> Tensor:
         """The diagonal of this F in another basis: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ."""
         values = self.values_RS

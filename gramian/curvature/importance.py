@@ -32,7 +32,8 @@ from gramian.taps.statistic import Withheld
 def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -> dict[str, Tensor]:
     """diag F of every parameter that has curvature, undamped: {parameter: tensor of its shape}.
 
-    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter.
+    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter. Of
+    EK-FAC it is that of its own eigenvalues, Q_G⊙² S Q_A⊙²ᵀ.
     K-FAC's F is that of one loss term, a diagonal estimate's that of one sample: compare entries of one source.
 
     Args:
@@ -57,6 +58,8 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
 def _diagonal(block: Block) -> dict[str, Tensor]:
     """diag F of a block's parameters."""
     spec = block.spec
+    if block.correction is not None:
+        return {name: t.clone() for name, t in spec.tensors(block.correction.diagonal().to(spec.device)).items()}
     g_O = block.G.diagonal().to(spec.device)
     if block.A is None:
         return {spec.parameters[0]: g_O.reshape(spec.shapes[0]).clone()}

@@ -112,6 +112,27 @@ def test_any_split_is_one_pass_and_a_mean_loss_is_a_sum_loss(name: str) -> None:
     assert_same(split, one)
 
 
+@pytest.mark.parametrize("fisher_type", ["empirical", "mc", "true"])
+def test_of_one_token_it_is_kfac(fisher_type: str) -> None:
+    """F = G ⊗ A exactly where all samples have one input; drawn labels are samples of their own."""
+    p = PROBLEMS["mlp"]
+    batch = (p.inputs[:1].expand(4, -1).contiguous(), p.targets[:4])
+    both = [kfac(**{**JOINT, "ekfac": on}) for on in (True, False)]
+    for found in both:
+        found.collect_kfac_factors(p.model(), batch, fisher_type, n_samples=3)
+    assert_same(*both)
+
+
+@pytest.mark.full
+def test_compiled_models_have_the_eigenvalues_of_eager_ones() -> None:
+    p = PROBLEMS["mlp_tokens"]
+    model = p.model()
+    found = kfac(**JOINT)
+    with found.capture(model, loss_reduction="sum", num_terms=p.terms):
+        cross_entropy(torch.compile(model, backend="aot_eager"), p.inputs, p.targets).backward()
+    assert_same(found, p.captured(**JOINT))
+
+
 def assert_same(
     actual: gramian.KFACNaturalGradient, wanted: gramian.KFACNaturalGradient, tolerance: float = 1e-10
 ) -> None:
@@ -241,3 +262,13 @@ def test_it_is_that_of_curvlinops(name: str) -> None:
     ours = found.compute_fisher_vector_product(v)
     for key, want in zip(v, theirs, strict=True):
         assert_close(ours[key], want, 1e-10, key)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_importance_is_the_diagonal_of_what_is_applied(name: str) -> None:
+    found = PROBLEMS[name].captured(**JOINT)
+    importance = gramian.curvature.parameter_importance(found)
+    for layer, block in kronecker(found).items():
+        diagonal = block.spec.tensors(_dense(found, block).diagonal().reshape(block.spec.outputs, -1))
+        for key, want in diagonal.items():
+            assert_close(importance[key], want, what=layer)

@@ -8,6 +8,7 @@ import torch
 
 from tests.curvature.splits import CASES
 from tests.dist import kfac_bodies as bodies
+from tests.dist import tp_bodies
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed
 
@@ -53,3 +54,21 @@ def test_three_processes_have_the_eigenvalues_of_one(rank: int, world_size: int,
 def test_float32(rank: int, world_size: int, reduce: str) -> None:
     options = {"kfac_distributed_reduce": reduce, "woodbury_dtype": "fp32", **EKFAC, "damping": 0.3}
     bodies.same_as_one(rank, "ddp", "words", TWO["uneven"], options, torch.float32, 1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
+@pytest.mark.parametrize("model", [("mlp", "usual"), ("gpt", "tables"), ("flat", "usual")])
+@distributed(world_size=2)
+def test_tensor_parallel(rank: int, world_size: int, model: tuple[str, str], reduce: str) -> None:
+    tp_bodies.same_as_one(
+        rank, *model, 2, [list(range(5))], {**EKFAC, "kfac_distributed_reduce": reduce}, tolerance=1e-8
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
+@distributed(world_size=4)
+def test_tensor_parallel_times_fsdp2(rank: int, world_size: int, reduce: str) -> None:
+    options = {**EKFAC, "kfac_distributed_reduce": reduce}
+    tp_bodies.same_as_one(rank, "gpt", "tables", 2, [[0, 2, 4], [1, 3]], options, tolerance=1e-8, reduction="sum")

@@ -134,6 +134,7 @@ def same_as_one(
     tensor: int,
     split: list[list[int]],
     options: dict[str, Any],
+    tolerance: float = 1e-10,
     **told: Any,
 ) -> dict[str, Any]:
     """Factors, natural gradients and products are those of one process. `split`: the samples of each data-parallel rank."""
@@ -141,7 +142,7 @@ def same_as_one(
     expected = alone(case, samples, torch.float64, options, **told)
     kfac, model = make(**options), spread(case.model(), name, style, len(split), tensor)
     refresh(kfac, model, case.data(samples), split[rank // tensor], **told)
-    assert_equal(results(kfac, model, case.model()), expected, 1e-10)
+    assert_equal(results(kfac, model, case.model()), expected, tolerance)
     return kfac.record()
 
 
