@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gramian
 from benchmarks._timing import write
+from gramian.curvature.planning import CurvaturePlan
 from gramian.models.gpt import GPT, GPTConfig
 
 
@@ -85,6 +86,12 @@ def stage(device: str) -> Iterator[Stage]:
     for _, count in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
         found.left += count
         found.peak = max(found.peak, found.left)
+
+
+def planned(shape: Shape, device: str, **options: Any) -> CurvaturePlan:
+    """The plan of a refresh, of a model that is nowhere."""
+    words = torch.empty(shape.samples, shape.context, dtype=torch.long, device="meta")
+    return gramian.KFACNaturalGradient(**options).plan(shape.model("meta"), inputs=words, device=device)
 
 
 def measure(shape: Shape, device: str, budget: int | None = None, **options: Any) -> dict[str, Any]:

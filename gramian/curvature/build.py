@@ -16,6 +16,7 @@ from gramian.curvature.keyed import token_keys
 from gramian.curvature.options import Options
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.eigen import free_bytes
 from gramian.linalg.factor import fetch_traces
 from gramian.linalg.offload import Offload
 from gramian.linalg.wide import exact_float32
@@ -186,8 +187,8 @@ def _most_bytes(factor: Factor) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU; None: it is none."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+    """Bytes that are free on a GPU, what the allocator keeps ready included; None: it is none."""
+    return free_bytes(device) if device.type == "cuda" else None
 
 
 def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:

@@ -75,7 +75,7 @@ class _Budget:
         self, specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, policy: Keeps
     ) -> None:
         assert options.budget is not None
-        self.options, self.policy, self.limit = options, policy, options.budget
+        self.options, self.policy, self.limit, self.specs = options, policy, options.budget, specs
         exact = head if exact_head else None
         self.kinds: dict[_Kind, list[str]] = {}
         for name, spec in specs.items():
@@ -91,7 +91,7 @@ class _Budget:
         fewest, blocks = min(FEWEST, most), len(self.policy)
         flat = _first(blocks, lambda count: self._fits(fewest, count))
         if flat is None:
-            raise GramianError(self._refusal(fewest, blocks))
+            raise self._refusal(fewest, blocks)
         fewer = _first(most - fewest, lambda less: self._fits(most - less, flat))
         return self._degraded(most - (most - fewest if fewer is None else fewer), flat)
 
@@ -139,13 +139,23 @@ class _Budget:
                 add(totals, one, kind.home, (kind.store,) * 2, bool(self.options.ema_decay), count)
         return totals
 
-    def _refusal(self, tokens: int, flat: int) -> str:
-        device, total = max(self._totals(tokens, flat).items(), key=lambda pair: pair[1].peak)
+    def _refusal(self, tokens: int, flat: int) -> GramianError:
+        """One line with the totals; the table of the least is a note to it."""
+        totals = self._totals(tokens, flat)
+        device, total = max(totals.items(), key=lambda pair: pair[1].peak)
         parts = ", ".join(f"{stage} {megabytes(held)}" for stage, held in total.stages().items())
-        return (
+        error = GramianError(
             f"memory_budget: {megabytes(self.limit)}, but curvature takes {megabytes(total.peak)} on {device} with the least "
             f"that every block can keep ({parts}); expected at least {total.peak} bytes"
         )
+        least = self._degraded(tokens, flat)
+        rows = [
+            _row(self.specs[name], kind.form, _sides(least.get(name, {})), kind.home, (kind.store,) * 2)
+            for kind, names in self.kinds.items()
+            for name in names
+        ]
+        error.add_note(CurvaturePlan(tuple(rows), totals, self.limit, least).grouped())
+        return error
 
 
 @dataclass(frozen=True)
@@ -433,13 +443,12 @@ def plan(
         one = bound(form, mine) if counts is None else found.footprint
         stores = (_store(options, home),) * 2
         if left is not None and options.woodbury_store_device == "auto" and home == "cuda":
-            left -= one.rest
-            stores = stores if left >= 0 else ("cpu", "cpu")
+            after_A, left = left - one.rest_A, left - one.rest
+            stores = (home if after_A >= 0 else "cpu"), (home if left >= 0 else "cpu")
         add(totals, one, home, stores, bool(options.ema_decay))
         elsewhere = power != -1 or options.damping_mode == "joint"
         on_cpu = elsewhere and free is not None and home == "cuda" and not _decomposes(found, free)
-        why = _why(spec, mine, found, shares.get(name, ""), counts, on_cpu)
-        rows.append(_row(spec, form, found, one, counts, home, stores, why, shares.get(name, "")))
+        rows.append(_row(spec, form, mine, home, stores, counts, shares.get(name, ""), on_cpu))
     reduction = "" if world_size == 1 else options.kfac_distributed_reduce
     return CurvaturePlan(tuple(rows), totals, options.budget, keeps, world_size, reduction)
 
@@ -586,14 +595,16 @@ def _why(
 def _row(
     spec: Spec,
     form: Form,
-    found: Outline,
-    one: Footprint,
-    counts: Counts | None,
+    keeps: tuple[Keep, Keep, Keep],
     home: str,
     stores: tuple[str, str],
-    why: str,
-    shared: str,
+    counts: Counts | None = None,
+    shared: str = "",
+    on_cpu: bool = False,
 ) -> Row:
+    """A line of the table; without counts that of any number of tokens."""
+    found = outline(form, keeps, counts or Counts(MANY, MANY, MANY))
+    one = bound(form, keeps) if counts is None else found.footprint
     single: dict[str, Total] = {}
     add(single, one, home, stores, form.averaged > 0)
     by_stage = {stage: {device: total.stages()[stage] for device, total in single.items()} for stage in STAGES}
@@ -602,6 +613,7 @@ def _row(
     G = str(found.G)
     if tokens is None:
         A, G = (f"{text.rstrip('0123456789,').rstrip()}" for text in (A, G))
+    why = _why(spec, keeps, found, shared, counts, on_cpu)
     return Row(spec.name, spec.inputs, spec.outputs, tokens if spec.kind == "kronecker" else 0, A, G, why, by_stage)
 
 

@@ -714,7 +714,11 @@ def test_a_budget_that_cannot_be_met_is_refused_before_a_token_is_kept() -> None
     kfac = gramian.KFACNaturalGradient(memory_budget="10KB")
     with pytest.raises(gramian.GramianError) as caught:
         refresh(kfac, model, case.inputs(), case.classes)
-    one_line(caught.value, "memory_budget", "0.0 MB", "expected at least")
+    one_line(caught.value, "memory_budget: 10.0 KB", "expected at least")
+    (table,) = caught.value.__notes__
+    lines = table.splitlines()
+    assert lines[0].split()[0] == "layer" and "budget of 10.0 KB" in lines[-1]
+    assert any(line.startswith("head ") and "diagonal" in line for line in lines)
     assert kfac.steps == 0 and not kfac.kfac_factors
 
 
@@ -788,6 +792,25 @@ def test_a_number_of_processes_that_is_none_is_refused(world_size: Any) -> None:
     with pytest.raises(gramian.GramianError) as caught:
         gramian.KFACNaturalGradient().plan(CASES["mlp"].build(), tokens=3, world_size=world_size)
     one_line(caught.value, "world_size: expected", repr(world_size))
+
+
+def test_what_the_allocator_keeps_ready_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pass most of a GPU is the allocator's: taken for used, every factor would go to the CPU."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert build.free_memory(torch.device("cuda")) == 610
+    assert build.free_memory(torch.device("cpu")) is None
+
+
+def test_the_plan_of_auto_storage_goes_factor_by_factor_as_a_run_does() -> None:
+    model, kfac = nn.Linear(600, 500, bias=False, device="meta"), gramian.KFACNaturalGradient()
+    (row,) = kfac.plan(model, tokens=10_000).rows
+    assert (row.A, row.G) == ("dense", "dense")
+    side_A = 2 * 600**2 + 8 * 600  # A alone has room in half of what is free
+    crowded = kfac.plan(model, tokens=10_000, free=2 * side_A + 1000)
+    assert crowded.totals["cuda"].rest == side_A
+    assert crowded.totals["cpu"].rest == 2 * 500**2 + 8 * 500
 
 
 @pytest.mark.parametrize("poorest", [0, 1])

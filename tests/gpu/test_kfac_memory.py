@@ -66,8 +66,7 @@ def refreshed(model, tokens, **options):
 
 @pytest.mark.parametrize("share", [1, 4], ids=["unconstrained", "a quarter"])
 def test_a_vocabulary_of_151_936_takes_what_the_plan_says(share):
-    free = kfac_memory.measure(HEAD, "cuda")["peak"]["plan"] if share > 1 else None
-    budget = None if free is None else free // share
+    budget = None if share == 1 else kfac_memory.planned(HEAD, "cuda").total("cuda") // share
     found = kfac_memory.measure(HEAD, "cuda", budget=budget)
     print(found["table"])
     for stage, planned in found["plan"].items():
@@ -101,11 +100,12 @@ def test_with_cpu_storage_the_gpu_has_its_memory_back(exact):
 
 def test_a_collection_with_cpu_storage_leaves_the_gpu_as_it_was():
     model, tokens = model_of(), words()
-    kfac = gramian.KFACNaturalGradient(woodbury_store_device="cpu")
-    kfac.collect_kfac_factors(model, (tokens[:, :-1], tokens[:, 1:]), "mc")
+    kfac = gramian.KFACNaturalGradient(woodbury_store_device="cpu", update_freq=1)
     before = allocated()
-    kfac.collect_kfac_factors(model, (tokens[:, :-1], tokens[:, 1:]), "mc")
-    assert allocated() == before
+    for refreshes in (1, 2):
+        kfac.collect_kfac_factors(model, (tokens[:, :-1], tokens[:, 1:]), "mc")
+        assert kfac.refreshes == refreshes
+        assert allocated() == before
 
 
 @pytest.mark.parametrize("mode", ["pi", "joint"])
@@ -118,15 +118,19 @@ def test_cpu_storage_has_the_values_of_cuda_storage(dtype, exact, mode):
     for store in ("cuda", "cpu"):
         model.zero_grad()
         kfac = refreshed(model, tokens, woodbury_store_device=store, **options)
-        dense = {
-            (name, side): factor.to_dense().cpu()
-            for name, block in kfac.kfac_factors.items()
-            for side, factor in block.factors.items()
+        stored = {
+            (number, part): t
+            for number, parts in kfac.state_dict()["factors"].items()
+            for part, t in parts.items()
+            if isinstance(t, torch.Tensor)
         }
-        found[store] = dense, kfac.compute_natural_gradient(model)
-    for key, want in found["cuda"][0].items():
-        assert torch.equal(found["cpu"][0][key], want), key
-    tolerance = 1e-3 if dtype == torch.float32 else 1e-9  # half-precision factors go through tensor cores on the GPU
+        assert {t.device.type for t in stored.values()} == {store}
+        found[store] = stored, kfac.compute_natural_gradient(model)
+    for key, want in found["cuda"][0].items():  # what is stored: products of it are rounded each device's way
+        assert relative(found["cpu"][0][key], want) < (1e-5 if dtype == torch.float32 else 1e-12), key
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    if dtype == torch.float32 and mode == "pi":
+        tolerance = 3e-2  # on the GPU half-precision factors go through tensor cores, off by κ·2⁻¹² there
     for name, want in found["cuda"][1].items():
         assert found["cpu"][1][name].is_cuda
         assert relative(found["cpu"][1][name], want) < tolerance, name
@@ -217,16 +221,16 @@ def test_spread_columns_under_nccl_are_the_columns(store, one_process):
 @pytest.mark.parametrize("reduce", ["gram", "gather", "dense"])
 def test_a_whole_capture_under_fsdp2_and_nccl(reduce, store, one_process, monkeypatch):
     """One process, whose exchange is there all the same: every collective of a refresh goes through NCCL."""
-    tokens = words()
+    tokens, stored = words(), {"woodbury_dtype": "fp32"}  # so that low rank is dense, on either device
     plain = model_of()
-    want = refreshed(plain, tokens).compute_natural_gradient(plain)
+    want = refreshed(plain, tokens, **stored).compute_natural_gradient(plain)
     model = model_of()
     mesh = init_device_mesh("cuda", (1,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     monkeypatch.setattr("gramian.curvature.steps.exchange_of", Exchange)
-    kfac = refreshed(model, tokens, kfac_distributed_reduce=reduce, woodbury_store_device=store)
+    kfac = refreshed(model, tokens, kfac_distributed_reduce=reduce, woodbury_store_device=store, **stored)
     found = kfac.compute_natural_gradient(model)
     reductions = {side["reduction"] for layer in kfac.record()["layers"].values() for side in layer["sides"].values()}
     assert reduce in reductions
