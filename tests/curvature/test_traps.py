@@ -18,6 +18,7 @@ from torch import Tensor
 from gramian.curvature import Block
 from gramian.curvature.estimate import KroneckerSums
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
+from gramian.linalg import wide as wide_module
 from gramian.linalg.stored import store_columns
 from tests.curvature import (
     test_bias,
@@ -37,7 +38,7 @@ from tests.curvature import (
 )
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
 from tests.curvature.test_memory import Largest
-from tests.linalg import test_cholesky, test_clip, test_factor, test_precision, test_stored
+from tests.linalg import test_cholesky, test_chunks, test_clip, test_factor, test_precision, test_stored
 from tests.linalg.matrices import CASES, normal
 from tests.test_mutations import RED, Edit, Mutation, Swap, _package
 
@@ -88,6 +89,18 @@ def _patched(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
     def check() -> None:
         with pytest.MonkeyPatch.context() as patch:
             test(*arguments, monkeypatch=patch)
+
+    return check
+
+
+def _in_small_pieces(test: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+    """A test in which the pieces that are held in wide precision are small."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wide_module, "BLOCK", test_chunks.PIECE)
+            test(*arguments, small_pieces=None)
 
     return check
 
@@ -713,6 +726,17 @@ TRAPS = (
         "a budget for each layer by itself",
         (Edit(f"{_CURVATURE}.planning:_Budget._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
         functools.partial(test_planning.test_seven_billion_parameters_are_planned_without_allocating_anything, "40GB"),
+    ),
+    Mutation(
+        "all of U in wide precision",
+        (
+            Edit(
+                f"{_LINALG}.columns:Columns.blocks",
+                "return pieces(self.stored.body.shape[0], self.count)",
+                "return iter([slice(0, self.stored.body.shape[0])])",
+            ),
+        ),
+        _in_small_pieces(test_chunks.test_a_use_holds_its_result_and_a_piece, "gram"),
     ),
     Mutation(
         "low rank where it takes more than dense",
