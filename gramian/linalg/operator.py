@@ -80,6 +80,12 @@ class Operator(ABC):
         return product_NK
 
 
+def parts(rows: int, n: int, device: torch.device) -> list[slice]:
+    """Columns of a [rows, n] matrix that are widened to float64 at a time: what a cache holds, or 2²⁶ numbers on a GPU."""
+    width = max(1, (2**17 if device.type == "cpu" else 2**26) // max(1, rows))
+    return [slice(begin, begin + width) for begin in range(0, n, width)]
+
+
 def seeded(operator: Operator) -> torch.Generator:
     """The generator of those who bring none: seed 0, on the operator's device; the global one is never touched."""
     return torch.Generator(device=operator.device).manual_seed(0)

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.linalg.operator import Operator, seeded
+from gramian.linalg.operator import Operator, parts, seeded
 from gramian.linalg.trace import Distribution, Estimate, random_blocks
-
-_CHUNK = 2**22
-"""Numbers of the bases that are widened to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -220,14 +217,12 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
 def _orthogonalise(vectors_BN: Tensor, basis_BSN: Tensor) -> Tensor:
     """Take each basis out of its float64 vector, in place, twice; what was taken of the last basis vector, [b]."""
     b, s, n = basis_BSN.shape
-    width = max(1, _CHUNK // (b * s))
-    parts = [slice(begin, begin + width) for begin in range(0, n, width)]
     taken_B = torch.zeros(b, dtype=torch.float64, device=vectors_BN.device)
     for _ in range(2):
         share_BS = torch.zeros(b, s, dtype=torch.float64, device=vectors_BN.device)
-        for part in parts:
+        for part in parts(b * s, n, basis_BSN.device):
             share_BS += torch.einsum("bsn,bn->bs", basis_BSN[..., part].double(), vectors_BN[:, part])
-        for part in parts:
+        for part in parts(b * s, n, basis_BSN.device):
             vectors_BN[:, part] -= torch.einsum("bsn,bs->bn", basis_BSN[..., part].double(), share_BS)
         taken_B += share_BS[:, -1]
     return taken_B
