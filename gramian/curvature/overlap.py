@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gramian.curvature.application import inner
 from gramian.curvature.block import Block
+from gramian.curvature.correction import Basis, Correction
 from gramian.curvature.covered import blocks_of, completed
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.wide_sides import WideSide
@@ -154,11 +155,30 @@ def _shared(
 
 
 def _block_trace(left: Block, right: Block) -> float:
-    """tr(F₁F₂) of two blocks of the same parameters."""
+    """tr(F₁F₂) of two blocks of the same parameters; of EK-FAC Σ S ⊙ diag of the other in the basis of S."""
+    if left.correction is None and right.correction is not None:
+        left, right = right, left
+    if left.correction is not None:
+        seen_RS = _seen_in(left.correction, right)
+        return float((left.correction.values_RS.double() * seen_RS.double()).sum())
     trace = product_trace(left.G, right.G)
     if left.A is not None and right.A is not None:
         trace *= product_trace(left.A, right.A)
     return trace
+
+
+def _seen_in(basis: Correction, block: Block) -> Tensor:
+    """The diagonal of a block's F in another's basis, [r, s]."""
+    if block.correction is not None:
+        return block.correction.seen_in(basis.G, basis.A)
+    assert block.A is not None
+    return torch.outer(_diagonal_in(basis.G, block.G), _diagonal_in(basis.A, block.A).to(block.G.device))
+
+
+def _diagonal_in(basis: Basis, factor: Factor) -> Tensor:
+    """q_iᵀ M q_i of every vector of a basis, [r]."""
+    q_NR = basis.combined(torch.eye(basis.rank, dtype=factor.dtype, device=factor.device))
+    return (q_NR * factor.matvec(q_NR)).sum(0)
 
 
 def product_trace(one: Factor, other: Factor) -> float:
@@ -229,15 +249,25 @@ class _Space:
 
 def _leading(block: Block, k: int) -> _Space:
     """The k largest eigenvalues that rounding lets one tell from zero, with their vectors; fewer where there are fewer."""
-    sigma_K, G_OK = _leading_of_side(block.G, k)
-    alpha_K, A_MK = (sigma_K.new_ones(1), None) if block.A is None else _leading_of_side(block.A, k)
-    products = torch.outer(sigma_K, alpha_K.to(sigma_K)).flatten()
-    values, chosen = products.sort(descending=True, stable=True)
+    if block.correction is not None:
+        values_RS = block.correction.values_RS.double()
+    else:
+        sigma_R, G_OR = _leading_of_side(block.G, k)
+        alpha_S, A_MS = (sigma_R.new_ones(1), None) if block.A is None else _leading_of_side(block.A, k)
+        values_RS = torch.outer(sigma_R, alpha_S.to(sigma_R))
+    values, chosen = values_RS.flatten().sort(descending=True, stable=True)
     noise = max(block.spec.outputs, block.spec.inputs) * torch.finfo(torch.float64).eps
     kept = min(k, int((values > noise * values[:1]).sum()))
-    chosen = chosen[:kept]
-    rows, columns = chosen // len(alpha_K), chosen % len(alpha_K)
-    return _Space(values[:kept], G_OK[:, rows], None if A_MK is None else A_MK[:, columns.to(A_MK.device)])
+    rows, columns = chosen[:kept] // values_RS.shape[1], chosen[:kept] % values_RS.shape[1]
+    if block.correction is not None:
+        q_RK, a_SK = _one_hot(rows, values_RS.shape[0]), _one_hot(columns, values_RS.shape[1])
+        return _Space(values[:kept], block.correction.G.combined(q_RK), block.correction.A.combined(a_SK))
+    return _Space(values[:kept], G_OR[:, rows], None if A_MS is None else A_MS[:, columns.to(A_MS.device)])
+
+
+def _one_hot(chosen_K: Tensor, size: int) -> Tensor:
+    """Columns of the identity, [size, K], float64."""
+    return torch.nn.functional.one_hot(chosen_K, size).mT.double()
 
 
 def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
@@ -249,14 +279,10 @@ def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
     if isinstance(factor, DiagonalLowRank):
         factor = factor.written_out()
     assert isinstance(factor, Spectral)
-    size = len(factor.spectrum)
-    nothing = torch.zeros(size, 0, dtype=torch.float64, device=factor.device)
+    nothing = torch.zeros(len(factor.spectrum), 0, dtype=torch.float64, device=factor.device)
     factor.from_basis(nothing)  # first: the spectrum is then as exact as the basis
     values, order = factor.spectrum.double().sort(descending=True)
-    size = min(k, len(values))
-    chosen = torch.zeros(len(values), size, dtype=torch.float64, device=values.device)
-    chosen[order[:size], torch.arange(size, device=values.device)] = 1.0
-    return values[:size], factor.from_basis(chosen)
+    return values[:k], factor.from_basis(_one_hot(order[:k], len(values)))
 
 
 def _kth_largest(values: list[Tensor], k: int) -> float:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 
-class KroneckerBlock(NamedTuple):
-    """A layer: F = G ⊗ A on the row-major vector of [W | b]."""
+class LayerBlock(NamedTuple):
+    """A layer: F on the row-major vector of [W | b], G ⊗ A for K-FAC."""
 
-    A_MM: Tensor
-    G_OO: Tensor
+    F: Tensor
+    """[O·M, O·M]."""
     weight: str
     bias: str | None
     transposed: bool
@@ -30,14 +30,12 @@ def flatten(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].detach().double().reshape(-1) for name in names])
 
 
-def fisher(
-    shapes: Mapping[str, torch.Size], kronecker: Sequence[KroneckerBlock], others: Mapping[str, Tensor]
-) -> Tensor:
+def fisher(shapes: Mapping[str, torch.Size], layers: Sequence[LayerBlock], others: Mapping[str, Tensor]) -> Tensor:
     """F [P, P], block by block; parameters of no block have rows of zeros.
 
     Args:
         shapes: of every parameter, in order.
-        kronecker: layers.
+        layers: blocks of a weight and its bias.
         others: {parameter: its block [n, n]}.
     """
     positions, start = {}, 0
@@ -45,12 +43,12 @@ def fisher(
         positions[name] = torch.arange(start, start + shape.numel()).reshape(shape)
         start += shape.numel()
     F_PP = torch.zeros(start, start, dtype=torch.float64)
-    for A, G, weight, bias, transposed in kronecker:
+    for F, weight, bias, transposed in layers:
         where = positions[weight].mT if transposed else positions[weight].flatten(1)
         if bias is not None:
             where = torch.cat([where, positions[bias][:, None]], dim=1)
         flat = where.reshape(-1)
-        F_PP[flat[:, None], flat] = torch.kron(G.double(), A.double())
+        F_PP[flat[:, None], flat] = F.double()
     for name, block in others.items():
         flat = positions[name].reshape(-1)
         F_PP[flat[:, None], flat] = block.double()

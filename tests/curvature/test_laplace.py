@@ -18,8 +18,9 @@ N, TAU = 50.0, 0.7
 DRAWS, ERROR_RATE = 3000, 1e-3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["pi", "joint"])
+@pytest.mark.parametrize(
+    "kind, mode", [*((kind, KINDS[kind].get("damping_mode", "pi")) for kind in KINDS), ("dense", "joint")]
+)
 def test_noise_is_scaled_by_the_root_of_the_covariance_whatever_the_damping(kind: str, mode: str) -> None:
     model = network(kind)
     found = task(model, TASKS[0], kind, damping_mode=mode, damping=3.0, max_condition_number=2.0)

@@ -21,7 +21,10 @@ KIND_PAIRS = [
     ("low rank", "low rank"),
     ("exact head", "dense"),
     ("tied", "tied"),
-    ("no layer",) * 2,
+    ("no layer", "no layer"),
+    ("ekfac", "ekfac"),
+    ("dense", "ekfac"),
+    ("ekfac low rank", "exact head"),
 ]
 N = 9
 

@@ -20,9 +20,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "low rank": {"shape": FEW},
     "exact head": {"shape": FEW, "kfac_true_fisher_head": True},
     "tied": {"shape": FEW, "tied": True},
+    "ekfac": {"shape": MANY, "kfac_policy": "small_only", "ekfac": True, "damping_mode": "joint"},
+    "ekfac low rank": {"shape": FEW, "ekfac": True, "damping_mode": "joint"},
     "no layer": {"shape": FEW, "words": 17, "min_layer_size": 100},
 }
-"""Ways to get every representation: whole, low rank, diagonal minus and plus low rank; exact blocks and diagonals alone."""
+"""Ways to get every representation: whole, low rank, diagonal minus and plus low rank; eigenvalues that are no
+products; exact blocks and diagonals alone."""
 OF_THE_NETWORK = ("tied", "words")
 
 
@@ -68,17 +71,22 @@ def flat(tensors: dict[str, Tensor] | nn.Module, names: list[str]) -> Tensor:
 
 
 def written_out(found: gramian.KFACNaturalGradient, model: nn.Module) -> Tensor:
-    """F [P, P] from the dense form of every factor."""
-    kronecker, others = [], {}
+    """F [P, P] from the dense form of every factor, or from EK-FAC's eigenvectors and values."""
+    layers, others = [], {}
     for block in found.kfac_factors.values():
         spec, G = block.spec, block.G.to_dense()
         if block.A is None:
             others[spec.parameters[0]] = G
-        else:
-            bias = spec.parameters[1] if spec.has_bias else None
-            turned = spec.layout in ("in_out", "table")
-            kronecker.append(dense_uses.KroneckerBlock(block.A.to_dense(), G, spec.parameters[0], bias, turned))
-    return dense_uses.fisher({name: p.shape for name, p in model.named_parameters()}, kronecker, others)
+            continue
+        F = torch.kron(G, block.A.to_dense())
+        if block.correction is not None:
+            S, *bases = block.correction.values_RS, block.correction.G, block.correction.A
+            Q_G, Q_A = (basis.combined(torch.eye(basis.rank, dtype=torch.float64)) for basis in bases)
+            Q = torch.kron(Q_G, Q_A)
+            F = Q @ torch.diag(S.flatten().double()) @ Q.mT
+        bias = spec.parameters[1] if spec.has_bias else None
+        layers.append(dense_uses.LayerBlock(F, spec.parameters[0], bias, spec.layout in ("in_out", "table")))
+    return dense_uses.fisher({name: p.shape for name, p in model.named_parameters()}, layers, others)
 
 
 def gradient_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
