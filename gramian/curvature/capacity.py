@@ -16,6 +16,8 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | condition_number | (λ_max + λ)/(λ_min + λ) | the same |
 | pac_bayes | √(tr/n): a heuristic, no bound | the same |
 
+EK-FAC's eigenvalues are o·m numbers of their own, of which the same are taken: a block that is no product.
+
 Nothing is damped, clipped or cut off but where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
 are 0. Cost beyond the spectra (`sides`): o·m logarithms and exponentials a block, `products.CHUNK` at a time.
 """
@@ -103,7 +105,7 @@ def capacity_metrics(
     with torch.no_grad():
         sides = _sides(blocks, others)
         found = {
-            name: _measure(ONE if block.A is None else sides[id(block.A)], sides[id(block.G)], damping, block.G.device)
+            name: _measure(*_pair(block, sides), damping, max(block.spec.outputs, block.spec.inputs), block.G.device)
             for name, block in blocks.items()
         }
     layers = {name: _report(spectrum, damping, n) for name, spectrum in found.items()}
@@ -126,10 +128,10 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, others: Exchange | None
         raise GramianError(f"k: the blocks have {directions} directions in all; expected at most that many, got {k}")
     with torch.no_grad():
         factors = _factors(blocks)
-        values = {key: side.parts[0] for key, side in sides_of(factors, others).items()}
-        values |= {id(one): leading(one, k) for one in factors if is_estimated(one)}
-    one = ONE.parts[0]
-    pairs = [(values[id(b.G)], one if b.A is None else values[id(b.A)]) for b in blocks.values()]
+        sides = sides_of(factors, others)
+        sides |= {id(one): Side.of(leading(one, k)) for one in factors if is_estimated(one)}
+        found = [_pair(block, sides) for block in blocks.values()]
+    pairs = [(G.parts[0], A.parts[0]) for A, G in found]
     return torch.tensor(largest_products(pairs, k), dtype=torch.float64)
 
 
@@ -168,7 +170,19 @@ def _agree(others: Exchange | None, asked: Mapping[str, Any]) -> None:
 
 
 def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
-    return list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
+    """Those whose spectra are asked for."""
+    plain = [block for block in blocks.values() if block.correction is None]
+    return list({id(f): f for block in plain for f in block.factors.values()}.values())
+
+
+def _pair(block: Block, sides: Mapping[int, Side]) -> tuple[Side, Side]:
+    """The spectra whose products are the block's eigenvalues."""
+    if block.correction is not None:
+        values = block.correction.values_RS
+        return ONE, Side.of(
+            Values.of(values.flatten(), block.G.dim * block.correction.A.dim), torch.finfo(values.dtype).eps
+        )
+    return (ONE if block.A is None else sides[id(block.A)]), sides[id(block.G)]
 
 
 def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, Side]:
@@ -176,9 +190,9 @@ def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, Si
     return sides_of(factors, others) | {id(one): estimate(one) for one in factors if is_estimated(one)}
 
 
-def _measure(A: Side, G: Side, damping: float, device: torch.device) -> Spectrum:
-    """The eigenvalues of G ⊗ A."""
-    rtol = max(A.dim, G.dim) * max(A.eps, G.eps)
+def _measure(A: Side, G: Side, damping: float, widest: int, device: torch.device) -> Spectrum:
+    """The eigenvalues of G ⊗ A; `widest`: the wider side of the block."""
+    rtol = widest * max(A.eps, G.eps)
 
     def sums(a: Values, g: Values) -> tuple[float, float, float]:
         return *damped_sums(g, a, damping, device), count_above(g, a, rtol)

@@ -10,7 +10,7 @@ from torch import Tensor
 import gramian
 from gramian.curvature.block import Block
 from gramian.errors import GramianError
-from gramian.verify import dense_ekfac, dense_kfac, single_sample
+from gramian.verify import dense_capacity, dense_ekfac, dense_kfac, single_sample
 from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, normal
 from tests.kit.matrix import FULL
 
@@ -272,3 +272,20 @@ def test_importance_is_the_diagonal_of_what_is_applied(name: str) -> None:
         diagonal = block.spec.tensors(_dense(found, block).diagonal().reshape(block.spec.outputs, -1))
         for key, want in diagonal.items():
             assert_close(importance[key], want, what=layer)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_capacity_is_that_of_its_own_eigenvalues(name: str) -> None:
+    p = PROBLEMS[name]
+    found = p.captured(**JOINT)
+    metrics = found.compute_capacity_metrics(damping=0.01)
+    everything = []
+    for layer, block in kronecker(found).items():
+        F = _dense(found, block)
+        values = torch.linalg.eigvalsh((F + F.mT) / 2).clamp(min=0)
+        everything.append(values)
+        want = dense_capacity.metrics(values, 0.01)
+        for key in ("trace", "frobenius", "max_eigenvalue", "participation_ratio", "entropy_rank", "log_det"):
+            assert metrics["layers"][layer][key] == pytest.approx(want[key], rel=1e-9), key
+    largest = torch.cat(everything).max()
+    assert found.top_eigenvalues(1)[0] >= largest * (1 - 1e-9)
