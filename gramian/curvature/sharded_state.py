@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 
 from gramian.curvature import state
 from gramian.errors import GramianError
+from gramian.parallel.boxes import Box, first_failure, read_boxes
 from gramian.parallel.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -46,6 +40,11 @@ class Rows:
 
     start: int
     local: Tensor
+
+    @property
+    def box(self) -> Box:
+        """Where they lie in it."""
+        return Box([self.start, *[0] * (self.local.dim() - 1)], self.local)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -103,7 +102,7 @@ def _write(path: Path, parts: Mapping[str, Rows]) -> list[Any]:
     from safetensors.torch import save_file
 
     held = {name: rows for name, rows in parts.items() if len(rows.local)}
-    begins = {name: {"saved_offsets": [rows.start, *[0] * (rows.local.dim() - 1)]} for name, rows in held.items()}
+    begins = {name: {"saved_offsets": rows.box.offsets} for name, rows in held.items()}
     header = {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
     save_file({name: rows.local.cpu().contiguous() for name, rows in held.items()}, path, header)
     return _checksum(path)
@@ -200,38 +199,12 @@ def _check(place: Path, files: Mapping[str, list[Any]]) -> None:
 
 def _read(place: Path, wanted: Mapping[str, Rows]) -> None:
     """Fill the places; every process by itself."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        try:
-            held = {name: rows for name, rows in wanted.items() if rows.local.numel()}
-            reader = HuggingFaceStorageReader(str(place))
-            read_checkpoint(dict(held), storage_reader=reader, planner=_Planner(), no_dist=True)
-        except CheckpointException as failure:
-            reason = " ".join(str(failure.failures[min(failure.failures)][0]).split())
-            raise GramianError(f"folder: {str(place)!r} cannot be read ({reason}); expected a whole state") from None
-
-
-class _Planner(DefaultLoadPlanner):
-    """Plans for rows as the default does for DTensors."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, rows in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            offsets = torch.Size([rows.start, *[0] * (rows.local.dim() - 1)])
-            items += create_read_items_for_chunk_list(name, saved, [ChunkStorageMetadata(offsets, rows.local.shape)])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        rows: Rows = self.state_dict[index.fqn]
-        return rows.local
+    held = {name: rows.box for name, rows in wanted.items() if rows.local.numel()}
+    try:
+        read_boxes(place, held)
+    except CheckpointException as failure:
+        reason = first_failure(failure)
+        raise GramianError(f"folder: {str(place)!r} cannot be read ({reason}); expected a whole state") from None
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------

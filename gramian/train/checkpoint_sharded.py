@@ -8,40 +8,23 @@ writer, which pickle, are not used.
 """
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gramian.errors import GramianError
+from gramian.parallel.boxes import Box, first_failure, read_boxes
 from gramian.train.checkpoint_files import FileRecord, write_tensors
 from gramian.train.snapshot import Extent, Part, Snapshot
 
@@ -66,7 +49,7 @@ def write_shards(
     try:
         save(dict(snapshot.parts), storage_writer=writer, planner=_SavePlanner(), process_group=group)
     except CheckpointException as failure:
-        raise GramianError(_first_failure(failure)) from None
+        raise GramianError(first_failure(failure)) from None
 
 
 def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, torch.dtype]) -> dict[str, Part]:
@@ -84,26 +67,16 @@ def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, 
         GramianError: if a file cannot be read.
     """
     parts = {name: Part(box, torch.empty(box.sizes, dtype=dtypes[name])) for name, box in needed.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        reader = HuggingFaceStorageReader(str(folder))
-        try:
-            load(dict(parts), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
-        except CheckpointException as failure:
-            reason = _first_failure(failure)
-            raise GramianError(f"{folder}: cannot be read ({reason}); expected a verified checkpoint") from None
+    try:
+        read_boxes(folder, {name: _box(part) for name, part in parts.items()})
+    except CheckpointException as failure:
+        reason = first_failure(failure)
+        raise GramianError(f"{folder}: cannot be read ({reason}); expected a verified checkpoint") from None
     return parts
 
 
-def _first_failure(failure: CheckpointException) -> str:
-    """Who failed, and why, in one line."""
-    rank = min(failure.failures)
-    reason = failure.failures[rank][0]
-    return " ".join(f"rank {rank}: {type(reason).__name__}: {reason}".split())
-
-
-def _chunk(extent: Extent) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(extent.offsets), sizes=torch.Size(extent.sizes))
+def _box(part: Part) -> Box:
+    return Box(part.extent.offsets, part.local)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -117,7 +90,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _item(self, name: str, part: Part) -> WriteItem:
-        chunk = _chunk(part.extent)
+        chunk = _box(part).chunk
         return WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD if part.extent.sharded else WriteItemType.TENSOR,
@@ -127,28 +100,6 @@ class _SavePlanner(DefaultSavePlanner):
                 size=torch.Size(part.extent.shape),
             ),
         )
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Plans for parts as the default does for DTensors."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, part in self.state_dict.items():
-            saved = self.metadata.state_dict_metadata[name]
-            assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, [_chunk(part.extent)])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        part: Part = self.state_dict[index.fqn]
-        return part.local
 
 
 @dataclass(frozen=True)
