@@ -339,9 +339,9 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     ),
     "recent vectors only": (
         Edit(
-            "gramian.linalg.krylov:KrylovBasis._orthogonalised",
-            "share_MB += self._rows_MN[: self.size, part].double() @ vectors_BN[:, part].mT",
-            "share_MB[-2:] += self._rows_MN[max(0, self.size - 2) : self.size, part].double() @ vectors_BN[:, part].mT",
+            "gramian.linalg.krylov:orthogonalise",
+            "share_MB += rows_MN[:, part].double() @ vectors_BN[:, part].mT",
+            "share_MB[-2:] += rows_MN[-2:, part].double() @ vectors_BN[:, part].mT",
         ),
         lambda: test_a_converged_eigenvalue_does_not_come_back(torch.float64),
     ),
