@@ -154,27 +154,12 @@ class Laplace:
             away = mean.double() - prior_mean[name].to(mean.device).double() if name in prior_mean else mean.double()
             squares += float(away.square().sum())
         size, tau = sum(mean.numel() for mean in self.mean.values()), self.prior_precision
-        log_det, error = _log_det(self.kfac, tau / self.n)
+        of_one_term = self.kfac.compute_capacity_metrics(damping=tau / self.n)["model"]
         return LogMarginal(
             log_likelihood=float(log_likelihood),
             prior_quadratic=-0.5 * tau * squares,
             prior_log_det=0.5 * size * math.log(tau),
-            posterior_log_det=-0.5 * (log_det + size * math.log(self.n)),
+            posterior_log_det=-0.5 * (of_one_term["log_det"] + size * math.log(self.n)),
             parameters=size,
-            error=0.5 * error,
+            error=0.5 * of_one_term.get("error", {}).get("log_det", 0.0),
         )
-
-
-def _log_det(kfac: KFACNaturalGradient, damping: float) -> tuple[float, float]:
-    """log det(F + λI) over all blocks, and what it may be off by; of EK-FAC from its own eigenvalues."""
-    total = error = 0.0
-    layers = kfac.compute_capacity_metrics(damping=damping)["layers"]
-    for name, block in blocks_of(kfac).items():
-        if block.correction is None:
-            total += layers[name]["log_det"]
-            error += layers[name].get("error", {}).get("log_det", 0.0)
-        else:
-            values_RS = block.correction.values_RS.double()
-            outside = block.spec.outputs * block.spec.inputs - values_RS.numel()
-            total += float((values_RS + damping).log().sum()) + outside * math.log(damping)
-    return total, error
