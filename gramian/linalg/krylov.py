@@ -36,6 +36,13 @@ def orthogonalise(vectors_BN: Tensor, rows_MN: Tensor) -> Tensor:
     return taken_MB.cpu()
 
 
+def lengths(vectors_BN: Tensor) -> Tensor:
+    """‖v‖ of every row, [b], whose squares may under- or overflow."""
+    peaks_B = vectors_BN.abs().amax(1) if vectors_BN.numel() else vectors_BN.sum(1)
+    units_B = torch.where(peaks_B > 0, peaks_B, 1.0)
+    return torch.linalg.vector_norm(vectors_BN / units_B[:, None], dim=1) * units_B
+
+
 @dataclass(frozen=True)
 class Ritz:
     """T = S diag(θ) Sᵀ, θ ascending.
@@ -103,14 +110,14 @@ class KrylovBasis:
         product_NB = self._operator.checked_matmat(self._next_BN.mT)
         self.matvecs += end - begin
         residual_BN = product_NB.mT.to(device=self._rows_MN.device, dtype=torch.float64, copy=True)
-        lengths_B = residual_BN.norm(dim=1)
+        lengths_B = lengths(residual_BN)
         self.scale = max(self.scale, float(lengths_B.max()))
         self._H_MM[:end, begin:end] = self._orthogonalised(residual_BN)
         self._next_BN = self._rows_MN.new_empty(0, n)
         self._coupling_BM = torch.zeros(min(self._block_size, n - end), end, dtype=torch.float64)
         for column, (residual_N, length) in enumerate(zip(residual_BN, lengths_B, strict=True), start=begin):
             self._coupling_BM[: len(self._next_BN), column] = self._orthogonal_to_next(residual_N)
-            beta = float(residual_N.norm())
+            beta = float(lengths(residual_N[None]))
             if beta > self.rounding and len(self._next_BN) < len(self._coupling_BM):
                 residual_N /= beta
                 if beta < 1e-3 * float(length):  # what is left of a long vector leans on the basis again
@@ -125,17 +132,17 @@ class KrylovBasis:
         H_MM = self._H_MM[:m, :m]
         T_MM = H_MM.triu() + H_MM.triu(1).mT
         values_M, vectors_MM = torch.linalg.eigh(T_MM)
-        couplings_M = (self._coupling_BM @ vectors_MM).norm(dim=0)
-        noise_M = ((H_MM - T_MM) @ vectors_MM).norm(dim=0)
+        couplings_M = lengths((self._coupling_BM @ vectors_MM).mT)
+        noise_M = lengths(((H_MM - T_MM) @ vectors_MM).mT)
         lost_M = (self._lost_M[:m] @ vectors_MM.abs()).clamp(max=self._lost)
-        return Ritz(values_M, vectors_MM, couplings_M, noise_M + lost_M, float((H_MM - T_MM).norm()))
+        return Ritz(values_M, vectors_MM, couplings_M, noise_M + lost_M, float(lengths((H_MM - T_MM).reshape(1, -1))))
 
     def restart(self, ritz: Ritz, kept: Tensor, anew: bool) -> None:
         """Keep these Ritz vectors only, and the next block, or `anew` a random one, whose coupling to them is dropped."""
         vectors_MP = ritz.vectors_MM[:, kept]
         rounded = torch.finfo(self._rows_MN.dtype).eps / 2 * self.scale
         added_P = ritz.couplings_M[kept] + rounded if anew else torch.full((len(kept),), rounded, dtype=torch.float64)
-        self._lost += ritz.asymmetry + float(added_P.norm())
+        self._lost += ritz.asymmetry + float(lengths(added_P[None]))
         self._lost_M.zero_()
         self._lost_M[: len(kept)] = ritz.losses_M[kept] + added_P
         self._combine_in_place(vectors_MP)
@@ -148,14 +155,14 @@ class KrylovBasis:
 
     def residuals(self, values_K: Tensor, vectors_MK: Tensor) -> Tensor:
         """‖M x − θ x‖ of Ritz pairs, [k], by one product for each."""
-        lengths = []
+        found = []
         for begin in range(0, len(values_K), self._block_size):
             block = slice(begin, begin + self._block_size)
             x_NB = self.combined(vectors_MK[:, block])
             product_NB = self._operator.checked_matmat(x_NB).double()
-            lengths.append((product_NB - x_NB.double() * values_K[block].to(x_NB.device)).norm(dim=0).cpu())
+            found.append(lengths((product_NB - x_NB.double() * values_K[block].to(x_NB.device)).mT).cpu())
             self.matvecs += x_NB.shape[1]
-        return torch.cat(lengths)
+        return torch.cat(found)
 
     def combined(self, vectors_MK: Tensor) -> Tensor:
         """Vᵀ S, [n, k], on the operator's device."""

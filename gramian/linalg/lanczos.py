@@ -17,6 +17,9 @@ from gramian.linalg.operator import Operator
 Which = Literal["LA", "SA", "LM", "BE"]
 """Largest, smallest, largest in magnitude, both ends."""
 
+SMALL = 512
+"""Sides up to which a basis may fill the whole space."""
+
 MISSED = 1e-6
 """Probability, at each end of the spectrum, that a search for further copies ends although there is one."""
 
@@ -92,7 +95,8 @@ def lanczos(
         tol: for residuals, relative to ‖M‖; by default eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
             many digits exact.
         max_iterations: blocks of products, all searches together; by default 40 times the basis.
-        max_basis: most vectors kept; by default 2k + 20 + 10b; k + 2b at least, and the more the faster.
+        max_basis: most vectors kept; by default all n up to 512, else 2k + 20 + 10b; k + 2b at least, and the
+            more the faster.
         block_size: b, columns of a product.
         search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
         eigenvectors: hand them back.
@@ -111,7 +115,9 @@ def lanczos(
         raise GramianError(f"tol: is {tol}; expected 0 or more")
     n = operator.dim
     k, block_size = min(k, n), min(block_size, n)
-    room = min(n, 2 * k + 20 + 10 * block_size if max_basis is None else max_basis)
+    if max_basis is None:
+        max_basis = n if n <= SMALL else 2 * k + 20 + 10 * block_size
+    room = min(n, max_basis)
     if room < min(n, k + 2 * block_size):
         raise GramianError(f"max_basis: is {max_basis}; expected {k + 2 * block_size} or more")
     limit = 40 * room if max_iterations is None else max_iterations

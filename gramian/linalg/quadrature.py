@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.linalg.krylov import lengths
 from gramian.linalg.operator import Operator, parts, seeded
 from gramian.linalg.trace import Distribution, Estimate, random_blocks
 
@@ -203,9 +204,9 @@ def _tridiagonal(operator: Operator, z_NB: Tensor, steps: int, device: torch.dev
         basis_BSN[:, step] = next_BN
         product_NB = operator.checked_matmat(basis_BSN[:, step].mT)
         next_BN = product_NB.mT.to(device=device, dtype=torch.float64, copy=True)
-        scale_B = torch.maximum(scale_B, next_BN.norm(dim=1))
+        scale_B = torch.maximum(scale_B, lengths(next_BN))
         alpha_BS[:, step] = _orthogonalise(next_BN, basis_BSN[:, : step + 1])
-        beta_B = next_BN.norm(dim=1)
+        beta_B = lengths(next_BN)
         beta_B = torch.where(beta_B > operator.rounding * scale_B, beta_B, 0.0)
         beta_BS[:, step] = beta_B
         if not bool(beta_B.any()):
