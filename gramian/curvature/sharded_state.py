@@ -56,7 +56,7 @@ def save(kfac: KFACNaturalGradient, folder: str, others: Exchange | None) -> Non
     Raises:
         GramianError: on all processes, if one of them cannot write.
     """
-    place, rank = Path(folder), 0 if others is None else others.rank
+    place, rank = _path(folder), 0 if others is None else others.rank
     _together(others, lambda: _begin(place) if rank == 0 else None)
     whole = state.state_of(kfac, gather=False)
     parts = _taken_out(whole, others)
@@ -132,7 +132,7 @@ def load(kfac: KFACNaturalGradient, folder: str, root: nn.Module | None, others:
     Raises:
         GramianError: on all processes, naming what is wrong.
     """
-    place = Path(folder)
+    place = _path(folder)
     indices: list[dict[str, Any]] = []
     _together(others, lambda: indices.append(_index(place)))
     body = indices[0]
@@ -178,10 +178,17 @@ def _index(place: Path) -> dict[str, Any]:
         found = json.loads(text)
         body: dict[str, Any] = found["body"]
         whole = found["sha256"] == _digest(body) and body["format"] == FORMAT
-    except (ValueError, KeyError, TypeError):
+        whole = whole and all(isinstance(body[part], dict) for part in ("state", "files", "tensors"))
+        whole = whole and all(isinstance(getattr(torch, dtype), torch.dtype) for dtype, _ in body["tensors"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise GramianError(f"folder: {str(place / INDEX)!r} is damaged; expected it as kfac.save_sharded wrote it")
+    strange = sorted({path.name for path in place.glob("*.safetensors")} - body["files"].keys())
+    if strange:  # tensors would be looked for in it, too
+        raise GramianError(
+            f"folder: {str(place / strange[0])!r} is no file of this state; expected its own files alone"
+        )
     return body
 
 
@@ -224,6 +231,12 @@ def _together(others: Exchange | None, do: Callable[[], Any]) -> list[Any]:
         if what:
             raise GramianError(what if others is None or rank == 0 else f"process {rank}: {what}")
     return [given for given, _ in said]
+
+
+def _path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise GramianError(f"folder: expected a path, got {folder!r}")
+    return Path(folder)
 
 
 def _checksum(path: Path) -> list[Any]:

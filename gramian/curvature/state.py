@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import weakref
 from collections.abc import Mapping
@@ -138,7 +139,7 @@ def load(
         if kfac.options.ekfac:
             _correct(blocks, saved, device)
         waited = set(saved["frozen"])
-        counters = {name: copy.deepcopy(saved["counters"][name]) for name in COUNTERS}
+        counters = _counters(saved["counters"])
         generator.set_state(saved["generator"].cpu())
         settle_damping(blocks.values(), kfac.options)
     except GramianError:
@@ -160,6 +161,13 @@ def load(
     if root is not None:
         kfac._model = weakref.ref(root)
     kfac._specs = specs or {name: block.spec for name, block in blocks.items()}
+
+
+def _counters(saved: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("steps", "refreshes"):
+        if not isinstance(saved[name], int) or saved[name] < 0:
+            raise GramianError(f"state: {name} is {saved[name]!r}; expected an integer of at least 0")
+    return {name: copy.deepcopy(saved[name]) for name in COUNTERS}
 
 
 def _home(kfac: KFACNaturalGradient, root: nn.Module | None) -> torch.device | None:
@@ -248,8 +256,10 @@ def save(kfac: KFACNaturalGradient, path: str) -> None:
     for number, parts in whole["factors"].items():
         for name in [name for name, value in parts.items() if isinstance(value, Tensor)]:
             tensors[f"{number}.{name}"] = parts.pop(name).contiguous()
+    header = json.dumps(whole)
+    tensors = {name: t.cpu().clone() for name, t in tensors.items()}
     try:
-        save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"gramian": json.dumps(whole)})
+        save_file(tensors, path, metadata={"gramian": header, "sha256": _digest(header, tensors)})
     except (OSError, TypeError, SafetensorError) as error:
         raise GramianError(
             f"path: {path!r} cannot be written ({error}); expected a file in a folder that exists"
@@ -266,14 +276,16 @@ def read(path: str) -> dict[str, Any]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get("gramian")
+            told = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, TypeError, SafetensorError) as error:
         raise GramianError(f"{path}: cannot be read ({error}); expected a file written by kfac.save") from None
-    if header is None:
+    if "gramian" not in told:
         raise GramianError(f"{path}: has no gramian header; expected a file written by kfac.save")
+    if told.get("sha256") != _digest(told["gramian"], tensors):
+        raise GramianError(f"{path}: is damaged (its checksum is another); expected a file written by kfac.save")
     try:
-        whole: dict[str, Any] = json.loads(header)
+        whole: dict[str, Any] = json.loads(told["gramian"])
         whole["generator"] = tensors.pop("generator")
         for name, t in tensors.items():
             number, _, part = name.partition(".")
@@ -281,3 +293,12 @@ def read(path: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         raise GramianError(f"{path}: its gramian header is damaged; expected a file written by kfac.save") from None
     return whole
+
+
+def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all that a file says."""
+    found = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

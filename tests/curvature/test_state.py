@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gramian
+from gramian.curvature import sharded_state
 from tests.curvature.small import (
     FEW,
     MANY,
@@ -329,6 +330,60 @@ def test_a_folder_that_is_not_whole_is_refused_by_its_name(what: str, tmp_path: 
         (tmp_path / what).write_bytes(content)
     error = _as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model))
     one_line(error, "folder", "kfac.json" if what == "missing" else what, "kfac.save_sharded")
+
+
+def test_a_file_with_another_number_in_it_is_refused(tmp_path: Path) -> None:
+    kfac, model = trained("dense")
+    path = tmp_path / "state.safetensors"
+    kfac.save(str(path))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    one_line(_as_before(kfac, model, lambda: kfac.load(str(path), model)), str(path), "is damaged", "kfac.save")
+
+
+FORGED: dict[str, Callable[[Any], Any]] = {
+    "no files": lambda body: body.pop("files"),
+    "no state": lambda body: body.pop("state"),
+    "tensors": lambda body: body.update(tensors=[]),
+    "dtype": lambda body: body["tensors"].update({"0.body": ["float77", [1, 1]]}),
+    "format": lambda body: body.update(format=2),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_an_index_that_says_something_else_is_refused(what: str, tmp_path: Path) -> None:
+    kfac, model = trained("dense")
+    kfac.save_sharded(str(tmp_path))
+    body = json.loads((tmp_path / "kfac.json").read_text())["body"]
+    FORGED[what](body)
+    (tmp_path / "kfac.json").write_text(json.dumps({"body": body, "sha256": sharded_state._digest(body)}))
+    one_line(_as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model)), "folder", "kfac.json", "damaged")
+
+
+def test_a_folder_with_tensors_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    kfac, model = trained("dense")
+    kfac.save_sharded(str(tmp_path))
+    save_file({"0.body": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
+    error = _as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model))
+    one_line(error, "folder", "a.safetensors", "is no file of this state")
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"x"])
+def test_what_is_no_path_is_refused(folder: Any) -> None:
+    kfac, _ = trained("dense")
+    for act in (kfac.save_sharded, kfac.load_sharded):
+        with pytest.raises(gramian.GramianError) as caught:
+            act(folder)
+        one_line(caught.value, "folder: expected a path", repr(folder))
+
+
+@pytest.mark.parametrize("steps", [-1, "3", None])
+def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+    kfac, model = trained("dense")
+    saved = kfac.state_dict()
+    saved["counters"]["steps"] = steps
+    one_line(_as_before(kfac, model, lambda: kfac.load_state_dict(saved, model)), "state: steps", "expected an integer")
 
 
 OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
