@@ -40,7 +40,8 @@ def lengths(vectors_BN: Tensor) -> Tensor:
     """‖v‖ of every row, [b], whose squares may under- or overflow."""
     peaks_B = vectors_BN.abs().amax(1) if vectors_BN.numel() else vectors_BN.sum(1)
     units_B = torch.where(peaks_B > 0, peaks_B, 1.0)
-    return torch.linalg.vector_norm(vectors_BN / units_B[:, None], dim=1) * units_B
+    relative_B: Tensor = torch.linalg.vector_norm(vectors_BN / units_B[:, None], dim=1)
+    return relative_B * units_B
 
 
 @dataclass(frozen=True)
