@@ -9,9 +9,12 @@ R^p Y C^p is made where each factor can act:
 |---|---|---|
 | C, whole here | rows, each by itself | |
 | R, diagonal | rows | |
-| R, low rank with its rows spread alike | rows | an all-reduce of [T, c]: 2·T·c·(W−1)/W |
+| R, low rank with its rows spread | rows | an all-reduce of [T, c]: 2·T·c·(W−1)/W |
 | R, whole here | columns | rows to columns and back, two all-to-alls: 2·r·c·(W−1)/W² |
 | C, low rank with its rows spread | columns | the same two, and an all-reduce of [T, r] |
+
+Where R's rows are cut otherwise than Y's, those that change hands are moved there and back: fewer than W on a border. The
+bias of an input-by-output weight is the last row of Y: it is put together, and the last process has it.
 
 Gathering the gradient would send (W−1)·r·c/W, and every process would hold and multiply all of it. Where it is gathered all
 the same, the record says why.
@@ -44,7 +47,7 @@ class Rows:
     """The parameters that are given."""
     others: Exchange
     counts: list[int]
-    """Rows of Y on each process."""
+    """Rows of Y on each process; of a bias below the inputs the last one has the row."""
 
     @property
     def turned(self) -> bool:
@@ -56,8 +59,13 @@ class Rows:
         """That is cut."""
         return "A" if self.turned else "G"
 
+    @property
+    def _bias_below(self) -> bool:
+        """True if the bias is a row of Y."""
+        return self.turned and self.block.spec.has_bias
+
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """Y_p; a bias is one more column, zero if it is not given."""
+        """Y_p; a bias is one more column or the last row, zero if it is not given. Collective for such a row."""
         spec, like = self.block.spec, next(iter(self.places.values()))
         width = spec.inputs if not self.turned else spec.outputs
         y = torch.zeros(self.counts[self.others.rank], width, dtype=dtype, device=like.device)
@@ -66,17 +74,20 @@ class Rows:
             if spec.layout == "vector":
                 y[:, 0] = local.reshape(-1)
             elif name == spec.parameters[0]:
-                y[:, : width - spec.has_bias] = local.flatten(1)
+                y[: len(local), : width - (spec.has_bias and not self.turned)] = local.flatten(1)
+            elif self._bias_below:
+                bias = self.others.gather_rows(local, _rows(width, self.others.size))
+                if self._last:
+                    y[-1] = bias
             else:
                 y[:, -1] = local
         return y
 
     def tensors(self, y: Tensor) -> dict[str, Tensor]:
-        """The parameters' own shapes out of Y_p, sharded as they are."""
+        """The parameters' own shapes out of Y_p, sharded as they are. Collective where the bias is a row."""
         spec, like = self.block.spec, next(iter(self.places.values()))
-        parts = [y[:, :-1], y[:, -1]] if spec.has_bias else [y]
         found: dict[str, Tensor] = {}
-        for name, shape, part in zip(spec.parameters, spec.shapes, parts, strict=True):
+        for name, shape, part in zip(spec.parameters, spec.shapes, self._parts(y), strict=True):
             place = self.places.get(name, like)
             rows = _rows(shape[0], self.others.size)[self.others.rank]
             local = part.reshape(rows, *shape[1:]).to(place.dtype).contiguous()
@@ -85,6 +96,20 @@ class Rows:
                 local, place.device_mesh, place.placements, run_check=False, shape=torch.Size(shape), stride=stride
             )
         return found
+
+    def _parts(self, y: Tensor) -> list[Tensor]:
+        """This process's weight and, if there is one, bias."""
+        if not self.block.spec.has_bias:
+            return [y]
+        if not self._bias_below:
+            return [y[:, :-1], y[:, -1]]
+        bias = self.others.hand(y[-1] if self._last else None, y.shape[1:], y, self.others.size - 1)
+        mine = bias.split(_rows(len(bias), self.others.size))[self.others.rank]
+        return [y[:-1] if self._last else y, mine]
+
+    @property
+    def _last(self) -> bool:
+        return self.others.rank == self.others.size - 1
 
     # ---- both sides --------------------------------------------------------------------------------------------------
 
@@ -97,7 +122,7 @@ class Rows:
             one = torch.ones(row_side.dim, 1, dtype=y.dtype, device=y.device)
             y = act(self.side, row_side, one)[self._part].to(y) * y
         elif _spread(row_side):
-            y = act(self.side, local(row_side), y)
+            y = self._as_cut(row_side, y, lambda z: act(self.side, local(row_side), z))
         else:
             in_columns.append((self.side, row_side))
         if column_side is not None and _spread(column_side):
@@ -121,7 +146,13 @@ class Rows:
         """(G ⊗ A + λI)^p Y_p with G's rows spread as Y's are, A whole here. Collective."""
         damping = self.block.damping
         assert damping is not None
-        return replace(self.block, G=local(self.block.G)).power(y, p, damping, first_jitter)
+        block = replace(self.block, G=local(self.block.G))
+        return self._as_cut(self.block.G, y, lambda z: block.power(z, p, damping, first_jitter))
+
+    def _as_cut(self, factor: Factor, y: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        """Something done with rows that lie as a spread factor's do."""
+        widths = [part.stop - part.start for part in self.others.features(factor.dim)]
+        return self.others.deal_rows(act(self.others.deal_rows(y, self.counts, widths)), widths, self.counts)
 
     @property
     def _part(self) -> slice:
@@ -150,12 +181,10 @@ def rows_of(
         return None, "EK-FAC's eigenvalues need both sides' eigenvectors at once"
     if spec.kind == "block":
         return None, "an exact block is applied whole"
-    if spec.layout in ("in_out", "table") and spec.has_bias:
-        return None, "its bias is cut otherwise than its inputs"
     each = torch.Size(spec.shapes[0][1:]).numel() if spec.layout == "vector" else 1
     counts = [rows * each for rows in _rows(spec.shapes[0][0], others.size)]
-    rows = Rows(block, sharded, others, counts)
-    return _fitting(rows, power)
+    counts[-1] += spec.has_bias and spec.layout == "in_out"
+    return _fitting(Rows(block, sharded, others, counts), power)
 
 
 def _fitting(rows: Rows, power: float | None) -> tuple[Rows | None, str]:
@@ -167,9 +196,6 @@ def _fitting(rows: Rows, power: float | None) -> tuple[Rows | None, str]:
         assert isinstance(factor, LowRank | DiagonalLowRank) and isinstance(factor.columns, ShardedColumns)
         if _ranks(factor.columns.others.group) != _ranks(others.group):
             return None, f"{side} is spread over other processes"
-        widths = [part.stop - part.start for part in others.features(factor.dim)]
-        if side == rows.side and widths != rows.counts:
-            return None, f"{side} is cut into {widths} rows, the gradient into {rows.counts}"
         value = damping.lambda_A if side == "A" else damping.lambda_G
         clipped = power is not None and not factor.clips_nothing(value, damping.max_condition)
         if isinstance(factor, DiagonalLowRank) and clipped:

@@ -16,6 +16,7 @@ Bytes that leave this process (`sent`), with B for those of one tensor:
 | broadcast | from the one that has it, to each of the others | (W−1)·B |
 """
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -171,6 +172,26 @@ class Exchange:
         pieces = [piece.view(shape) for piece, shape in zip(taken.split(sizes), shapes, strict=True)]
         return torch.cat(pieces, dim=dim).to(part.device)
 
+    def deal_rows(self, rows_TN: Tensor, before: list[int], after: list[int]) -> Tensor:
+        """Rows that lie one way over the processes, in the order of ranks, another way. One all-to-all of what changes hands.
+
+        Args:
+            rows_TN: this process's rows.
+            before: rows of each process.
+            after: rows that each process gets, as many in all.
+        """
+        self._check(rows_TN, before)
+        if before == after:
+            return rows_TN
+        given = rows_TN.detach().to(self._wire).contiguous()
+        taken = torch.empty(after[self.rank], *rows_TN.shape[1:], dtype=rows_TN.dtype, device=self._wire)
+        size = rows_TN.shape[1:].numel() * rows_TN.dtype.itemsize
+        leaving = [common * size for common in _common(before, after, self.rank)]
+        arriving = [common * size for common in _common(after, before, self.rank)]
+        with self._sending("all_to_all", sum(leaving) - leaving[self.rank]):
+            dist.all_to_all_single(_bytes(taken), _bytes(given), arriving, leaving, group=self.group)
+        return taken.to(rows_TN.device)
+
     def gather_features(self, part_nK: Tensor, n: int) -> Tensor:
         """The whole [n, K] of each process's rows `features(n)[rank]`. One all-gather of pieces of ⌈n/W⌉ rows."""
         each, more = divmod(n, self.size)
@@ -269,6 +290,13 @@ def _device_for(group: Any, device: torch.device) -> torch.device:
     if backends.get(device.type, "gloo") != "gloo":
         return device
     return torch.device("cpu" if "cpu" in backends else next(iter(backends)))
+
+
+def _common(mine: list[int], theirs: list[int], rank: int) -> list[int]:
+    """Rows that one process has in one cut and each process in another."""
+    first, last = sum(mine[:rank]), sum(mine[: rank + 1])
+    bounds = [0, *itertools.accumulate(theirs)]
+    return [max(0, min(last, stop) - max(first, start)) for start, stop in pairwise(bounds)]
 
 
 def _bytes(contiguous: Tensor) -> Tensor:

@@ -63,6 +63,12 @@ def _moves(rank: int, world_size: int, counts: tuple[int, ...], width: int, dtyp
     leaving = (sum(counts) - counts[rank]) * kept * item
     assert exchange.sent["all_to_all"] - before["all_to_all"] == leaving == meter.sent["all_to_all"]
 
+    before, after = exchange.sent["all_to_all"], [*counts[::-1]]
+    dealt = exchange.deal_rows(given, [*counts], after)
+    assert dealt.dtype == dtype and torch.equal(dealt, whole[mine(rank, after)])
+    kept_rows = set(range(len(whole))[mine(rank, counts)]) & set(range(len(whole))[mine(rank, after)])
+    assert exchange.sent["all_to_all"] - before == (counts[rank] - len(kept_rows)) * width * item
+
     before = exchange.sent["all_gather"]
     features = exchange.gather_features(resharded.mT, width)
     assert features.dtype == dtype and torch.equal(features, whole.mT)

@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import gramian
 from gramian.curvature.spread import deal
 from gramian.linalg import LowRank, dense, low_rank
 from tests.curvature.small import MADE
-from tests.curvature.splits import CASES, assert_equal, refresh, vector
+from tests.curvature.splits import CASES, Case, assert_equal, refresh, vector
 from tests.dist.kfac_bodies import make, wrapped
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed, run_on_ranks
@@ -161,17 +162,30 @@ def test_what_one_process_looked_at_before_decides_nothing(rank: int, world_size
 # ---- gradients that stay sharded -------------------------------------------------------------------------------------
 
 
+def transposed() -> nn.Module:
+    """Weights stored as [in, out], with biases: a bias is one more row, and a shard of its own."""
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Sequential(Conv1D(8, 7), nn.Tanh(), Conv1D(5, 8))
+
+
+MORE = {
+    **CASES,
+    "transposed": Case(transposed, lambda n: torch.randn(n, 2, 7, generator=torch.Generator().manual_seed(n)), 5, 2),
+}
+
+
 def stays_sharded(
     rank: int, world_size: int, case: str, reduce: str, options: dict[str, Any], gathered: set[str]
 ) -> None:
     """Natural gradients and products of one process, with no gradient put together but those that are expected to be."""
     samples = 4
-    plain = CASES[case].model()
-    model = wrapped("fsdp2", CASES[case].model())
+    plain = MORE[case].model()
+    model = wrapped("fsdp2", MORE[case].model())
     one = make(**{**options, "kfac_distributed_reduce": "none"})
-    refresh(one, plain, CASES[case].data(samples), range(samples), reduction="sum")
+    refresh(one, plain, MORE[case].data(samples), range(samples), reduction="sum")
     kfac = make(**options, kfac_distributed_reduce=reduce)
-    refresh(kfac, model, CASES[case].data(samples), range(rank, samples, world_size), reduction="sum")
+    refresh(kfac, model, MORE[case].data(samples), range(rank, samples, world_size), reduction="sum")
     whole, places = vector(plain), dict(model.named_parameters())
     sharded = {n: distribute_tensor(t, places[n].device_mesh, places[n].placements) for n, t in whole.items()}
     calls: list[tuple[int, ...]] = []
@@ -182,6 +196,8 @@ def stays_sharded(
 
     exchange = kfac._spread.others
     assert exchange is not None
+    below = [b.spec.parameters[1] for b in kfac.kfac_factors.values() if b.spec.layout == "in_out"]
+    biases = sum((world_size - 1) * places[name].to_local().nbytes for name in below)  # put together in every use
     for power in (-1.0, -0.5, None):
         for _ in range(2):  # the second time everything is factorised
             before = exchange.sent["all_gather"]
@@ -190,7 +206,7 @@ def stays_sharded(
                     found = kfac.compute_fisher_vector_product(sharded)
                 else:
                     found = kfac.compute_natural_gradient(model, power=power, gradients=sharded)
-        assert exchange.sent["all_gather"] == before or gathered
+        assert exchange.sent["all_gather"] == before + biases or gathered
         expected = (
             one.compute_fisher_vector_product(whole)
             if power is None
@@ -224,6 +240,22 @@ def test_gradients_stay_sharded(rank: int, world_size: int, case: str, reduce: s
 @distributed(world_size=3)
 def test_gradients_of_uneven_shards_stay_sharded(rank: int, world_size: int, case: str, reduce: str) -> None:
     stays_sharded(rank, world_size, case, reduce, {"kfac_use_woodbury": False}, set())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("case", ["words", "transposed"])
+@distributed(world_size=3)
+def test_factors_and_gradients_that_are_cut_differently(rank: int, world_size: int, case: str, reduce: str) -> None:
+    """`Shard` gives 3 processes 3, 3 and 2 of 8 rows, 3, 3 and 1 of 7; factors have 3, 3, 2 and 3, 2, 2 of them."""
+    stays_sharded(rank, world_size, case, reduce, {}, set())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@distributed(world_size=2)
+def test_gradients_with_inputs_first_stay_sharded(rank: int, world_size: int, reduce: str) -> None:
+    stays_sharded(rank, world_size, "transposed", reduce, {}, set())
 
 
 @distributed(world_size=2)
