@@ -94,8 +94,8 @@ def lanczos(
         which: "LA" largest, "SA" smallest, "LM" largest in magnitude, "BE" from both ends by turns, starting above.
         tol: for residuals, relative to ‖M‖; by default eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
             many digits exact.
-        max_iterations: blocks of products, all searches together; by default 40 times the basis.
-        max_basis: most vectors kept; by default all n up to 512, else 2k + 20 + 10b; k + 2b at least, and the
+        max_iterations: blocks of products, all searches together; by default 40·max_basis products.
+        max_basis: most vectors kept; by default all n up to 512, else 2k + 20 + 12b; k + 2b at least, and the
             more the faster.
         block_size: b, columns of a product.
         search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
@@ -116,11 +116,11 @@ def lanczos(
     n = operator.dim
     k, block_size = min(k, n), min(block_size, n)
     if max_basis is None:
-        max_basis = n if n <= SMALL else 2 * k + 20 + 10 * block_size
+        max_basis = n if n <= SMALL else 2 * k + 20 + 12 * block_size
     room = min(n, max_basis)
     if room < min(n, k + 2 * block_size):
         raise GramianError(f"max_basis: is {max_basis}; expected {k + 2 * block_size} or more")
-    limit = 40 * room if max_iterations is None else max_iterations
+    limit = 40 * room // max(1, block_size) if max_iterations is None else max_iterations
     basis = KrylovBasis(operator, room, block_size, torch.device(basis_device or operator.device), generator)
     if tol is None:
         tol = float(torch.finfo(operator.dtype).eps ** (2 / 3))
@@ -225,7 +225,10 @@ def _nothing_outside(ritz: Ritz, ranking: Tensor, k: int, which: Which, level: f
         "LM": (min(map(abs, wanted)), -min(map(abs, wanted))),
         "BE": (min(wanted[::2]), max(wanted[1::2], default=-math.inf)),
     }[which]
-    reach = share / (1 - 2 * share) * float(values[high] - values[low]) if share < 0.5 else math.inf
-    quiet_above = above == math.inf or ritz.couplings_M[high] <= level or float(values[high]) + reach <= above
-    quiet_below = below == -math.inf or ritz.couplings_M[low] <= level or float(values[low]) - reach >= below
-    return bool(quiet_above and quiet_below)
+    known_above, known_below = (bool(ritz.couplings_M[end] <= level) for end in (high, low))
+    seen = float(values[high] - values[low])  # λ_max − λ_min outside is at most this over 1 − ε for every end not known
+    unknown = 2 - known_above - known_below
+    reach = share / (1 - unknown * share) * seen if unknown * share < 1 else math.inf
+    quiet_above = known_above or above == math.inf or float(values[high]) + reach <= above
+    quiet_below = known_below or below == -math.inf or float(values[low]) - reach >= below
+    return quiet_above and quiet_below

@@ -57,7 +57,7 @@ def assert_bounds(found: LanczosSpectrum, matrix: Tensor, exact: Tensor) -> None
 # ---- eigenvalues -----------------------------------------------------------------------------------------------------
 
 SLOW = {("decaying", "SA"), ("decaying", "BE")}
-"""Where most eigenvalues crowd, relative to the whole spectrum, at the end that is asked for."""
+"""Where most eigenvalues crowd, relative to the whole spectrum, at the end that is asked for: no restarts, no ARPACK."""
 
 ARPACK = ("decaying", "evenly spaced", "clustered", "indefinite")
 """Not "top repeated": ARPACK returns 9 of the 10 copies and then 1."""
@@ -89,7 +89,8 @@ def test_eigenvalues_are_those_of_eigvalsh(name, which, block_size, max_basis):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("name", "which", "block_size", "max_basis"), sample([item for item in MATRIX if item[0] in ARPACK], 4)
+    ("name", "which", "block_size", "max_basis"),
+    sample([item for item in MATRIX if item[0] in ARPACK and item[:2] not in SLOW], 4),
 )
 def test_eigenvalues_are_those_of_arpack(name, which, block_size, max_basis):
     arpack = pytest.importorskip("scipy.sparse.linalg")
