@@ -39,6 +39,14 @@ START_TIMEOUT = 180.0
 TASK_TIMEOUT = 120.0
 # After one rank has failed, how long the others may take to say that they failed too.
 GRACE_AFTER_FAILURE = 5.0
+# What takes long to import, once, in the process that all pools are forked from.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch._dynamo.backends.debugging",
+    "torch._functorch.aot_autograd",
+    "transformers.models.llama.modeling_llama",
+    "tests.dist.worlds",
+]
 
 _pools: dict[int, "_Pool"] = {}
 
@@ -100,7 +108,8 @@ class _Pool:
         self.crashes = tempfile.TemporaryDirectory(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
