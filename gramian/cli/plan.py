@@ -15,6 +15,7 @@ from gramian.errors import GramianError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from gramian.curvature.planning import CurvaturePlan
     from gramian.parallel.strategy import Decision
     from gramian.plan.memory import Kind, Needs
     from gramian.train.config import Config
@@ -60,13 +61,30 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_table(decision))
     if config.privacy is not None:
         console.print("What [privacy] holds on top is not counted.", markup=False)
-    if config.kfac is not None:
-        for line in _curvature(config, vocabulary, place):
+    curvature = None if config.kfac is None else _curvature(config, vocabulary, place)
+    if curvature is not None:
+        tokens = config.data.batch * config.data.length
+        heading = f"[kfac] on top of that, for a refresh of {tokens:,} tokens:"
+        for line in ("", heading, *curvature.grouped().splitlines(), ""):
             console.print(line, markup=False, soft_wrap=True)
-    if not decision.fits:
+    if not decision.fits or decision.strategy is None:
         raise RunFailed(f"plan: {decision.why}")
     console.print(decision.why, markup=False, soft_wrap=True)
+    if curvature is not None:
+        line, fits = _together(decision.held(decision.strategy), curvature.total(place.device), decision.usable)
+        if not fits:
+            raise RunFailed(f"plan: {line}")
+        console.print(line, markup=False, soft_wrap=True)
     return 0
+
+
+def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
+    """What a run and its curvature take, in a line, and whether that fits."""
+    from gramian.plan.clipping import megabytes
+
+    fits = held + curvature <= usable
+    line = f"with [kfac]: {megabytes(held)} + {megabytes(curvature)} of {megabytes(usable)}"
+    return line if fits else f"{line}; would fit: kfac.memory_budget = {usable - held}", fits
 
 
 @dataclass(frozen=True)
@@ -145,7 +163,7 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
     return lines
 
 
-def _curvature(config: Config, vocabulary: int, place: _Place) -> list[str]:
+def _curvature(config: Config, vocabulary: int, place: _Place) -> CurvaturePlan:
     """What [kfac] holds on top of the table above, on each process."""
     import torch
 
@@ -161,15 +179,13 @@ def _curvature(config: Config, vocabulary: int, place: _Place) -> list[str]:
                 model = causal.from_config(told)
         else:
             model = build_model(config, vocabulary)
-    tokens = config.data.batch * config.data.length
-    plan = build_kfac(config).plan(
+    return build_kfac(config).plan(
         model.to(numbers.weights),
-        tokens=tokens,
+        tokens=config.data.batch * config.data.length,
         activations=numbers.activations,
         device=place.device,
         world_size=max(place.gpus, 1),
     )
-    return ["", f"[kfac] on top of that, for a refresh of {tokens:,} tokens:", *plan.grouped().splitlines(), ""]
 
 
 def _table(decision: Decision) -> RenderableType:

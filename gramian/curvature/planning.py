@@ -41,7 +41,9 @@ STAGES = ("collect", "build", "rest", "use", "apply")
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
-def keeps_of(specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool) -> Keeps:
+def keeps_of(
+    specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, device: str | None = None
+) -> Keeps:
     """What every K-FAC block keeps while tokens arrive, within the budget if there is one.
 
     Args:
@@ -49,6 +51,7 @@ def keeps_of(specs: Mapping[str, Spec], options: Options, head: str | None, exac
         options: policy and budget.
         head: the layer whose outputs are the logits.
         exact_head: whether its Fisher is the exact one.
+        device: where the model will run; None: where it is.
 
     Raises:
         GramianError: if not even diagonals fit.
@@ -56,7 +59,8 @@ def keeps_of(specs: Mapping[str, Spec], options: Options, head: str | None, exac
     policy = {name: _policy(spec, options, head) for name, spec in specs.items() if spec.kind == "kronecker"}
     if options.budget is None:
         return policy
-    return _Budget(specs, options, head, exact_head, policy).keeps()
+    homes = {name: device or _type(spec.device) for name, spec in specs.items()}
+    return _Budget(specs, options, head if exact_head else None, policy, homes).keeps()
 
 
 def _policy(spec: Spec, options: Options, head: str | None) -> dict[str, Keep]:
@@ -72,14 +76,13 @@ class _Budget:
     """The search for what fits, over any number of tokens. Blocks of one form are looked at once."""
 
     def __init__(
-        self, specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, policy: Keeps
+        self, specs: Mapping[str, Spec], options: Options, exact: str | None, policy: Keeps, homes: Mapping[str, str]
     ) -> None:
         assert options.budget is not None
         self.options, self.policy, self.limit, self.specs = options, policy, options.budget, specs
-        exact = head if exact_head else None
         self.kinds: dict[_Kind, list[str]] = {}
         for name, spec in specs.items():
-            form, home = form_of(spec, options, exact=exact in spec.layers), _type(spec.device)
+            form, home = form_of(spec, options, exact=exact in spec.layers), homes[name]
             kind = _Kind(form, _sides(policy.get(name, {})), home, _store(options, home))
             self.kinds.setdefault(kind, []).append(name)
 
@@ -393,22 +396,10 @@ def plan(
     free: int | None = None,
     world_size: int = 1,
 ) -> CurvaturePlan:
-    """What K-FAC will hold for a model, from shapes alone; the model may be on the meta device.
+    """What K-FAC will hold for a model, from shapes alone: `KFACNaturalGradient.plan`, which says what each argument is.
 
-    Args:
-        model: the user's module, unwrapped.
-        options: of the K-FAC object.
-        tokens: T of a refresh on all processes, for all layers or {layer: T}; None: the most that any number can take.
-        inputs: in place of tokens, the arguments of one forward over all of a refresh (meta tensors do): tells every layer's
-            own tokens, and which layers share one A. Without it every A counts by itself.
-        head: the layer whose outputs are the logits; None: the last linear one.
-        exact_head: whether its Fisher is the exact one.
-        power: that will be asked for; other than -1 needs eigenvectors.
-        algebra: dtype of small systems: float64, or float32 where κ is known to let it do.
-        activations: their dtype, where autocast makes it another than the parameters'.
-        device: where the model will run; None: where it is (of the meta device: "cuda").
-        free: bytes free there, for "auto" storage and eigendecompositions; None: enough.
-        world_size: W, processes that share the tokens evenly; the plan is that of the one with most.
+    Here the model is unwrapped, `head` may still be unknown (None: the last linear layer), and `exact_head` says whether its
+    Fisher is the exact one.
 
     Raises:
         GramianError: if memory_budget cannot be met, or an argument makes no sense.
@@ -419,14 +410,15 @@ def plan(
     specs = find_blocks(model, options)
     seen = _seen(model, specs, tokens, inputs)
     head = head if head is not None else _last_linear(specs, seen)
-    keeps = keeps_of(specs, options, head, exact_head)
+    runs_on = None if device is None else torch.device(device).type
+    keeps = keeps_of(specs, options, head, exact_head, runs_on)
     shares = {} if seen is None or options.weight_sharing == "reduce" else _shared(specs, seen, keeps)
     exact = head if exact_head else None
     rows: list[Row] = []
     totals: dict[str, Total] = {}
     left = None if free is None else free // 2
     for name, spec in specs.items():
-        home = torch.device(device).type if device is not None else _type(spec.device)
+        home = runs_on or _type(spec.device)
         form = form_of(
             spec,
             options,

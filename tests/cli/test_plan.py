@@ -144,6 +144,23 @@ def test_curvature_has_a_table_of_its_own(small: str, capsys: pytest.CaptureFixt
     assert any(line.startswith("[kfac] on top of that, for a refresh of ") for line in lines)
     assert any(re.match(r"cpu: [\d.]+ MB at most; [\d.]+ MB in the first refresh", line) for line in lines)
     assert any(line.startswith("blocks.0.fc and ") for line in lines)
+    assert re.match(r"with \[kfac\]: [\d.]+ MB \+ [\d.]+ MB of ", lines[-1])
+
+
+def test_a_run_that_fits_alone_may_not_fit_with_its_curvature(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(gigabytes: float, *overrides: str) -> int:
+        return main(["plan", "--gpus", "1", "--gpu-memory", str(gigabytes), small, *overrides])
+
+    assert planned(1, "kfac.update_freq=5") == 0
+    held, curvature = (float(size) / 1e3 for size in re.findall(r"([\d.]+) MB", output(capsys)[0][-1])[:2])
+    between = (held + 0.9 * curvature) / 0.9  # of a GPU nine tenths can be used
+    assert planned(between) == 0
+    output(capsys)
+    assert planned(between, "kfac.update_freq=5") == 1
+    lines, errors = output(capsys)
+    assert any(line.startswith("[kfac] on top") for line in lines)
+    assert "with [kfac]" in errors and "would fit: kfac.memory_budget = " in errors and errors.count("\n") == 1
+    assert planned(between, f"kfac.memory_budget={errors.rsplit(' = ', 1)[1].strip()}") == 0
 
 
 @pytest.mark.parametrize(

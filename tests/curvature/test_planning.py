@@ -709,6 +709,19 @@ def test_what_is_decided_follows_from_shapes_and_options_alone() -> None:
     assert kfac.plan(model, tokens=5).keeps == wanted
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_is_nowhere_is_planned_for_the_device_it_will_run_on(device: str) -> None:
+    """Factors that are kept on the CPU share a budget with tokens where the model runs there, too."""
+    options = {"woodbury_store_device": "cpu", "memory_budget": 4_000_000}
+    there = CASES["wide"].build().to("meta")
+    plan = gramian.KFACNaturalGradient(**options).plan(there, tokens=900, device=device)
+    assert set(plan.devices) == {"cpu", device} and plan.total() <= 4_000_000
+    if device == "cpu":
+        assert plan.keeps == gramian.KFACNaturalGradient(**options).plan(CASES["wide"].build(), tokens=900).keeps
+    with pytest.raises(gramian.GramianError, match=f" on {device} with the least"):
+        gramian.KFACNaturalGradient(memory_budget=1000).plan(there, device=device)
+
+
 def test_a_budget_that_cannot_be_met_is_refused_before_a_token_is_kept() -> None:
     case, model = CASES["gpt"], CASES["gpt"].build()
     kfac = gramian.KFACNaturalGradient(memory_budget="10KB")
