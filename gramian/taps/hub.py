@@ -68,7 +68,7 @@ class Hub:
         self._installed: list[Tap] = []
         self._holders = 0
         self._grouped: set[str] = set()
-        self._gathered = Gathered(root)
+        self._gathered: Gathered | None = None
         self.tensor_parallel: TensorParallel | None = None
         """The processes that the model is spread over by features, and that deal its samples out among themselves while those
         who listen take shares; None: every process sees all of its samples."""
@@ -106,6 +106,7 @@ class Hub:
                 tap.uninstall()
             self._installed.clear()
             self._passes.clear()
+            self._gathered = None  # it holds on to parameters
 
     # ---- listening -------------------------------------------------------------------------------------------------
 
@@ -366,7 +367,8 @@ class Hub:
                 output_gradients = [self.tensor_parallel.take(t, batch) for t in output_gradients]
             mine = self.tensor_parallel.share(batch)
             batch = mine.stop - mine.start
-        kept = self._gathered.kept(kept)  # those who listen may hold them until the backward is over
+        if self._gathered is not None:
+            kept = self._gathered.kept(kept)  # those who listen may hold them until the backward is over
         with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
             self.live = False  # the generic site runs the layer again: untapped
             try:
