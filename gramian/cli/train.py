@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from gramian.parallel.world import World
     from gramian.train.config import Config
     from gramian.train.run_folder import RunFolder
+
+
+FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
+"""How processes that share curvature hear of an error of one of them."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,8 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Train."""
     from gramian.train.config import load_config
 
-    config = load_config(arguments.config, arguments.overrides)
     first = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+    except GramianError:
+        if first:
+            raise
+        return 2  # the first process says it for all
     return train(config, first)
 
 
@@ -101,7 +111,7 @@ def _in_one_line(where: World) -> Iterator[None]:
     """What a run may fail of though nothing is wrong with its config.
 
     Raises:
-        RunFailed: for dead data workers, full memories and lost processes.
+        RunFailed: for dead data workers, full memories, lost processes, and what a process failed of if it was no bad input.
     """
     import torch
 
@@ -111,7 +121,9 @@ def _in_one_line(where: World) -> Iterator[None]:
         yield
     except DataWorkerDied as problem:
         raise RunFailed(str(problem)) from None
-    except GramianError:
+    except GramianError as problem:
+        if FAILED_ON_ONE.match(str(problem)):  # it ends with 1, and so do those that heard of it
+            raise RunFailed(str(problem)) from None
         raise
     except (RuntimeError, MemoryError) as problem:
         told = (str(problem).splitlines() or ["of the host"])[0][:200]
