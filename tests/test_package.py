@@ -1,13 +1,12 @@
 """What a user meets first: the import is light, the public names are there, rooms keep to their places."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import gramian
+from tests.kit.fresh import run_fresh
 
 PACKAGE = Path(gramian.__file__).parent
 ROOMS = [
@@ -22,15 +21,17 @@ ROOMS = [
     "distill",
     "models",
     "train",
+    "analysis",
 ]
 """From the bottom up: a room may import only rooms below it."""
 
 
+@pytest.mark.xdist_group("fresh")
 def test_importing_gramian_loads_nothing_heavy():
     heavy = ("torch._dynamo", "transformers", "opacus", "scipy", "rich", "hypothesis", "matplotlib")
     code = f"import sys, gramian; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = run_fresh(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_public_names_exist():

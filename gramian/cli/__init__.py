@@ -77,13 +77,13 @@ def refuse_unavailable(
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
-    from gramian.cli import cache, demo, doctor, eval, plan, profile, train, verify
+    from gramian.cli import cache, curvature, demo, doctor, eval, plan, profile, train, verify
 
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gramian {gramian.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
-    for command in (demo, train, cache, doctor, eval, plan, verify, profile):
+    for command in (demo, train, cache, doctor, eval, curvature, plan, verify, profile):
         command.add_parser(commands)
 
     arguments, unknown = parser.parse_known_args(argv)

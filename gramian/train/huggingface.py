@@ -60,10 +60,12 @@ def load_huggingface(
 
 
 @contextmanager
-def reading(path: str, field: str = "model.path") -> Iterator[tuple[Any, Any]]:
+def reading(
+    path: str, field: str = "model.path", expected: str = "a causal language model in safetensors"
+) -> Iterator[tuple[Any, Any]]:
     """The folder's config and the library's class to build a model with.
 
-    Inside, the library shows no progress and no warnings, and whatever it raises is one line.
+    Inside, the library shows no progress and no warnings, and whatever it raises is one line that says what was `expected`.
 
     Raises:
         GramianError: naming the field.
@@ -84,9 +86,7 @@ def reading(path: str, field: str = "model.path") -> Iterator[tuple[Any, Any]]:
         raise
     except Exception as problem:  # whatever the library meets in the files
         told = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise GramianError(
-            f"{field}: {path} cannot be loaded ({told}); expected a causal language model in safetensors"
-        ) from None
+        raise GramianError(f"{field}: {path} cannot be loaded ({told}); expected {expected}") from None
     finally:
         logging.set_verbosity(verbosity)
         if bars:

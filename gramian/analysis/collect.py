@@ -1,0 +1,83 @@
+"""K-FAC factors of several batches together: one refresh, one backward for each batch."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from gramian.analysis.subject import Batch
+from gramian.curvature import KFACNaturalGradient
+from gramian.curvature.capture import KFACCapture
+from gramian.curvature.fisher import (
+    draw_labels,
+    logits_of,
+    positions,
+    question,
+    refuse_unknown_classes,
+    summed_cross_entropy,
+    token_weights,
+)
+from gramian.curvature.untouched import untouched
+from gramian.errors import GramianError
+from gramian.taps.hub import hub_of
+from gramian.taps.names import named_parameters, unwrap
+from gramian.taps.statistic import Withheld
+
+
+def collect(
+    kfac: KFACNaturalGradient,
+    model: torch.nn.Module,
+    batches: Sequence[Batch],
+    fisher: str,
+    seed: int,
+    tell: Callable[[int, int], None],
+) -> float:
+    """Make the factors of all batches, as one pass over all their rows would; the model is left as it was.
+
+    Cost: a forward and a backward of every batch, without weight gradients.
+
+    Args:
+        kfac: refreshed.
+        model: in the mode it is to be measured in.
+        batches: with "labels" [B, positions] that are not shifted.
+        fisher: "empirical", or "mc" and "true", whose labels are drawn from the model.
+        seed: of the draws, which are keyed by row and position: any split into batches draws the same.
+        tell: hears (batches done, of how many).
+
+    Returns:
+        The mean cross entropy of the data's own labels, in nats per term.
+
+    Raises:
+        GramianError: if labels do not fit, the sums are of no use, or a gradient reaches a parameter past its layer.
+    """
+    root, drawn = unwrap(model), fisher != "empirical"
+    asked = [question(root, batch, False) for batch in batches]
+    found = [positions(one, None) for one in asked]
+    rows, nats = 0, 0.0
+    with ExitStack() as around:
+        around.enter_context(untouched(root))
+        around.enter_context(hub_of(root).governed_by(Withheld()))
+        capture = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True)
+        assert isinstance(capture, KFACCapture)
+        capture.estimate = "mc" if drawn else "empirical"
+        around.enter_context(capture)
+        for number, (one, counted) in enumerate(zip(asked, found, strict=True), start=1):
+            samples_B = torch.arange(rows, rows + len(one.inputs))
+            weights = None if bool(counted.counted.all()) else token_weights(one, counted)
+            capture.next(num_terms=counted.terms, token_weights=weights, sample_ids=samples_B)
+            logits = logits_of(root(*one.args, **one.kwargs))
+            assert counted.labels is not None
+            refuse_unknown_classes(counted.labels, counted.counted, logits.shape[-1])
+            nats += float(summed_cross_entropy(logits.detach(), counted.labels, counted.counted))
+            labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
+            summed_cross_entropy(logits, labels, counted.counted).backward()
+            rows += len(one.inputs)
+            tell(number, len(batches))
+        stray = [name for name, p in named_parameters(root) if p.grad is not None]
+        if stray:
+            raise GramianError(
+                f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
+            )
+    if kfac.dropped:
+        raise GramianError(f"K-FAC: {kfac.dropped[-1]}; expected a model whose loss and gradients are finite")
+    return nats / max(1.0, sum(one.terms for one in found))

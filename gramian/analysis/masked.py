@@ -1,0 +1,80 @@
+"""Encoders: masked tokens, and the logits of the masked positions alone.
+
+Legend: B windows, T tokens of a window, M masked positions of a window, D width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class EmbeddingScores(nn.Module):
+    """An encoder without a head: logits are the inner products of its hidden states with its own input embeddings.
+
+    The weight of `head` is that of the embedding, one tied parameter. No bias, no scale, no transform: what a pretraining head
+    would have added is not in the folder. A pooler has no part in the loss and is frozen.
+    """
+
+    def __init__(self, encoder: Any) -> None:
+        """Tie a head to the embedding."""
+        super().__init__()
+        self.model = encoder
+        table = encoder.get_input_embeddings()
+        self.head = nn.Linear(table.embedding_dim, table.num_embeddings, bias=False, device="meta")
+        self.head.weight = table.weight
+        if isinstance(getattr(encoder, "pooler", None), nn.Module):
+            encoder.pooler.requires_grad_(False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits."""
+        return self.head
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids [B, T] and positions [B, M] to logits [B, M, V]."""
+        hidden_BTD = self.model(input_ids=input_ids).last_hidden_state
+        logits_BMV: Tensor = self.head(_at(hidden_BTD, positions))
+        return logits_BMV
+
+
+class MaskedHead(nn.Module):
+    """An encoder with a masked-language-model head of its own."""
+
+    def __init__(self, model: Any) -> None:
+        """Hold it."""
+        super().__init__()
+        self.model = model
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer that makes the logits."""
+        head: nn.Module = self.model.get_output_embeddings()
+        return head
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids [B, T] and positions [B, M] to logits [B, M, V]; the head runs on all positions, as the model has it."""
+        return _at(self.model(input_ids=input_ids).logits, positions)
+
+
+def mask(windows_BT: Tensor, token: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Replace some tokens of every window by the mask token.
+
+    Args:
+        windows_BT: ids, with one token at each end that is never masked, where T > 2.
+        token: the mask token's id.
+        share: of the tokens between the ends; one at least.
+        seed: of the choice.
+
+    Returns:
+        Ids [B, T], masked positions [B, M] in ascending order, and what stood there [B, M].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    B, T = windows_BT.shape
+    edge = int(T > 2)
+    inside = T - 2 * edge
+    M = max(1, round(share * inside))
+    positions_BM = torch.rand(B, inside, generator=generator).argsort(1)[:, :M].sort(1).values + edge
+    return windows_BT.scatter(1, positions_BM, token), positions_BM, windows_BT.gather(1, positions_BM)
+
+
+def _at(rows_BTN: Tensor, positions_BM: Tensor) -> Tensor:
+    return rows_BTN.gather(1, positions_BM[..., None].expand(-1, -1, rows_BTN.shape[-1]))

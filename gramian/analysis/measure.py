@@ -1,0 +1,211 @@
+"""The analysis: K-FAC and its metrics, then products with the Gauss-Newton matrix and, where asked for, the Hessian.
+
+Each stage adds a section to one JSON-able result, which is handed out after every stage: what was computed is never lost to a
+later one. Factors are let go before the bases of Lanczos are made, so the most memory is that of the dearest stage.
+"""
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gramian
+from gramian.analysis.collect import collect
+from gramian.analysis.planning import Plan, make_plan
+from gramian.analysis.settings import TOLERANCE, Settings
+from gramian.analysis.spectra import ggn_density, kfac_density, layer_spectra
+from gramian.analysis.subject import Subject
+from gramian.curvature import GGNOperator, HessianOperator, KFACNaturalGradient
+from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
+from gramian.linalg.operator import Operator
+
+SCHEMA = 1
+Tell = Callable[[int, int], None]
+Stage = Callable[[str], AbstractContextManager[Tell]]
+"""Opens a stage by its name; inside, it hears how much of how much is done."""
+Result = dict[str, Any]
+
+
+def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
+    """The object that an analysis fills: factors as exact as the model's numbers, damping as the metrics have it."""
+    return KFACNaturalGradient(
+        damping=settings.damping,
+        damping_mode="joint",
+        woodbury_dtype=str(subject.model_facts.get("dtype", "fp32")),
+        kfac_true_fisher_head=settings.fisher == "true",
+        ekfac=settings.ekfac,
+        seed=settings.seed,
+    )
+
+
+def plan_of(subject: Subject, settings: Settings) -> Plan:
+    """What the analysis will hold, before it holds it."""
+    return make_plan(subject, settings, kfac_of(subject, settings))
+
+
+def analyse(
+    subject: Subject,
+    settings: Settings,
+    stage: Stage = lambda name: nullcontext(lambda done, total: None),
+    keep: Callable[[Result], None] = lambda result: None,
+) -> Result:
+    """Measure the curvature of a model.
+
+    Args:
+        subject: the model and its batches.
+        settings: what is computed.
+        stage: opened around every stage.
+        keep: is handed the result after every stage; "complete" says whether it was the last one.
+
+    Returns:
+        {"settings", "model", "data", "notes", "versions", "plan", "kfac", "ggn", "hessian", "seconds", "complete"}; see
+        docs/how-to/curvature.md.
+
+    Raises:
+        GramianError: if the model or the batches do not fit.
+    """
+    result = _about(subject, settings)
+    stages: list[tuple[str, Callable[[Tell], Result]]] = [("kfac", lambda tell: _kfac(subject, settings, tell))]
+    if settings.probes:
+        stages.append(("ggn", lambda tell: _ggn(subject, settings, tell)))
+    if settings.hessian:
+        stages.append(("hessian", lambda tell: _hessian(subject, settings, tell)))
+    for number, (name, run) in enumerate(stages, start=1):
+        started = time.perf_counter()
+        with stage(name) as tell:
+            result[name] = run(tell)
+        result["seconds"][name] = time.perf_counter() - started
+        result["complete"] = number == len(stages)
+        keep(result)
+    return result
+
+
+def _about(subject: Subject, settings: Settings) -> Result:
+    device = next(subject.model.parameters()).device
+    cuda = device.type == "cuda"
+    return {
+        "schema": SCHEMA,
+        "complete": False,
+        "settings": dict(vars(settings)),
+        "model": {**subject.model_facts, "parameters": subject.parameters},
+        "data": {**subject.data_facts, "tokens": subject.tokens, "terms": subject.terms},
+        "notes": list(subject.notes),
+        "versions": {
+            "gramian": gramian.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",
+        },
+        "plan": plan_of(subject, settings).facts(),
+        "seconds": {},
+    }
+
+
+# ---- K-FAC -----------------------------------------------------------------------------------------------------------
+
+
+def _kfac(subject: Subject, settings: Settings, tell: Tell) -> Result:
+    kfac = kfac_of(subject, settings)
+    loss = collect(kfac, subject.model, subject.batches, settings.fisher, settings.seed, tell)
+    metrics = kfac.compute_capacity_metrics()
+    spectra = layer_spectra(kfac.kfac_factors)
+    found = {
+        "loss": loss,
+        "metrics": metrics,
+        "top_eigenvalues": kfac.top_eigenvalues(settings.eigenvalues).tolist(),
+        "spectra": spectra,
+        "density": kfac_density(spectra),
+    }
+    return {**found, "record": kfac.record()}
+
+
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+class _Counted(Operator):
+    """An operator that says how many products it has made."""
+
+    def __init__(self, operator: Operator, tell: Tell, total: int) -> None:
+        self._operator, self._tell, self._total, self.products = operator, tell, total, 0
+        self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device
+
+    def matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y."""
+        found = self._operator.matmat(y_NK)
+        self.products += y_NK.shape[1]
+        self._tell(self.products, max(self._total, self.products))
+        return found
+
+
+def _ggn(subject: Subject, settings: Settings, tell: Tell) -> Result:
+    """Largest eigenvalues by Lanczos, the density and what follows from it by quadrature."""
+    ggn = GGNOperator(subject.model, subject.batches, causal_shift=False)
+    operator = _Counted(ggn, tell, settings.lanczos_limit + settings.probes * settings.steps)
+    extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
+    density = spectral_density(operator, settings.probes, settings.steps, generator=_generator(operator, settings))
+    return {"dim": ggn.dim, "terms": ggn.num_terms, "extremes": extremes, **_functions(density, settings.damping)}
+
+
+def _functions(density: SpectralDensity, damping: float) -> Result:
+    """Nodes and weights, the density in decades, and traces of functions with their standard errors."""
+    trace = density.trace_of(lambda nodes: nodes.clamp(min=0))
+    dimension = density.trace_of(lambda nodes: nodes.clamp(min=0) / (nodes.clamp(min=0) + damping))
+    squares = density.trace_of(lambda nodes: nodes.square())
+    seen = torch.where(density.nodes_PS > density.rounding, density.weights_PS, 0.0).sum(1)
+    return {
+        "nodes": density.nodes_PS.tolist(),
+        "weights": density.weights_PS.tolist(),
+        "resolution": density.rounding,
+        "above_resolution": float(seen.mean()),
+        "density": ggn_density(density.nodes_PS, density.weights_PS, density.rounding),
+        "trace": _estimate(trace.value, trace.standard_error),
+        "effective_dimension": _estimate(dimension.value, dimension.standard_error),
+        "participation_ratio": trace.value**2 / squares.value if squares.value > 0 else 0.0,
+        "damping": damping,
+        "matvecs": density.matvecs,
+    }
+
+
+def _hessian(subject: Subject, settings: Settings, tell: Tell) -> Result:
+    hessian = HessianOperator(subject.model, "cross_entropy", subject.batches, causal_shift=False)
+    operator = _Counted(hessian, tell, settings.lanczos_limit)
+    return {"dim": hessian.dim, "extremes": _lanczos(operator, settings.eigenvalues, "BE", settings)}
+
+
+def _lanczos(operator: Operator, k: int, which: Any, settings: Settings) -> Result:
+    """One Krylov space: a repeated eigenvalue is seen once."""
+    found: LanczosSpectrum = lanczos(
+        operator,
+        k,
+        which,
+        tol=TOLERANCE,
+        max_basis=settings.lanczos_basis,
+        max_iterations=settings.lanczos_limit,
+        search_copies=False,
+        generator=_generator(operator, settings),
+    )
+    return {
+        "which": which,
+        "eigenvalues": found.eigenvalues.tolist(),
+        "residual_bounds": found.residual_bounds.tolist(),
+        "converged": found.converged,
+        "smallest": found.smallest,
+        "largest": found.largest,
+        "rounding": found.rounding,
+        "asymmetry": found.asymmetry,
+        "matvecs": found.matvecs,
+        "tolerance": TOLERANCE,
+    }
+
+
+def _generator(operator: Operator, settings: Settings) -> torch.Generator:
+    return torch.Generator(device=operator.device).manual_seed(settings.seed)
+
+
+def _estimate(value: float, error: float) -> dict[str, float | None]:
+    return {"value": value, "standard_error": error if math.isfinite(error) else None}

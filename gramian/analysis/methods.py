@@ -1,0 +1,198 @@
+"""A Methods paragraph and the reproducibility checklist, from the recorded numbers of an analysis and nothing else."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gramian.analysis.layers import kind, kronecker_layers
+from gramian.train.run_folder import write_whole
+
+MISSING = "not recorded"
+FISHERS = {
+    "empirical": "the labels of the data (empirical Fisher)",
+    "mc": "labels drawn from the model, one per position (Monte Carlo Fisher)",
+    "true": "the exact softmax Fisher of the head, and labels drawn from the model for all other layers",
+}
+
+
+def write_methods(result: Mapping[str, Any], path: Path) -> None:
+    """Write methods.md.
+
+    Args:
+        result: of `analyse`, or as read from curvature.json.
+        path: of the file.
+
+    Raises:
+        GramianError: if it cannot be written.
+    """
+    write_whole(path, methods(result))
+
+
+def methods(result: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    parts = ["# Methods", "", *_paragraphs(result), "", "# Reproducibility checklist", "", *_checklist(result)]
+    return "\n".join([*parts, "", "# Per layer", "", *_per_layer(result), ""])
+
+
+# ---- prose -----------------------------------------------------------------------------------------------------------
+
+
+def _paragraphs(result: Mapping[str, Any]) -> list[str]:
+    settings, model, data = result["settings"], result["model"], result["data"]
+    record, versions = result["kfac"]["record"], result["versions"]
+    options = record["options"]
+    coverage = result["kfac"]["metrics"]["model"]["coverage"]
+    weights = str(model.get("weights", MISSING)).partition(", of ")[0]
+    text = [
+        f"We measure the curvature of a {model.get('kind', 'given')} model with {model['parameters']:,} trained parameters "
+        f"(weights: {weights}; {model.get('dtype', MISSING)}) on {data['tokens']:,} tokens in {_of(data, 'windows')} windows "
+        f"of {_of(data, 'length')} tokens, with {data['terms']:,} cross-entropy terms (mean loss {result['kfac']['loss']:.4g} "
+        f"nats; data digest {_of(data, 'digest')}). The model is in evaluation mode and nothing is under autocast."
+    ]
+    text += list(result["notes"])
+    text.append(
+        f"The Fisher is approximated block by block with K-FAC (Martens and Grosse, 2015), F ≈ G ⊗ A, G from "
+        f'{FISHERS[settings["fisher"]]}; policy "{options["kfac_policy"]}", factors stored in {options["woodbury_dtype"]}. '
+        f"Of the trained parameters {coverage['kronecker']:.2%} are in a Kronecker block, {coverage['block']:.2%} in an exact "
+        f"block, {coverage['diagonal']:.2%} in a diagonal and {coverage['none']:.2%} in none. Ranks, traces and eigenvalues "
+        f"are of undamped, unclipped factors; log-determinant, effective dimension and condition number are of F + λI, "
+        f"λ = {settings['damping']:g}."
+    )
+    if options["ekfac"]:
+        text.append(
+            "EK-FAC (George et al., 2018) replaces the eigenvalues by second moments of per-sample gradients in the "
+            f"eigenbasis of K-FAC, for {sum(kind(layer) == 'EK-FAC' for layer in record['layers'].values())} of "
+            f"{len(record['layers'])} blocks; ranks and eigenvalues are those."
+        )
+    if "ggn" in result:
+        text.append(_products(result))
+    if "hessian" in result:
+        ends = result["hessian"]["extremes"]
+        text.append(
+            f"The ends of the Hessian's spectrum are from Lanczos ({ends['matvecs']} products, {_converged(ends)}): "
+            f"{ends['largest']:.4g} and {ends['smallest']:.4g}."
+        )
+    text.append(
+        f"gramian {versions['gramian']}, PyTorch {versions['torch']}, Python {versions['python']}, {versions['device']}, "
+        f"{record['world_size']} process{'es' * (record['world_size'] != 1)}, seed {settings['seed']}."
+    )
+    return "\n\n".join(text).splitlines()
+
+
+def _products(result: Mapping[str, Any]) -> str:
+    ggn = result["ggn"]
+    ends, trace, dimension = ggn["extremes"], ggn["trace"], ggn["effective_dimension"]
+    return (
+        f"The generalised Gauss-Newton matrix ({ggn['dim']:,} × {ggn['dim']:,}, exact products on the same data) is measured "
+        f"by Lanczos with full reorthogonalisation (k = {len(ends['eigenvalues'])}, {ends['matvecs']} products, "
+        f"{_converged(ends)}; largest eigenvalue {ends['largest']:.4g}) and by stochastic Lanczos quadrature "
+        f"({len(ggn['nodes'])} Rademacher probes of {len(ggn['nodes'][0])} steps; trace {_pm(trace)}, effective dimension "
+        f"{_pm(dimension)} at λ = {ggn['damping']:g}; ± is one standard error of the probes)."
+    )
+
+
+def _converged(ends: Mapping[str, Any]) -> str:
+    worst = max(ends["residual_bounds"])
+    said = "converged" if ends["converged"] else "not converged"
+    return f"{said}, largest residual {worst:.2g}"
+
+
+def _pm(told: Mapping[str, Any]) -> str:
+    error = told["standard_error"]
+    return f"{told['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+# ---- the checklist ---------------------------------------------------------------------------------------------------
+
+
+def _checklist(result: Mapping[str, Any]) -> list[str]:
+    record = result["kfac"]["record"]
+    options, layers = record["options"], list(record["layers"].values())
+    sides = [side for layer in layers for side in layer["sides"].values()]
+    mode = options["damping_mode"]
+    dampings = _range("λ_A", layers, "lambda_A"), _range("λ_G", layers, "lambda_G")
+    clip = "off" if not options["use_eigenvalue_correction"] else _number(options["max_condition_number"])
+    items = [
+        (
+            "Damping values (λ_A, λ_G)",
+            f"{mode}: {dampings[0]}, {dampings[1]}" + " (one λ on the product)" * (mode == "joint"),
+        ),
+        ("Condition number clipping (κ_max)", f"{clip}; metrics and spectra here are unclipped"),
+        ("Update frequency", f"{options['update_freq']}; {record['refreshes']} refresh made here"),
+        ("Policy (all/auto/hybrid)", str(options["kfac_policy"])),
+        ("T_effective per layer", _range("T", layers, "T_kept") + ", see below"),
+        ("Condition numbers per layer (κ_A, κ_G)", f"damped, {_range('κ', sides, 'kappa')}, see below"),
+        ("Eigenvalue clipping fraction", _clipped(layers, sides)),
+        (
+            "DDP reduction mode",
+            f"{record['reduce']}" + "; one process, nothing was joined" * (record["world_size"] == 1),
+        ),
+        ("World size (for multi-GPU)", str(record["world_size"])),
+        ("Storage device policy", f"{options['woodbury_store_device']}: {_words(sides, 'device')}"),
+        (
+            "Dtype (fp16/bf16)",
+            f"{_words(sides, 'dtype')}; largest quantisation error {_range('', sides, 'quantisation_error')}",
+        ),
+    ]
+    return [f"- [{' ' if answer.startswith(MISSING) else 'x'}] {item}: {answer}" for item, answer in items]
+
+
+def _clipped(layers: Sequence[Mapping[str, Any]], sides: Sequence[Mapping[str, Any]]) -> str:
+    clips = [one for one in (*(layer["clip_joint"] for layer in layers), *(side["clip"] for side in sides)) if one]
+    if not clips:
+        return f"{MISSING}: nothing was inverted, so nothing was clipped"
+    return f"{sum(c['count'] for c in clips) / max(1, sum(c['total'] for c in clips)):.2%} of all eigenvalues"
+
+
+def _per_layer(result: Mapping[str, Any]) -> list[str]:
+    layers, measured = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]["layers"]
+    lines = [
+        "| layer | T | N | κ_A | κ_G | A | G | trace | λ_max | effective rank | condition number of F + λI |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in kronecker_layers(result):
+        layer, metrics = layers[name], measured[name]
+        A, G = (layer["sides"].get(side) for side in ("A", "G"))
+        cells = [name, f"{layer['T_kept']:,}", f"{layer['N']:,.0f}", _kappa(A), _kappa(G), _stored(A), _stored(G)]
+        keys = ("trace", "max_eigenvalue", "entropy_rank", "condition_number")
+        lines.append("| " + " | ".join([*cells, *(_number(metrics[key]) for key in keys)]) + " |")
+    others = len(layers) - len(kronecker_layers(result))
+    kinds = sorted({kind(layer) for layer in layers.values()} - {"K-FAC", "EK-FAC"})
+    return [*lines, "", f"{others} further parameters ({', '.join(kinds)}) are in curvature.json."] if others else lines
+
+
+def _kappa(side: Mapping[str, Any] | None) -> str:
+    return "–" if side is None else ("" if side["kappa_exact"] else "≤ ") + _number(side["kappa"])
+
+
+def _stored(side: Mapping[str, Any] | None) -> str:
+    return "–" if side is None else f"{side['representation']}, rank {side['rank']:,}"
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _of(told: Mapping[str, Any], key: str) -> str:
+    value = told.get(key)
+    return MISSING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _range(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Name = 3, or name from 1 to 3, of what is there."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return f"{MISSING}: {name}"
+    low, high = min(values), max(values)
+    if low == high:
+        return f"{name} = {_number(low)}" if name else _number(low)
+    return f"{name} from {_number(low)} to {_number(high)}" if name else f"from {_number(low)} to {_number(high)}"
+
+
+def _words(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    return ", ".join(dict.fromkeys(str(row[key]) for row in rows)) or MISSING
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "∞"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,62 @@
+"""What an analysis computes."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gramian.errors import GramianError
+
+DAMPING = 0.03
+"""The default of `KFACNaturalGradient`."""
+TOLERANCE = 1e-4
+"""Of Lanczos, relative to the largest eigenvalue."""
+FISHERS = ("empirical", "mc", "true")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of an analysis, checked by name."""
+
+    fisher: Literal["empirical", "mc", "true"] = "mc"
+    """Labels of K-FAC: the data's own, drawn from the model, or drawn with the head's Fisher exact."""
+    damping: float = DAMPING
+    """λ of log_det, effective_dimension and condition_number."""
+    eigenvalues: int = 10
+    """k: largest eigenvalues of K-FAC and of the Gauss-Newton matrix."""
+    probes: int = 4
+    """Random vectors of the density of the Gauss-Newton matrix; 0: no product with it is made at all."""
+    steps: int = 20
+    """Lanczos steps of each."""
+    hessian: bool = False
+    """Both ends of the Hessian's spectrum, too."""
+    ekfac: bool = False
+    """EK-FAC's eigenvalues beside K-FAC's."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            GramianError: naming the option.
+        """
+        if self.fisher not in FISHERS:
+            raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
+        if not (math.isfinite(self.damping) and self.damping > 0):
+            raise GramianError(f"damping: {self.damping}; expected a number above 0")
+        for name, least in (("eigenvalues", 1), ("probes", 0), ("steps", 2)):
+            if getattr(self, name) < least:
+                raise GramianError(f"{name}: {getattr(self, name)}; expected at least {least}")
+        if self.probes == 1:
+            raise GramianError("probes: 1; expected 0, or at least 2, which tell an error")
+        if not 0 <= self.seed < 2**63:
+            raise GramianError(f"seed: {self.seed}; expected from 0 to 2^63 - 1")
+
+    @property
+    def lanczos_basis(self) -> int:
+        """Vectors that Lanczos keeps."""
+        return 2 * self.eigenvalues + 20
+
+    @property
+    def lanczos_limit(self) -> int:
+        """Products after which it ends, converged or not."""
+        return 4 * self.lanczos_basis

@@ -1,0 +1,143 @@
+"""What is analysed: a model, the batches it is asked about, and the words for both."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from gramian.errors import GramianError
+from gramian.models.goose import Goose
+from gramian.models.gpt import GPT
+from gramian.train.config import Config, load_config
+from gramian.train.data import Windows, load_windows
+from gramian.train.models import build_model
+from gramian.train.objective import IGNORED
+from gramian.train.run_folder import difference
+from gramian.train.saved import is_run, load_run
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+PASS = 1024
+"""Tokens of one pass, unless a number of windows is asked for."""
+Batch = Mapping[str, Any]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in evaluation mode and its batches.
+
+    Attributes:
+        model: returns logits [B, positions, V] when it is called with a batch without its "labels".
+        batches: "labels" [B, positions] are the target of each position, −100 where there is none; nothing is shifted.
+        model_facts: JSON-able; which weights these are.
+        data_facts: JSON-able; which tokens these are.
+        notes: what a reader of any number must know.
+    """
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    model_facts: Mapping[str, Any] = field(default_factory=dict)
+    data_facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def terms(self) -> int:
+        """Loss terms of all batches."""
+        return sum(int((batch["labels"] != IGNORED).sum()) for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the model reads."""
+        return sum(_first(batch).numel() for batch in self.batches)
+
+    @property
+    def parameters(self) -> int:
+        """Trained ones, tied ones once."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def from_config(config: Config, device: torch.device, dtype: str | None, tokens: int, rows: int | None) -> Subject:
+    """The model of a config, with the weights of its run if there is one, on windows of its training data.
+
+    Args:
+        config: of the run.
+        device: where the analysis runs.
+        dtype: "fp32" or "fp64"; None: fp64 of a run in float64, else fp32.
+        tokens: about how many; windows are taken at even distances from all of them.
+        rows: windows of one pass; None: as many as have `PASS` tokens.
+
+    Raises:
+        GramianError: naming the field.
+    """
+    training, _ = load_windows(config.data)
+    model, weights = _weights(config, training.vocabulary)
+    kind = dtype or ("fp64" if config.precision.kind == "fp64" else "fp32")
+    notes = []
+    if config.privacy is not None:
+        notes.append("Computed on private training data: not covered by ε.")
+    if config.teacher is not None:
+        notes.append("The loss is the cross entropy of the data; the teacher has no part in it.")
+    chosen = spread(len(training), -(-tokens // config.data.length))
+    return Subject(
+        model=model.to(device=device, dtype=DTYPES[kind]).eval(),
+        batches=[_batch(model, training, part, device) for part in pieces(chosen, rows, config.data.length)],
+        model_facts={"kind": config.model.kind, "weights": weights, "dtype": kind, "config_hash": config.hash},
+        data_facts={
+            "source": config.data.source,
+            "files": list(config.data.files),
+            "digest": training.digest,
+            "length": config.data.length,
+            "windows": len(chosen),
+            "windows_in_all": len(training),
+        },
+        notes=notes,
+    )
+
+
+def spread(there: int, wanted: int) -> Int64s:
+    """Numbers of some windows, at even distances from the first to the last of all."""
+    return np.unique(np.linspace(0, there - 1, min(there, wanted)).round().astype(np.int64))
+
+
+def pieces(chosen: Int64s, rows: int | None, length: int) -> list[Int64s]:
+    """So many at a time; None: as many as have `PASS` tokens."""
+    rows = rows or max(1, PASS // length)
+    return [chosen[start : start + rows] for start in range(0, len(chosen), rows)]
+
+
+def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
+    """The model and where its weights come from.
+
+    Raises:
+        GramianError: if the folder holds a run of another config, or checkpoints that cannot be read.
+    """
+    folder = Path(config.run.folder)
+    if not is_run(folder) or not any(folder.glob("checkpoints/*")):
+        return build_model(config, vocabulary), "fresh" if config.model.path is None or config.model.fresh else "loaded"
+    before = load_config(folder / "config.toml")
+    if before.hash != config.hash:
+        raise GramianError(
+            f"run.folder: {folder} holds a run of another config ({difference(before, config)}); "
+            "expected the config of that run, or another folder"
+        )
+    saved = load_run(folder, "run.folder")
+    return saved.model, f"step {saved.step}{', the best' if saved.best else ''}, of {saved.folder}"
+
+
+def _batch(model: nn.Module, windows: Windows, index: Int64s, device: torch.device) -> Batch:
+    """Rows under the names of the model's arguments."""
+    rows = {name: values.to(device) for name, values in windows.stack(index).items()}
+    if not isinstance(model, GPT | Goose):
+        return {"input_ids": rows["tokens"], "use_cache": False, "labels": rows["targets"]}
+    documents = {"documents_BT": rows["documents"]} if "documents" in rows else {}
+    return {"tokens_BT": rows["tokens"], **documents, "labels": rows["targets"]}
+
+
+def _first(batch: Batch) -> Tensor:
+    found: Tensor = next(iter(batch.values()))
+    return found
