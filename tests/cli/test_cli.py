@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from gramian.cli import main
+from tests.kit.fresh import run_fresh
 
 
 @pytest.mark.parametrize(
@@ -48,9 +49,10 @@ def test_module_entry_point_returns_the_exit_code() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.xdist_group("fresh")
 def test_parsing_loads_neither_rich_nor_the_model() -> None:
     check = (
         "import sys; from gramian.cli import main; main(['demo', '--seed', 'x']);"
         "sys.exit(any(name in sys.modules for name in ('rich', 'gramian.models', 'gramian.train')))"
     )
-    assert subprocess.run([sys.executable, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    assert run_fresh(check).returncode == 0

@@ -21,6 +21,7 @@ from gramian.privacy.sums import GradientSums
 from gramian.taps.gradients import Indexed
 from gramian.verify.runs import Check, Comparison, Outcome, clipping_matrix, kfac_matrix, relative_error, run_checks
 from tests.cli.torchrun import on_processes
+from tests.kit.fresh import run_fresh
 
 # A sample: every policy, mode, power and state of the clip is in it, but not every combination.
 SAMPLE = kfac_matrix.CASES[::7]
@@ -84,12 +85,13 @@ def test_help_shows_what_works_and_nothing_else(capsys):
     assert all(word in shown for word in ("--verbose", "--fsdp", "--tp", "--profile", "kfac", "clipping"))
 
 
+@pytest.mark.xdist_group("fresh")
 def test_bad_input_loads_neither_rich_nor_the_model():
     check = (
         "import sys; from gramian.cli import main; main(['verify', 'x']); main(['profile', 'kfac', '--width', '0']);"
         "sys.exit(any(name in sys.modules for name in ('rich', 'gramian.models', 'gramian.verify')))"
     )
-    assert subprocess.run([sys.executable, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    assert run_fresh(check).returncode == 0
 
 
 # ---- a good library --------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
 """When a kernel is taken, on which tiles; and that triton is not loaded before one runs."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from gramian.kernels._launch import Tiles, cheapest, fits_descriptor, takes_kernel, wants_descriptors
 from tests.kernels import random
+from tests.kit.fresh import run_fresh
 
 
+@pytest.mark.xdist_group("fresh")
 def test_calls_on_a_cpu_do_not_import_triton():
     code = """
 import sys, torch
@@ -23,8 +22,8 @@ gram_squares([x], x), direct_squares(x, x), token_sums(x), normed_sums(x, x, 1e-
 weighted_product(x, x, c, torch.float32), weighted_sum(x[0], torch.ones(3)), row_squares(x[0])
 print([name for name in sys.modules if name.split(".")[0] == "triton"])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = run_fresh(code)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 def test_tensors_on_a_cpu_take_the_twin():

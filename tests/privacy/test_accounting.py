@@ -1,7 +1,6 @@
 """Accounting: Opacus' own numbers, held against dp-accounting; steps by the high-water mark."""
 
 import math
-import subprocess
 import sys
 import warnings
 
@@ -11,6 +10,7 @@ from gramian.errors import GramianError
 from gramian.privacy import accounting
 from gramian.privacy.accounting import Accounting, find_noise_multiplier
 from gramian.privacy.secrets import ReleaseCounter
+from tests.kit.fresh import run_fresh
 
 HISTORIES = {
     "one kind": [(1.0, 0.01, 500)],
@@ -75,6 +75,7 @@ def test_gdp_says_that_it_is_an_approximation():
     assert account(history, "gdp").epsilon(DELTA) < account(history, "prv").epsilon(DELTA), "it does understate here"
 
 
+@pytest.mark.xdist_group("fresh")
 def test_opacus_is_loaded_on_first_use_and_its_other_warnings_are_left_out():
     """In a process of its own, for the import; a small budget hits the largest order of RDP."""
     code = """
@@ -89,7 +90,7 @@ for mechanism in ("prv", "rdp"):
     assert 0 < a.epsilon(1e-5) < 1
 print("quiet")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_fresh(code)
     assert (done.stdout.strip(), done.stderr) == ("quiet", "")
 
 

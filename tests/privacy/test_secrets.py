@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from gramian.errors import GramianError
 from gramian.privacy import secrets as module
 from gramian.privacy.secrets import ReleaseCounter, Secrets, load_private, save_private
+from tests.kit.fresh import run_fresh
 
 
 def raw(secrets):
@@ -195,13 +194,14 @@ def test_binding_never_lowers_a_file_nor_a_counter(tmp_path):
     assert begun(path) == 20 and ahead.begin() == 20
 
 
+@pytest.mark.xdist_group("fresh")
 def test_a_process_killed_after_begin_has_left_its_mark(tmp_path):
     path = tmp_path / "releases.json"
     code = (
         "import os, signal, sys; from gramian.privacy.secrets import ReleaseCounter; c = ReleaseCounter(); "
         "c.bind(sys.argv[1]); c.begin(); c.begin(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -9
+    assert run_fresh(code, str(path)).returncode == -9
     counter = ReleaseCounter()
     counter.bind(path, must_exist=True)
     assert counter.begin() == 2
