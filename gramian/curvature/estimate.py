@@ -21,7 +21,7 @@ from gramian.curvature.options import Options
 from gramian.curvature.planning import Keeps, keeps_of
 from gramian.errors import GramianError
 from gramian.linalg import WIDEST_DENSE
-from gramian.linalg.wide import wide
+from gramian.linalg.wide import pieces, wide
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.sites.site import Sides
@@ -249,10 +249,10 @@ class KroneckerSums(SumsOfOneCapture):
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
         p_TV = sides.outputs(rows).softmax(dim=-1)
-        g_TV = wide(gradients.rows_TN)
+        g_TV = gradients.rows_TN
         weights = (g_TV != 0).any(1).to(p_TV) if chosen.weights is None else chosen.weights.to(p_TV)
         if self.check_softmax:
-            seen = _checked_softmax(info.spread, spec.name, p_TV, g_TV, gradients, sides.gradients_BTO.dtype)
+            seen = _checked_softmax(info.spread, spec.name, p_TV, gradients)
             self.check_softmax = not seen
         block.probabilities = block.probabilities or Moment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
@@ -404,8 +404,10 @@ def _checked_softmax(spread: TensorParallel | None, layer: str, *told: Any) -> b
     return any(seen for _, seen in said)
 
 
-def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dtype: torch.dtype) -> bool:
+def _check_softmax(layer: str, p_TV: Tensor, gradients: Tokens) -> bool:
     """The loss must be the cross entropy of these very logits: p − g is then a distribution, the target.
+
+    Beside p and g a piece of the tokens is held.
 
     Returns:
         True if there was a token to look at.
@@ -413,20 +415,24 @@ def _check_softmax(layer: str, p_TV: Tensor, g_TV: Tensor, gradients: Tokens, dt
     Raises:
         GramianError: if it is not, which a wrong num_terms or loss_reduction shows as well.
     """
-    inverse = 1.0 if gradients.weights_T is None else gradients.weights_T.to(p_TV)[:, None]
-    g_TV = g_TV * gradients.scale * inverse
-    target = p_TV - g_TV
-    live = (g_TV != 0).any(1)
-    slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
-    bad = live & ((target.sum(1) - 1).abs().gt(slack) | target.amin(1).lt(-slack))
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
-        raise GramianError(
-            f"{layer}: the gradient of token {row} is not that of a cross entropy of this layer's outputs (targets sum to "
-            f"{float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax cross entropy on the "
-            "head itself, with the right loss_reduction, num_terms and loss_scale, or kfac_true_fisher_head=False"
-        )
-    return bool(live.any())
+    g_TV, seen = gradients.rows_TN, False
+    slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(g_TV.dtype, 5e-2)
+    for piece in pieces(*g_TV.shape):
+        inverse = 1.0 if gradients.weights_T is None else gradients.weights_T[piece].to(p_TV)[:, None]
+        g_CV = wide(g_TV[piece]) * gradients.scale * inverse
+        target = p_TV[piece] - g_CV
+        live = (g_CV != 0).any(1)
+        bad = live & ((target.sum(1) - 1).abs().gt(slack) | target.amin(1).lt(-slack))
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            raise GramianError(
+                f"{layer}: the gradient of token {piece.start + row} is not that of a cross entropy of this layer's outputs "
+                f"(targets sum to {float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax "
+                "cross entropy on the head itself, with the right loss_reduction, num_terms and loss_scale, or "
+                "kfac_true_fisher_head=False"
+            )
+        seen = seen or bool(live.any())
+    return seen
 
 
 @dataclass

@@ -404,7 +404,8 @@ def _softmax(form: Form, width: int, keep: Keep, tokens: int, together: int, bia
         made = 3 * w * width**2 + _storing(form, width, width, w) + _summing(form, width)
         return dense(width, form.storage), w * width**2 + w * width, max(2 * w * width**2, made)
     rows, held = mine * width, w * mine * (width + 1) + (8 * mine if keep.limit is not None else 0)
-    seen = 4 * w * rows
+    seen = 2 * w * rows + 4 * w * piece_entries(mine, width)  # logits, or rows that are chosen; what is checked
+    seen += w * width * form.inputs if form.activation < w else 0  # the weight, widened
     if what == "dense":
         return dense(width, form.storage), held, max(seen, 2 * w * rows + 3 * w * width**2 + _summing(form, width))
     shape = Shape("diagonal minus low rank", width, kept, form.storage, DOUBLE * (width + kept), _spread(form))

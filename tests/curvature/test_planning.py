@@ -22,11 +22,12 @@ from gramian.curvature import application, build, planning
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import find_blocks
 from gramian.curvature.capture import KFACCapture
+from gramian.curvature.estimate import KroneckerSums
 from gramian.curvature.moments import Keep, smallest
 from gramian.curvature.planning import STAGES, CurvaturePlan, keeps_of
 from gramian.curvature.policy import representation
 from gramian.curvature.spread import Spread
-from gramian.linalg import WIDEST_DENSE, Dense, LowRank, eigen
+from gramian.linalg import WIDEST_DENSE, Dense, LowRank, eigen, wide
 from gramian.models import GPT, GPTConfig
 from gramian.verify import dense_kfac
 from tests.curvature import loopback
@@ -383,6 +384,28 @@ def test_making_factors_takes_no_more_than_planned(
         done = run(case, monkeypatch, **STORED[stored])
     total = done.plan.totals["cpu"]
     assert 0 < found.since_mark <= 1.05 * (total.joined + total.build + total.rest) + SLACK
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exact_head_is_seen_with_its_logits_and_a_piece_beside_it(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wide, "BLOCK", 2000)
+    add = KroneckerSums._add_head
+
+    def marked(self: KroneckerSums, *args: Any) -> None:
+        mark()
+        add(self, *args)
+
+    monkeypatch.setattr(KroneckerSums, "_add_head", marked)
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(16, 3000, bias=False).to(dtype), torch.randn(200, 16).to(dtype), torch.randint(3000, (200,))
+    kfac = gramian.KFACNaturalGradient(kfac_true_fisher_head=True)
+    with measured() as found, kfac.capture(model, num_terms=200, head=""):
+        F.cross_entropy(model(x).float(), y).backward()
+    row = kfac.plan(model, tokens=200, head="").rows[0]
+    planned = row.bytes["collect"]["cpu"] + row.bytes["build"]["cpu"]
+    assert 1.9 * 4 * 200 * 3000 <= found.since_mark <= planned <= 3.2 * 4 * 200 * 3000
 
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(0.5, marks=pytest.mark.full)], ids=["unconstrained", "half"])
