@@ -22,6 +22,7 @@ from torch import Tensor
 from gramian.curvature.block import Block
 from gramian.curvature.blocks import Spec
 from gramian.curvature.correction import Basis, Correction
+from gramian.curvature.footprint import EKFAC_CHUNK
 from gramian.curvature.options import Options
 from gramian.curvature.spread import Spread
 from gramian.errors import GramianError
@@ -29,9 +30,6 @@ from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
 from gramian.linalg.wide import exact_float32, wide
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
-
-CHUNK = 1 << 24
-"""Entries of per-sample matrices that are formed at once, where one sample has fewer."""
 
 
 @dataclass
@@ -291,7 +289,8 @@ class _Rows:
         out, into = self.outputs_BKO, self.inputs_BK
         if roots_B is not None:
             out = out * roots_B[:, None, None]
-        sums.norm += ((out @ out.mT) * (into @ into.mT)).double().sum()
+        for part in _chunks(self.batch, out.shape[1] ** 2):
+            sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
 
     def add_table(self, sums: Sums, g_KR: Tensor) -> None:
         """The same where inputs are rows of a table: tokens of one sample and one row are added up, then squared."""
@@ -342,6 +341,6 @@ def _in_basis(
 
 def _chunks(batch: int, entries: int) -> Iterator[slice]:
     """Samples whose matrices are formed together."""
-    step = max(1, CHUNK // max(entries, 1))
+    step = max(1, EKFAC_CHUNK // max(entries, 1))
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))

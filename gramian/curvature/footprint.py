@@ -11,6 +11,9 @@ activations, in sums (4, or 8 for float64) and at rest.
 
 The exact head is a diagonal (8·n) minus low rank. Small algebra counts as float64: whether float32 is enough is up to κ, which
 shapes do not tell, so `use` is an upper bound for factors that are not stored in float64.
+
+EK-FAC keeps every token of both sides to the end of a refresh, a·T·(o + m) on top of `collect`, finds its eigenvectors then,
+and has r·s eigenvalues of its own at rest.
 """
 
 from collections.abc import Sequence
@@ -27,6 +30,8 @@ from gramian.linalg.eigen import WORKSPACE
 from gramian.linalg.stored import HALF
 from gramian.linalg.wide import piece_entries
 
+EKFAC_CHUNK = 1 << 24
+"""Entries of per-sample matrices that EK-FAC forms at once, where one sample has fewer."""
 MANY = 2**62
 """Tokens, where any number of them may come."""
 DOUBLE = 8
@@ -211,6 +216,8 @@ class Form:
     """W that share the tokens."""
     reduction: str = ""
     """How they join rows: "gram", "gather" or "dense"."""
+    corrected: bool = False
+    """Whether EK-FAC measures eigenvalues of its own."""
 
     @property
     def widths(self) -> tuple[int, int, int]:
@@ -240,6 +247,8 @@ class Footprint:
     """On the layer's GPU while Grams are made of factors kept elsewhere."""
     fetched: int = 0
     """On top there, where factors come from elsewhere: of the blocks on their way."""
+    correcting: int = 0
+    """On top of tokens, factors and eigenvectors while EK-FAC measures: of one block at a time."""
 
     @property
     def rest(self) -> int:
@@ -298,6 +307,7 @@ def outline(form: Form, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outli
         sides["counts"] = (diagonal(rows, form.wide), rows * form.wide, 2 * rows * form.wide)
     own = [side for name, side in sides.items() if name != "A" or not form.shared]
     collect, build = sum(held for _, held, _ in own), [work for *_, work in own]
+    collect += _samples(form, counts)
     shapes = {name: shape for name, (shape, *_) in sides.items()}
     if form.linear and form.table:
         apart = sum(shape.rest for shape in shapes.values())
@@ -309,7 +319,8 @@ def outline(form: Form, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outli
     else:
         A, G, limits = shapes["counts"], shapes["table"], (keep_table, keep_table)
         A, G = (G, A) if form.transposed else (A, G)
-    return Outline(A, G, _footprint(form, A, G, limits, collect, max(build)))
+    found = Outline(A, G, _footprint(form, A, G, limits, collect, max(build)))
+    return _corrected(form, found, counts) if form.corrected else found
 
 
 def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
@@ -330,6 +341,7 @@ def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
         "apply",
         "visiting",
         "fetched",
+        "correcting",
     )
     most = {name: max(getattr(one, name) for one in found) for name in numbers}
     return Footprint(use_A=sides[0], use_G=sides[1], **most)
@@ -466,6 +478,60 @@ def _footprint(form: Form, A: Shape | None, G: Shape, limits: tuple[Keep, Keep],
         max(_applying(form, a, g) for a in (*grown[0], *[None] * (A is None)) for g in grown[1]),
         max(shape.visiting for shape in shapes),
         max(shape.fetched for shape in shapes),
+    )
+
+
+# ---- EK-FAC ----------------------------------------------------------------------------------------------------------
+
+
+def _local(form: Form, counts: Counts) -> tuple[int, int]:
+    """Tokens of this process that meet the weight, and that look it up."""
+    return -(-counts.outputs // form.processes), -(-counts.table // form.processes)
+
+
+def _samples(form: Form, counts: Counts) -> int:
+    """Bytes of the tokens that are kept until eigenvalues are measured; an input that layers share is kept once."""
+    if not form.corrected or counts.outputs >= MANY:
+        return 0  # of any number of tokens nothing can be said
+    met, looked = _local(form, counts)
+    width = form.inputs - form.bias
+    if form.exact:
+        linear = form.wide * met * (width + form.outputs + 1)
+    else:
+        linear = form.activation * met * ((0 if form.shared else width) + form.outputs)
+    return linear * form.linear + looked * (DOUBLE + form.activation * form.widths[2]) * form.table
+
+
+def _corrected(form: Form, found: Outline, counts: Counts) -> Outline:
+    """With EK-FAC's eigenvalues at rest, and what is held while they are measured."""
+    A, G, one = found.A, found.G, found.footprint
+    assert A is not None
+    if any("diagonal " in shape.kind and shape.side > WIDEST_DENSE for shape in (A, G)):
+        return found
+    written = [
+        replace(shape, kind="dense", columns=shape.side) if "diagonal " in shape.kind else shape for shape in (A, G)
+    ]
+    ranks = [min(shape.columns, shape.side) for shape in written]
+    w, entries = max(form.wide, found.G.storage.itemsize), ranks[0] * ranks[1]
+    tokens = 0 if counts.outputs >= MANY else sum(_local(form, counts))
+    rows = w * tokens * (form.inputs + form.outputs + sum(ranks))
+    chunk = 2 * w * max(entries, min(EKFAC_CHUNK, entries * max(tokens, 1)))
+    grams = 3 * w * min(tokens**2, max(EKFAC_CHUNK, tokens))
+    uses = [one.use_A, one.use_G]
+    for i, shape in enumerate((A, G)):
+        if "diagonal " in shape.kind:
+            uses[i] = written[i].decomposing(form.algebra)
+    values = w * entries
+    return replace(
+        found,
+        footprint=replace(
+            one,
+            rest_G=one.rest_G + values,
+            settled_G=one.settled_G + values,
+            use_A=uses[0],
+            use_G=uses[1],
+            correcting=rows + chunk + grams + values,
+        ),
     )
 
 

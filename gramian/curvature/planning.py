@@ -212,6 +212,7 @@ class Total:
     rest: int = 0
     settled: int = 0
     apply: int = 0
+    correcting: int = 0
     leaving: int = 0
     """Of the factor that is on its way elsewhere while the next is made."""
     uses: list[tuple[Use, int]] = field(default_factory=list)
@@ -238,19 +239,25 @@ class Total:
     def first(self) -> int:
         """The most at any time of one refresh without factors from before, and of its use."""
         used = self.rest + max(self.use, self.held + self.apply)
-        return max(self.collect + self.making + self.rest, used)
+        return max(self.collect + self.making + self.rest, used, self.rest + self.measuring)
 
     @property
     def peak(self) -> int:
         """The most at any time, when factors from before, and what their use holds, are there while new ones are made."""
         used = self.settled + max(self.use, self.held + self.apply)
         fresh = self.rest + (self.settled if self.averaged else 0)
-        return max(self.settled + self.held + self.collect + self.making + fresh, used)
+        making = max(self.collect + self.making, self.measuring)
+        return max(self.settled + self.held + making + fresh, used)
 
     @property
     def making(self) -> int:
         """While factors are made, on top of tokens and factors."""
         return self.joined + self.build + self.leaving
+
+    @property
+    def measuring(self) -> int:
+        """While EK-FAC finds eigenvectors and measures, tokens still there; 0: it was not asked for."""
+        return self.collect + max(self.use, self.held + self.correcting) if self.correcting else 0
 
     def stages(self) -> dict[str, int]:
         """As the table shows them."""
@@ -275,6 +282,7 @@ def add(
     here.collect += count * one.collect
     sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
     here.joined += count * one.joined
+    here.correcting = max(here.correcting, one.correcting)
     here.build, here.leaving = max(here.build, one.build + sum(sent)), max(here.leaving, *sent, 0)
     applying = max(one.apply, one.visiting) + one.fetched if sent else one.apply
     here.apply = max(here.apply, applying)
@@ -406,6 +414,8 @@ def plan(
     """
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise GramianError(f"world_size: expected an integer of at least 1, got {world_size!r}")
+    if options.ekfac and tokens is None and inputs is None:
+        raise GramianError("tokens: ekfac=True keeps every one of a refresh; expected how many there are, or inputs")
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
     specs = find_blocks(model, options)
     seen = _seen(model, specs, tokens, inputs)
@@ -477,6 +487,7 @@ def form_of(
         decomposed=powers or options.damping_mode == "joint",
         processes=processes,
         reduction=options.kfac_distributed_reduce if processes > 1 else "",
+        corrected=options.ekfac,
     )
 
 
