@@ -16,7 +16,7 @@ import gramian
 from gramian.errors import GramianError
 from gramian.taps import Withheld, hub_of
 from tests.kit import networks
-from tests.kit.matrix import FULL, sample
+from tests.kit.matrix import FULL
 from tests.kit.models import CASES
 from tests.taps.checks import assert_norms, gradients, loop_norms, problem
 
@@ -25,9 +25,17 @@ pytestmark = [pytest.mark.oracle, pytest.mark.slow, pytest.mark.filterwarnings("
 GENERIC = ("vit", "mha")
 """Cases with a layer that is run again sample by sample, which a graph cannot do."""
 OFTEN = ("mlp", "tied_gpt", "reused", "convnet", "lora", "padded_embedding", "hf_gpt2", "hf_llama")
-NAMES = tuple(name for name in CASES if name not in GENERIC) if FULL else OFTEN
 ORDERS = ("taps first", "compiled first")
-INDUCTOR = list(product((*OFTEN, "gpt"), ORDERS)) if FULL else [("mlp", "taps first"), ("mlp", "compiled first")]
+AOT_EAGER = (
+    list(product((name for name in CASES if name not in GENERIC), ORDERS))
+    if FULL
+    else [("tied_gpt", "taps first"), ("padded_embedding", "compiled first"), ("convnet", "taps first")]
+)
+INDUCTOR = list(product((*OFTEN, "gpt"), ORDERS)) if FULL else [("mlp", "compiled first")]
+
+
+one_worker = pytest.mark.xdist_group("inductor")
+"""Of xdist, which then starts inductor once."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +64,8 @@ def _compile(model: nn.Module, backend: str = "aot_eager", **options: Any) -> An
 @pytest.mark.parametrize(
     "name, order, backend",
     [
-        *(
-            (name, order, "aot_eager")
-            for name, order in sample(list(product(NAMES, ORDERS)), 6, case=lambda item: item[1])
-        ),
-        *((name, order, "inductor") for name, order in INDUCTOR),
+        *((name, order, "aot_eager") for name, order in AOT_EAGER),
+        *(pytest.param(name, order, "inductor", marks=one_worker) for name, order in INDUCTOR),
     ],
 )
 def test_norms_and_gradients_of_a_whole_compiled_graph_are_exact(name: str, order: str, backend: str) -> None:
@@ -176,7 +181,9 @@ def test_compiled_and_eager_passes_of_one_capture_are_concatenated() -> None:
     assert_norms(norms.values, torch.cat([expected, expected]))
 
 
-@pytest.mark.parametrize("order", ["one backward", "forward order", "reverse order"])
+@pytest.mark.parametrize(
+    "order", ["one backward", pytest.param("forward order", marks=pytest.mark.full), "reverse order"]
+)
 def test_several_compiled_forwards_before_a_backward_are_told_apart(order: str) -> None:
     model, batch, loss = problem(CASES["padded_embedding"], samples=5)
     compiled = _compile(model, dynamic=True)
@@ -397,7 +404,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.inner, x, use_reentrant=False))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_layers_inside_a_checkpoint_of_a_compiled_graph_are_counted_once_and_exact(backend: str) -> None:
     model, x = Checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
     compiled = _compile(model, backend)
