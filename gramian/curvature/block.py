@@ -254,7 +254,8 @@ class Block:
         """(F + λI)^p Y with EK-FAC's eigenvalues."""
         value, values = damping.lambda_G, correction.values_RS
         damped = values + value
-        floor = 0.0 if damping.max_condition is None else float(damped.max()) / damping.max_condition
+        top = float(values.max()) if values.numel() else 0.0
+        floor = 0.0 if damping.max_condition is None else (top + value) / damping.max_condition
         y = y_OM.to(torch.promote_types(y_OM.dtype, values.dtype))
         outside = 0.0 if correction.complete else max(value, floor) ** p
         out = correction.apply(y, raised(damped, floor).pow(p), outside)

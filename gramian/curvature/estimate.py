@@ -161,7 +161,10 @@ class KroneckerSums(SumsOfOneCapture):
         is_table = record.layer in spec.tables
         is_head = record.layer == self.head
         if self.options.ekfac and not (is_head and self.exact_head):
-            use = Use(sides.inputs_BT, sides.gradients_BTO, info.scale, is_table)
+            g_BTO = sides.gradients_BTO
+            if sides.counted_BT is not None:
+                g_BTO = g_BTO.masked_fill(~sides.counted_BT[..., None], 0.0)
+            use = Use(sides.inputs_BT, g_BTO, info.scale, is_table)
             block.samples.add(info.number, use, info.token_weights, record.borrowed)
         if not is_table:
             self._see_ignored(sides, info)

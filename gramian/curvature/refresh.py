@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from gramian.curvature import ekfac, journal
@@ -61,6 +62,10 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
         try:
             seen = {name: sums.samples for name, sums in kronecker.items()}
             ekfac.correct(kfac.options, fresh, seen, kfac.kfac_factors, spread)
+            _refuse_not_finite(fresh)
+        except NotFinite as problem:
+            abandon(kfac, str(problem), lenient=True)
+            return
         except BaseException as error:
             abandon(kfac, f"{type(error).__name__} while eigenvalues were corrected")
             raise
@@ -138,6 +143,18 @@ def _refuse_uncovered(kfac: KFACNaturalGradient, fresh: Mapping[str, Block]) -> 
             f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
             "(strict=True)"
         )
+
+
+def _refuse_not_finite(fresh: Mapping[str, Block]) -> None:
+    """A sample that no factor has seen (`max_tokens`), or a square beyond float32. One wait for the device for all blocks."""
+    corrected = {name: block.correction.values_RS for name, block in fresh.items() if block.correction is not None}
+    if not corrected:
+        return
+    device = next(iter(corrected.values())).device
+    finite = torch.stack([values.isfinite().all().to(device) for values in corrected.values()])
+    for name, fine in zip(corrected, finite.tolist(), strict=True):
+        if not fine:
+            raise NotFinite(f"{name}: its corrected eigenvalues are not finite")
 
 
 def abandon(kfac: KFACNaturalGradient, reason: str, lenient: bool = False) -> None:

@@ -193,6 +193,44 @@ def test_a_subset_of_tokens_says_what_lies_outside_its_basis() -> None:
     assert max(shares) > 0.1 and min(shares) >= 0
 
 
+def test_the_padding_row_of_a_table_has_no_eigenvalues() -> None:
+    """It has no gradient, so what its tokens send back is not that of a parameter."""
+    p = PROBLEMS["embedding"]
+    model, padded = p.model(), p.model()
+    padded[0].padding_idx = int(p.inputs[0, 0])
+    found, plain = p.captured(padded, **JOINT), p.captured(model, **JOINT)
+    values, others = (each.kfac_factors["0"].correction.values_RS for each in (found, plain))
+    row = padded[0].padding_idx
+    assert others[:, row].sum() > 0 and not values[:, row].any()
+    F = fishers(p, plain)["0"].reshape(9, 13, 9, 13).clone()
+    F[:, row], F[..., row] = 0, 0
+    assert_close(_dense(found, found.kfac_factors["0"]), expected(found.kfac_factors["0"], F.reshape(117, 117)))
+
+
+def test_where_there_is_no_gradient_damping_is_all() -> None:
+    p = PROBLEMS["mlp"]
+    model, found = p.model(), kfac(**JOINT)
+    with found.capture(model, loss_reduction="sum", num_terms=p.terms):
+        (0 * p.loss(model)).backward()
+    v = {name: normal(*parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, t in found.compute_natural_gradient(model, gradients=v).items():
+        assert_close(t, v[name] / 0.01, what=name)
+    assert found.compute_capacity_metrics()["model"]["trace"] == 0.0 and not found.top_eigenvalues(3).any()
+
+
+def test_a_sample_outside_the_subset_that_is_not_finite_drops_the_refresh() -> None:
+    p = PROBLEMS["mlp"]
+    model, found = p.model(), p.captured(max_tokens=1, **JOINT)
+    before = {name: block.correction.values_RS for name, block in kronecker(found).items()}
+    for bad in range(2):
+        inputs = p.inputs.clone()
+        inputs[bad] = float("nan")
+        with found.capture(model, loss_reduction="sum", num_terms=p.terms):
+            cross_entropy(model, inputs, p.targets).backward()
+    assert [drop["reason"] for drop in found.dropped][-1].endswith("not finite") and len(found.dropped) == 2
+    assert all(block.correction.values_RS is before[name] for name, block in kronecker(found).items())
+
+
 @pytest.mark.parametrize(
     "options, field",
     [
