@@ -235,7 +235,7 @@ class Block:
         products = sigma.to(y)[:, None] * alpha.to(y)[None, :] + value
         outside = 0.0 if G.complete and self.A.complete else max(value, floor) ** p
         out = self.A.from_basis(G.from_basis((raised(products, floor).pow(p) - outside) * c_RS).mT).mT
-        out = out + outside * y if outside else out
+        out = out.add_(y, alpha=outside) if outside else out
         self._clip_joint(products, value, floor, damping)
         return out.to(G.dtype)
 

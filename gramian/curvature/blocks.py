@@ -89,7 +89,7 @@ class Spec:
         weight = weight.mT if self.layout in ("in_out", "table") else weight
         found = {self.parameters[0]: weight.reshape(self.shapes[0])}
         if self.has_bias:
-            found[self.parameters[1]] = y_OM[:, -1].reshape(self.shapes[1])
+            found[self.parameters[1]] = y_OM[:, -1].clone().reshape(self.shapes[1])  # a view would hold all of Y
         return found
 
 

@@ -317,3 +317,14 @@ def test_factors_share_no_memory_with_the_model() -> None:
             p.grad.fill_(5.0)
     for name, t in kept(kfac).items():
         assert torch.equal(t, before[name]), name
+
+
+@pytest.mark.parametrize("mode", ["pi", "joint"])
+@pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
+def test_a_natural_gradient_holds_its_own_memory_and_no_more(shape: tuple[int, int], mode: str) -> None:
+    model = net(width=24)
+    kfac = refresh(gramian.KFACNaturalGradient(damping_mode=mode), model, words(shape))
+    vector = {name: p.grad for name, p in model.named_parameters()}
+    for found in (kfac.compute_natural_gradient(model), kfac.compute_fisher_vector_product(vector)):
+        for name, t in found.items():
+            assert t.untyped_storage().nbytes() <= 1.1 * t.nbytes, name

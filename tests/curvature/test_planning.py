@@ -351,6 +351,16 @@ def test_eigenvectors_and_their_work_are_those_of_the_plan(case: str, monkeypatc
     assert applied.peak <= 1.05 * (total.apply + sum(t.nbytes for t in found.values()))
 
 
+def test_a_few_columns_applied_jointly_take_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bases are thin, it is copies of the gradient that count."""
+    done = run("gpt", monkeypatch, damping_mode="joint", kfac_auto_t_max=12, max_tokens=12, dtype=torch.float64)
+    total = done.plan.totals["cpu"]
+    done.kfac.compute_natural_gradient(done.model)
+    with measured() as applied:
+        found = done.kfac.compute_natural_gradient(done.model)
+    assert applied.peak <= 1.02 * (total.apply + sum(t.nbytes for t in found.values()))
+
+
 @pytest.mark.parametrize("mode", ["pi", "joint"])
 @pytest.mark.parametrize("case", LARGER)
 def test_small_algebra_in_float32_takes_no_more_than_planned_in_float64(
