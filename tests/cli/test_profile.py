@@ -314,6 +314,19 @@ def test_the_engine_is_gone_after_a_failure(monkeypatch):
     assert len(detached) == 1
 
 
+def clipping_of_processes(rank: int, size: int) -> clipping_profile.Profile:
+    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
+    return clipping_profile.profile_clipping(config, 8, 2, World(rank, size, torch.device("cpu"), "ddp"))
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("processes")
+def test_what_processes_send_is_a_phase():
+    for found in run_on_ranks(2, clipping_of_processes):
+        assert found.phases["communication"].median > 0
+        assert "all-reduce" in {line["way"] for line in found.layers if line["phase"] == "communication"}
+
+
 def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Two processes; their exit codes are in the last line of what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
@@ -325,9 +338,8 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize(
-    "options", [pytest.param([], id="ddp"), pytest.param(["--fsdp"], id="fsdp2", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("options", [pytest.param([], id="ddp"), pytest.param(["--fsdp"], id="fsdp2")])
+@pytest.mark.full
 def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
     done = _torchrun("-m", "gramian", *CLIPPING, "--seq-lengths", "8", "--out", str(tmp_path), *options)
     assert done.returncode == 0, done.stderr
