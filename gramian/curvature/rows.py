@@ -102,7 +102,7 @@ class Rows:
         if not self.block.spec.has_bias:
             return [y]
         if not self._bias_below:
-            return [y[:, :-1], y[:, -1]]
+            return [y[:, :-1], y[:, -1].clone()]  # a view would hold all of Y
         bias = self.others.hand(y[-1] if self._last else None, y.shape[1:], y, self.others.size - 1)
         mine = bias.split(_rows(len(bias), self.others.size))[self.others.rank]
         return [y[:-1] if self._last else y, mine]
