@@ -100,11 +100,23 @@ def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | N
     for side, factor in block.factors.items():
         matrix = parts.get(f"basis_{side}")
         columns = factor.columns if isinstance(factor, LowRank) else None
+        rows = None if isinstance(factor, Diagonal) else factor.dim if columns is None else columns.count
+        if rows != (None if matrix is None else len(matrix)) or not (matrix is None or _is_matrix(matrix)):
+            raise GramianError(
+                f"{block.spec.name}: its basis of {side} is none; expected finite columns of {rows} rows"
+            )
         bases[side] = Basis(factor.dim, None if matrix is None else matrix.to(device or matrix.device), columns)
     values = parts["eigenvalues"].to(device or parts["eigenvalues"].device)
+    if not _is_matrix(values) or bool((values < 0).any()):
+        raise GramianError(f"{block.spec.name}: its eigenvalues are none; expected finite numbers of 0 or more")
     if values.shape != (bases["G"].rank, bases["A"].rank):
         raise GramianError(f"{block.spec.name}: has eigenvalues {list(values.shape)}; expected those of its basis")
     return Correction(values, bases["G"], bases["A"], float(parts["outside"]))
+
+
+def _is_matrix(t: Tensor) -> bool:
+    """True for finite real numbers in two dimensions."""
+    return t.dim() == 2 and t.dtype in (torch.float32, torch.float64) and bool(t.isfinite().all())
 
 
 def _stored_state(stored: Stored) -> dict[str, Any]:

@@ -261,6 +261,31 @@ def test_a_state_brings_values_and_basis_back(tmp_path: Path) -> None:
         assert_same(plain, found)
 
 
+FORGED: dict[str, Any] = {
+    "eigenvalues NaN": lambda t: t * float("nan"),
+    "eigenvalues below 0": lambda t: -t,
+    "eigenvalues of whole numbers": lambda t: t.int(),
+    "basis_G NaN": lambda t: t * float("nan"),
+    "basis_G without a row": lambda t: t[:-1],
+    "basis_A of three dimensions": lambda t: t[None],
+    "basis_A missing": None,
+}
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_state_with_other_eigenvalues_is_refused(forged: str) -> None:
+    p = PROBLEMS["mlp"]
+    model, state, part = p.model(), p.captured(**JOINT).state_dict(), forged.split()[0]
+    parts = state["factors"][state["layers"]["0"]["correction"]]
+    tensor = parts.pop(part)
+    if FORGED[forged] is not None:
+        parts[part] = FORGED[forged](tensor)
+    loaded = kfac(**JOINT)
+    with pytest.raises(GramianError, match="^0: .*expected"):
+        loaded.load_state_dict(state, model)
+    assert not loaded.kfac_factors
+
+
 def test_traps_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squaring every token by itself, as if tokens of one sample were samples."""
     from gramian.curvature import ekfac
