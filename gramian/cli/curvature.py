@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 DEFAULT_OUT = Path("runs/curvature")
 STAGES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
+PARTS = 8
+"""Lines of progress of a stage, where the output is not a terminal."""
 MOST_ROWS = 64
 """Layers in the table; of more, those with the largest share of the trace."""
 
@@ -48,10 +50,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--fisher", default="mc", metavar="KIND", help="labels of K-FAC: empirical (the data's), mc (drawn from the model, "
         "default), true (the head exact, else mc)")  # fmt: skip
     add("--damping", type=float, metavar="λ", help="of condition number, log det, effective dimension (default: 0.03)")
-    add("--eigenvalues", type=int, default=10, metavar="K", help="largest ones of K-FAC and Gauss-Newton (default: 10)")
+    add("--eigenvalues", type=int, default=5, metavar="K", help="largest ones of K-FAC and Gauss-Newton (default: 5)")
     add("--probes", type=int, default=4, metavar="P", help="random vectors of the Gauss-Newton density (default: 4); 0: "
         "K-FAC alone")  # fmt: skip
-    add("--steps", type=int, default=20, metavar="S", help="Lanczos steps of each probe (default: 20)")
+    add("--steps", type=int, default=16, metavar="S", help="Lanczos steps of each probe (default: 16)")
     add("--hessian", action="store_true", help="both ends of the Hessian's spectrum, too")
     add(
         "--ekfac", action="store_true", help="EK-FAC's eigenvalues in place of K-FAC's; keeps every token until the end"
@@ -197,9 +199,17 @@ def _device(asked: str | None, configured: str) -> torch.device:
 def _stage(out: Console, name: str) -> Iterator[Callable[[int, int], None]]:
     from gramian.cli.terminal import bar
 
-    started = time.perf_counter()
+    started, parts = time.perf_counter(), 1
+
+    def told(done: int, total: int) -> None:
+        nonlocal parts
+        progress(done, total)
+        if not out.is_terminal and PARTS * done >= parts * total and done < total:
+            parts = PARTS * done // total + 1
+            out.print(f"{name}: {done:,} of {total:,}, {time.perf_counter() - started:.0f} s", markup=False)
+
     with bar(out, name) as progress:
-        yield progress
+        yield told
     out.print(f"{name}: {time.perf_counter() - started:.0f} s", markup=False)
 
 
