@@ -4,6 +4,7 @@ Bytes at rest are compared exactly, with the factors' own count. What tokens are
 factorising and applying are measured at the allocator, whose every request the profiler reports, workspaces included.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from tests.curvature import loopback
 from tests.curvature.loopback import on_threads
 from tests.curvature.problems import assert_close, narrow
 from tests.curvature.small import Net, one_line
+from tests.kit.matrix import sample
 from tests.kit.memory import mark, measured
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -211,10 +213,10 @@ def told(block: Block, side: str) -> str:
     return f"{factor.kind} {factor.rank:,}" if "low rank" in factor.kind else factor.kind
 
 
-@pytest.mark.parametrize("stored", SOME_STORED)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, exact, policy, stored",
+    sample([*itertools.product(CASES, (False, True), POLICIES, STORED)], 70, case=lambda cell: cell[:3]),
+)
 def test_bytes_at_rest_are_those_of_the_plan(
     case: str, exact: bool, policy: str, stored: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,8 +275,7 @@ def test_a_wide_head_is_low_rank_or_its_diagonal_and_never_dense(policy: str, mo
         assert "dense" not in {row.G for row in done.plan.rows if row.outputs > 100}
 
 
-@pytest.mark.parametrize("case", ["gpt", "tied", "mlp"])
-@pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact head"])
+@pytest.mark.parametrize("case, exact", sample([*itertools.product(["gpt", "tied", "mlp"], (False, True))], 3))
 def test_averages_settle_at_no_more_than_the_plan_says(case: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     most = gramian.KFACNaturalGradient(ema_decay=0.9, kfac_true_fisher_head=exact).plan(CASES[case].build()).total()
     for options in ({}, {"kfac_auto_t_max": 100}, {"memory_budget": most // 2}):
