@@ -267,7 +267,8 @@ def _leading(block: Block, k: int) -> _Space:
 
 def _one_hot(chosen_K: Tensor, size: int) -> Tensor:
     """Columns of the identity, [size, K], float64."""
-    return torch.nn.functional.one_hot(chosen_K, size).mT.double()
+    found = torch.zeros(size, len(chosen_K), dtype=torch.float64, device=chosen_K.device)
+    return found.scatter_(0, chosen_K[None], 1.0)
 
 
 def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:

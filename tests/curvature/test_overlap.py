@@ -185,6 +185,15 @@ def test_layers_that_one_gradient_lacks_are_named_and_count_for_the_other() -> N
     assert got.unshared == ("head",) and got.layers["head"] == 0.0
 
 
+@pytest.mark.parametrize("kind", ["dense", "low rank", "ekfac low rank"])
+def test_a_fisher_that_is_zero_overlaps_with_nothing(kind: str) -> None:
+    model, batch = network(kind), data(kind, TASKS[0])
+    some, none = task(model, TASKS[0], kind), task(model, TASKS[0], kind)
+    with none.capture(model, loss_reduction="sum", num_terms=batch[1].numel(), force=True):
+        (0.0 * model(batch[0])).sum().backward()
+    assert subspace_overlap(none, some, 3).model == fisher_overlap(none, some).model == 0.0
+
+
 def test_layers_that_one_fisher_lacks_are_named() -> None:
     model = network()
     one, other = (task(model, seed) for seed in TASKS)
