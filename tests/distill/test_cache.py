@@ -21,6 +21,7 @@ from gramian.errors import GramianError
 from gramian.train.data import Windows
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, batch_of, contents, gpt, windows
 from tests.distill.test_proof import projected
+from tests.kit.matrix import sample
 
 KINDS = {
     "hidden": Hidden(),
@@ -320,27 +321,28 @@ def test_opening_with_another_source_names_the_field(built: Callable[[str], Path
         assert "\n" not in str(caught.value)
 
 
+CHANGES: list[tuple[str, Callable[[], tuple[LiveTeacher, Windows, CacheOptions]]]] = [
+    ("teacher", lambda: (LiveTeacher(gpt(tied=True)), DATA, small("topk"))),
+    ("autocast", lambda: (LiveTeacher(gpt(), autocast=torch.bfloat16), DATA, small("topk"))),
+    ("layers", lambda: (LiveTeacher(gpt(), layers=(1,)), DATA, small("topk"))),
+    ("tokenizer", lambda: (LiveTeacher(gpt()), windows(tokenizer="letters"), small("topk"))),
+    ("windows", lambda: (LiveTeacher(gpt()), windows(seed=3), small("topk"))),
+    ("windows", lambda: (LiveTeacher(gpt()), windows(24), small("topk"))),
+    ("windows", lambda: (LiveTeacher(gpt()), windows(length=6), small("topk"))),
+    ("kind", lambda: (LiveTeacher(gpt()), DATA, small("hidden"))),
+    ("k", lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=9), batch=3, shard_windows=7))),
+    ("knots", lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=8, knots=5), batch=3, shard_windows=7))),
+    (
+        "knots",
+        lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=8, temperatures=(1, 4)), batch=3, shard_windows=7)),
+    ),
+    ("shard_windows", lambda: (LiveTeacher(gpt()), DATA, small("topk", shard_windows=6))),
+]
+
+
 @pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("teacher", lambda: (LiveTeacher(gpt(tied=True)), DATA, small("topk"))),
-        ("autocast", lambda: (LiveTeacher(gpt(), autocast=torch.bfloat16), DATA, small("topk"))),
-        ("layers", lambda: (LiveTeacher(gpt(), layers=(1,)), DATA, small("topk"))),
-        ("tokenizer", lambda: (LiveTeacher(gpt()), windows(tokenizer="letters"), small("topk"))),
-        ("windows", lambda: (LiveTeacher(gpt()), windows(seed=3), small("topk"))),
-        ("windows", lambda: (LiveTeacher(gpt()), windows(24), small("topk"))),
-        ("windows", lambda: (LiveTeacher(gpt()), windows(length=6), small("topk"))),
-        ("kind", lambda: (LiveTeacher(gpt()), DATA, small("hidden"))),
-        ("k", lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=9), batch=3, shard_windows=7))),
-        ("knots", lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=8, knots=5), batch=3, shard_windows=7))),
-        (
-            "knots",
-            lambda: (LiveTeacher(gpt()), DATA, CacheOptions(TopK(k=8, temperatures=(1, 4)), batch=3, shard_windows=7)),
-        ),
-        ("shard_windows", lambda: (LiveTeacher(gpt()), DATA, small("topk", shard_windows=6))),
-    ],
+    ("field", "change", "complete"), sample([(*told, complete) for told in CHANGES for complete in (True, False)], 10)
 )
-@pytest.mark.parametrize("complete", [True, False])
 def test_building_something_else_into_a_folder_names_the_field_and_changes_nothing(
     field: str, change: Callable[[], tuple[LiveTeacher, Windows, CacheOptions]], complete: bool, tmp_path: Path
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_builder_killed_at_any_moment_loses_one_shard_and_the_next_goes_on(
     operations = count_operations(tmp_path / "counted", kind, None)
     inside = {operations * i // 5 for i in range(5)}
     edges = (
-        {*range(12), *range(operations - 8, operations)} if kind == "hidden" else set()
+        {*range(0, 12, 2), *range(operations - 8, operations, 2)} if kind == "hidden" else set()
     )  # manifests are written there
     moments = range(operations) if FULL else sorted(inside | edges)
     for moment in moments:

@@ -22,7 +22,9 @@ from tests.train.test_faults import at_positions, run
 pytestmark = pytest.mark.xdist_group("distill")
 Held = dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]]
 CONFIGS: dict[str, Callable[[Path], Config]] = {
-    "plain": lambda folder: small(folder, checkpoint={"snapshot_every": 3, "every": 7}, eval={"every": 9}),
+    "plain": lambda folder: small(
+        folder, run={"steps": 20}, checkpoint={"snapshot_every": 3, "every": 7}, eval={"every": 9}
+    ),
     "sgd, every step": lambda folder: small(folder, optimizer={"kind": "sgd"}, checkpoint={"snapshot_every": 1}),
     "taught": lambda folder: student(folder, teacher=LEARNED, checkpoint={"snapshot_every": 4, "every": 6}),
     "kfac": lambda folder: small(folder, run={"steps": 12}, kfac={}, checkpoint={"snapshot_every": 5}),
@@ -64,7 +66,9 @@ def told(facts: dict[str, Any]) -> str:
     return re.sub(r'"seconds": [^,}]*', "", json.dumps(facts, sort_keys=True))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full) if kind == "sgd, every step" else kind for kind in CONFIGS]
+)
 def test_snapshots_hold_the_same_when_numbers_come_late(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
