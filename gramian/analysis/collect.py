@@ -1,7 +1,7 @@
 """K-FAC factors of several batches together: one refresh, one backward for each batch."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -38,7 +38,7 @@ def collect(
 
     Args:
         kfac: refreshed.
-        model: in the mode it is to be measured in.
+        model: any mode; it is measured in evaluation mode, as products with the Gauss-Newton matrix are.
         batches: with "labels" [B, positions] that are not shifted.
         fisher: "empirical", or "mc" and "true", whose labels are drawn from the model.
         seed: of the draws, which are keyed by row and position: any split into batches draws the same.
@@ -56,6 +56,7 @@ def collect(
     rows, nats = 0, 0.0
     with ExitStack() as around:
         around.enter_context(untouched(root))
+        around.enter_context(_evaluation_mode(root))
         around.enter_context(hub_of(root).governed_by(Withheld()))
         capture = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True)
         assert isinstance(capture, KFACCapture)
@@ -81,3 +82,15 @@ def collect(
     if kfac.dropped:
         raise GramianError(f"K-FAC: {kfac.dropped[-1]}; expected a model whose loss and gradients are finite")
     return nats / max(1.0, sum(one.terms for one in found))
+
+
+@contextmanager
+def _evaluation_mode(root: torch.nn.Module) -> Iterator[None]:
+    """Dropout rests; afterwards every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in root.modules()]
+    root.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -36,7 +36,7 @@ def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
     return KFACNaturalGradient(
         damping=settings.damping,
         damping_mode="joint",
-        woodbury_dtype=str(subject.model_facts.get("dtype", "fp32")),
+        woodbury_dtype="fp64" if next(subject.model.parameters()).dtype == torch.float64 else "fp32",
         kfac_true_fisher_head=settings.fisher == "true",
         ekfac=settings.ekfac,
         seed=settings.seed,
@@ -131,14 +131,14 @@ class _Counted(Operator):
     """An operator that says how many products it has made."""
 
     def __init__(self, operator: Operator, tell: Tell, total: int) -> None:
-        self._operator, self._tell, self._total, self.products = operator, tell, total, 0
+        self._operator, self._tell, self.total, self.products = operator, tell, total, 0
         self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
         """M Y."""
         found = self._operator.matmat(y_NK)
         self.products += y_NK.shape[1]
-        self._tell(self.products, max(self._total, self.products))
+        self._tell(self.products, max(self.total, self.products))
         return found
 
 
@@ -147,6 +147,7 @@ def _ggn(subject: Subject, settings: Settings, tell: Tell) -> Result:
     ggn = GGNOperator(subject.model, subject.batches, causal_shift=False)
     operator = _Counted(ggn, tell, settings.lanczos_limit + settings.probes * settings.steps)
     extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
+    operator.total = operator.products + settings.probes * settings.steps
     density = spectral_density(operator, settings.probes, settings.steps, generator=_generator(operator, settings))
     return {"dim": ggn.dim, "terms": ggn.num_terms, "extremes": extremes, **_functions(density, settings.damping)}
 

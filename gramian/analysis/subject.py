@@ -29,10 +29,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in evaluation mode and its batches.
+    """A model and its batches.
 
     Attributes:
-        model: returns logits [B, positions, V] when it is called with a batch without its "labels".
+        model: returns logits [B, positions, V] when it is called with a batch without its "labels"; evaluation mode is seen to.
         batches: "labels" [B, positions] are the target of each position, −100 where there is none; nothing is shifted.
         model_facts: JSON-able; which weights these are.
         data_facts: JSON-able; which tokens these are.
@@ -52,7 +52,7 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model reads."""
+        """Tokens that the model reads; of inputs that are no ids, its positions."""
         return sum(_first(batch).numel() for batch in self.batches)
 
     @property
@@ -140,4 +140,4 @@ def _batch(model: nn.Module, windows: Windows, index: Int64s, device: torch.devi
 
 def _first(batch: Batch) -> Tensor:
     found: Tensor = next(iter(batch.values()))
-    return found
+    return batch["labels"] if found.is_floating_point() else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         out.print(line, markup=False, soft_wrap=True)
     plan.check()
     folder = new_folder(arguments.out, DEFAULT_OUT)
-    done: list[str] = []
+    kept: dict[str, Any] = {}
 
     def keep(result: Mapping[str, Any]) -> None:
         write_result(result, folder)
-        done[:] = [STAGES[name] for name in STAGES if name in result]
+        kept.update(result)
 
     try:
         result = analyse(subject, settings, lambda name: _stage(out, STAGES[name]), keep)
@@ -103,10 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
             write_methods(result, folder / "methods.md")
             written.append(folder / "methods.md")
     except KeyboardInterrupt:
-        raise RunFailed(_interrupted(folder, done)) from None
-    except BaseException:
-        if not done:
-            folder.rmdir()
+        raise RunFailed(f"curvature: interrupted; {_left(folder, kept)}") from None
+    except (RuntimeError, MemoryError) as problem:
+        left = _left(folder, kept)
+        if not _full(problem):
+            raise
+        raise RunFailed(f"curvature: out of memory; expected fewer --tokens, or a smaller --batch; {left}") from None
+    except GramianError:
+        _left(folder, kept)
         raise
     for part in _report(result):
         out.print(part, markup=False, soft_wrap=isinstance(part, str))
@@ -213,11 +217,21 @@ def _stage(out: Console, name: str) -> Iterator[Callable[[int, int], None]]:
     out.print(f"{name}: {time.perf_counter() - started:.0f} s", markup=False)
 
 
-def _interrupted(folder: Path, done: Sequence[str]) -> str:
-    if not done:
+def _left(folder: Path, kept: Mapping[str, Any]) -> str:
+    """What is on disk after all; a folder with nothing in it goes again."""
+    if not kept:
         folder.rmdir()
-        return "curvature: interrupted; nothing was written"
-    return f"curvature: interrupted; {folder / 'curvature.json'} holds {' and '.join(done)}, and says that it is not complete"
+        return "nothing was written"
+    done = " and ".join(name for stage, name in STAGES.items() if stage in kept)
+    whole = "all of it" if kept["complete"] else f"{done}, and says that it is not complete"
+    return f"{folder / 'curvature.json'} holds {whole}"
+
+
+def _full(problem: Exception) -> bool:
+    import torch
+
+    told = "can't allocate memory" in str(problem)
+    return told or isinstance(problem, torch.OutOfMemoryError | MemoryError)
 
 
 def _heading(subject: Subject) -> list[str]:

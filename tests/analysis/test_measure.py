@@ -116,11 +116,14 @@ def test_any_split_into_batches_gives_the_same_factors(fisher):
     assert (layers["blocks.0"]["estimate"], layers["head"]["estimate"]) == kinds[fisher]
 
 
-def test_the_model_is_left_as_it_was():
+def test_dropout_rests_and_the_model_is_left_as_it_was():
     subject = tiny()
+    subject.model.train()
+    subject.model.blocks[0].register_forward_hook(lambda module, args, output: F.dropout(output, 0.5, module.training))
     before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
     state = torch.random.get_rng_state()
-    analyse(subject, Settings(eigenvalues=2, probes=2, steps=2))
+    result = analyse(subject, Settings(eigenvalues=2, probes=2, steps=2))
+    assert result["kfac"]["loss"] == analyse(tiny(), Settings(probes=0))["kfac"]["loss"] and subject.model.training
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in subject.model.named_parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -187,3 +190,7 @@ def test_nothing_in_a_folder_is_overwritten(tmp_path):
 def test_settings_that_make_no_sense_are_refused_by_name(told, message):
     with pytest.raises(GramianError, match=message):
         Settings(**told)
+
+
+def test_the_default_damping_is_the_library_s():
+    assert Settings().damping == gramian.KFACNaturalGradient().options.damping
