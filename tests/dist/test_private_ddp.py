@@ -370,7 +370,7 @@ def test_all_ranks_count_as_the_first_does() -> None:
 # ---- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ["compiled inside", "compiled outside"])
+@pytest.mark.parametrize("order", ["compiled inside", pytest.param("compiled outside", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp"])
 @distributed(world_size=2, timeout=300)
 def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> None:

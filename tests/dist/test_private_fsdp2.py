@@ -195,7 +195,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize("kind, units, clipping, sizes, reduction, checkpoint", sample(UNKNOWN, 14))
+@pytest.mark.parametrize("kind, units, clipping, sizes, reduction, checkpoint", sample(UNKNOWN, len(layers.LAYERS)))
 @distributed(world_size=2)
 def test_steps_of_layers_without_a_formula(
     rank: int,
@@ -477,7 +477,7 @@ def test_noise_of_different_shards_is_independent() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name, pieces, clipping, rate", ALL_RUNS if FULL else RUNS)
+@pytest.mark.parametrize("name, pieces, clipping, rate", ALL_RUNS if FULL else RUNS[::2])
 def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
     name: str, pieces: int | None, clipping: str, rate: float
 ) -> None:
@@ -493,7 +493,7 @@ def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, r
 # ---- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["blocks", "root"])
+@pytest.mark.parametrize("what", ["blocks", pytest.param("root", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
 @distributed(world_size=2, timeout=300)
 def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
