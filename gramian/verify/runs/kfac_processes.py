@@ -42,7 +42,7 @@ REDUCTIONS = ("gram", "gather", "dense")
 POWERS = {-1.0: "-1", -0.5: "-1/2"}
 SAMPLES = (3, 1, 2, 1)
 """Of each process; further ones begin anew."""
-SUBSET = 4
+SUBSET = 2
 """Tokens of a keyed subset: fewer than any model here has."""
 LINEARS: dict[str, dict[str, str]] = {
     "mlp": {"0": "outputs", "2": "inputs"},
