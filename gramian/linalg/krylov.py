@@ -78,7 +78,7 @@ class KrylovBasis:
         self, operator: Operator, room: int, block_size: int, device: torch.device, generator: torch.Generator | None
     ) -> None:
         self._operator, self._block_size = operator, block_size
-        self._generator = seeded(operator) if generator is None else generator
+        self._generator = seeded(operator, generator)
         self._rows_MN = torch.empty(room, operator.dim, dtype=operator.working_dtype, device=device)
         self._H_MM = torch.zeros(room, room, dtype=torch.float64)
         self._lost_M = torch.zeros(room, dtype=torch.float64)  # what restarts left out of M Vᵀ: lengths of its columns,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import KrylovBasis, Ritz
-from gramian.linalg.operator import Operator
+from gramian.linalg.operator import Operator, check_counts
 
 Which = Literal["LA", "SA", "LM", "BE"]
 """Largest, smallest, largest in magnitude, both ends."""
@@ -106,9 +106,7 @@ def lanczos(
     Raises:
         GramianError: if an argument makes no sense, or a product is not finite.
     """
-    for name, value in (("k", k), ("block_size", block_size), ("max_iterations", max_iterations)):
-        if value is not None and value < 1:
-            raise GramianError(f"{name}: is {value}; expected 1 or more")
+    check_counts(k=k, block_size=block_size, max_iterations=max_iterations, max_basis=max_basis)
     if which not in ("LA", "SA", "LM", "BE"):
         raise GramianError(f'which: is {which!r}; expected "LA", "SA", "LM" or "BE"')
     if tol is not None and not tol >= 0:

@@ -86,8 +86,27 @@ def parts(rows: int, n: int, device: torch.device) -> list[slice]:
     return [slice(begin, begin + width) for begin in range(0, n, width)]
 
 
-def seeded(operator: Operator) -> torch.Generator:
-    """The generator of those who bring none: seed 0, on the operator's device; the global one is never touched."""
+def check_counts(**counts: Any) -> None:
+    """Refuse what is no whole number of at least 1; None stands for a default.
+
+    Raises:
+        GramianError: naming the first one.
+    """
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise GramianError(f"{name}: is {value!r}; expected a whole number, 1 or more")
+
+
+def seeded(operator: Operator, given: Any = None) -> torch.Generator:
+    """The given generator; of those who bring none seed 0 on the operator's device: the global one is never touched.
+
+    Raises:
+        GramianError: if it is no generator.
+    """
+    if isinstance(given, torch.Generator):
+        return given
+    if given is not None:
+        raise GramianError(f"generator: is {given!r}; expected a torch.Generator")
     return torch.Generator(device=operator.device).manual_seed(0)
 
 

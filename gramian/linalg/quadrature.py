@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import lengths
-from gramian.linalg.operator import Operator, parts, seeded
+from gramian.linalg.operator import Operator, check_counts, parts, seeded
 from gramian.linalg.trace import Distribution, Estimate, random_blocks
 
 
@@ -155,13 +155,12 @@ def spectral_density(
         GramianError: if an argument makes no sense, or a product is not finite.
     """
     n, dtype = operator.dim, operator.working_dtype
-    if steps < 1:
-        raise GramianError(f"steps: is {steps}; expected 1 or more")
+    check_counts(probes=probes, steps=steps, block_size=block_size)
     steps = min(steps, n)
     if block_size is None:
         block_size = max(1, 2**30 // (steps * n * dtype.itemsize))
     device = torch.device(basis_device or operator.device)
-    generator = seeded(operator) if generator is None else generator
+    generator = seeded(operator, generator)
     nodes, weights, matvecs = [], [], 0
     for z_NB in random_blocks(operator, probes, distribution, block_size, generator):
         alpha_BS, beta_BS = _tridiagonal(operator, z_NB, steps, device)

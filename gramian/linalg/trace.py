@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import orthogonalise
-from gramian.linalg.operator import Operator, parts, seeded
+from gramian.linalg.operator import Operator, check_counts, parts, seeded
 
 Distribution = Literal["rademacher", "gaussian"]
 
@@ -38,7 +38,8 @@ class Estimate:
     def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
         """The mean of samples, beside a part that is known exactly."""
         p = len(samples_P)
-        error = float(samples_P.std()) / math.sqrt(p) if p > 1 else math.inf
+        peak = float(samples_P.abs().max()) or 1.0  # the squares of samples may leave the range
+        error = float((samples_P / peak).std()) * peak / math.sqrt(p) if p > 1 else math.inf
         return Estimate(exact + float(samples_P.mean()), error, p, matvecs)
 
     def interval(self, error_rate: float = 0.05) -> tuple[float, float]:
@@ -91,10 +92,11 @@ def stochastic_trace(
     """
     if method not in ("hutch++", "hutchinson"):
         raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
+    check_counts(matvecs=matvecs, block_size=block_size)
     least = 2 if method == "hutchinson" else 4
     if matvecs < least:
         raise GramianError(f"matvecs: is {matvecs}; expected {least} or more for {method}")
-    generator = seeded(operator) if generator is None else generator
+    generator = seeded(operator, generator)
     if method == "hutchinson":
         samples_P = _samples(operator, matvecs, distribution, block_size, generator)
         return Estimate.of(samples_P, matvecs)
@@ -120,9 +122,7 @@ def random_blocks(
     Raises:
         GramianError: if an argument makes no sense.
     """
-    for name, value in (("probes", count), ("block_size", block_size)):
-        if value < 1:
-            raise GramianError(f"{name}: is {value}; expected 1 or more")
+    check_counts(probes=count, block_size=block_size)
     if distribution not in ("rademacher", "gaussian"):
         raise GramianError(f'distribution: is {distribution!r}; expected "rademacher" or "gaussian"')
     dtype = operator.working_dtype
@@ -170,6 +170,7 @@ def _range(operator: Operator, rank: int, block_size: int, generator: torch.Gene
     for block_NB in random_blocks(operator, rank, "gaussian", block_size, generator):
         image_RN[begin : begin + block_NB.shape[1]] = operator.checked_matmat(block_NB).mT
         begin += block_NB.shape[1]
+    image_RN /= float(image_RN.abs().max()) or 1.0  # squares may leave the range
     for _ in range(2):
         r, n = image_RN.shape
         gram_RR = torch.zeros(r, r, dtype=torch.float64, device=image_RN.device)

@@ -251,6 +251,10 @@ def test_results_come_from_the_generator_alone():
     ("field", "arguments"),
     [
         ("k", {"k": 0}),
+        ("k", {"k": 2.5}),
+        ("k", {"k": True}),
+        ("max_basis", {"max_basis": "64"}),
+        ("generator", {"generator": 0}),
         ("block_size", {"block_size": 0}),
         ("which", {"which": "SM"}),
         ("tol", {"tol": -1e-3}),

@@ -185,6 +185,9 @@ def test_a_function_that_is_not_finite_on_the_spectrum_is_refused():
     ("field", "arguments"),
     [
         ("probes", {"probes": 0}),
+        ("probes", {"probes": 2.5}),
+        ("steps", {"steps": 2.5}),
+        ("generator", {"generator": 0}),
         ("steps", {"steps": 0}),
         ("block_size", {"block_size": 0}),
         ("distribution", {"distribution": "x"}),

@@ -101,6 +101,15 @@ def test_a_float32_operator_is_summed_in_float64():
     assert stochastic_trace(DenseOperator(matrix), 4, method="hutchinson").value == 2**25 + 3
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [1e-250, 1e250])
+def test_squares_that_leave_the_range_do_no_harm(method, scale):
+    values = torch.cat([numbers(40, 4, -3), spread(0, 1, 30)])
+    usual, found = (stochastic_trace(dense(factor * values), 30, method=method) for factor in (1.0, scale))
+    assert found.value == pytest.approx(scale * usual.value, rel=1e-10, abs=0)
+    assert found.standard_error == pytest.approx(scale * usual.standard_error, rel=1e-10, abs=0)
+
+
 def test_one_sample_has_no_error_and_an_endless_interval():
     lonely = Estimate.of(numbers(3), 1)
     assert lonely.interval() == (-math.inf, math.inf)
@@ -110,6 +119,8 @@ def test_one_sample_has_no_error_and_an_endless_interval():
     ("field", "arguments"),
     [
         ("matvecs", {"matvecs": 3}),
+        ("matvecs", {"matvecs": 9.5}),
+        ("generator", {"generator": 0}),
         ("matvecs", {"matvecs": 1, "method": "hutchinson"}),
         ("method", {"method": "xtrace"}),
         ("distribution", {"distribution": "uniform"}),
