@@ -120,7 +120,10 @@ def _checklist(result: Mapping[str, Any]) -> list[str]:
         ("Condition number clipping (κ_max)", f"{clip}; metrics and spectra here are unclipped"),
         ("Update frequency", f"{options['update_freq']}; {record['refreshes']} refresh made here"),
         ("Policy (all/auto/hybrid)", str(options["kfac_policy"])),
-        ("T_effective per layer", _range("T", layers, "T_kept") + ", see below"),
+        (
+            "T_effective per layer",
+            _range("T", [record["layers"][n] for n in kronecker_layers(result)], "T_kept") + ", see below",
+        ),
         ("Condition numbers per layer (κ_A, κ_G)", f"damped, {_range('κ', sides, 'kappa')}, see below"),
         ("Eigenvalue clipping fraction", _clipped(layers, sides)),
         (
