@@ -50,7 +50,7 @@ SAMPLED = ("plain", "private")
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)
 def test_a_run_that_was_killed_ends_bitwise_where_the_other_ends(kind: str, tmp_path: Path) -> None:
     processes, sections = RUNS[kind]
-    config = small(**sections)
+    config = small(**(sections if FULL or kind == "plain" else {**SHORT, **sections}))
     sampled = [Kill("save", 12)] if kind == "plain" else [Kill("step", config.run.steps * 6 // 10)]
     kills = random_kills(config.run.steps, 20, seed=1) if FULL else sampled
     found = check_resume(config, tmp_path, kills, processes)
