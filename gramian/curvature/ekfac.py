@@ -189,28 +189,26 @@ def _averaged(new: Correction, block: Block, old: Block | None, decay: float) ->
 
 def _measured(block: Block, bases: tuple[Basis, Basis], samples: Samples, others: Exchange | None) -> tuple[Sums, str]:
     """This process's sums, and what went wrong. Collective where a side's rows are spread."""
-    (G, A), device = bases, block.spec.device
-    dtype = _dtype(block)
-    zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=device)
-    sums, problem = Sums(zero, torch.zeros((), dtype=torch.float64, device=device), G, A), ""
-    table = isinstance(block.A, Diagonal) and block.spec.layout == "table"
-    passes = [
-        _Rows(block.spec, uses, samples.weights.get(number), dtype, table) for number, uses in samples.passes.items()
-    ]
-    heads = samples.softmax
-    outputs = _in_basis(G, [rows.outputs_KN for rows in passes], block.spec.outputs, dtype, others)
+    (G, A), spec, dtype = bases, block.spec, _dtype(block)
+    zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
+    sums, problem = Sums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
+    table = isinstance(block.A, Diagonal) and spec.layout == "table"
+    passes: list[_Rows] = []
+    heads, heads_TI = samples.softmax, []
+    try:
+        passes = [
+            _Rows(spec, uses, samples.weights.get(number), dtype, table) for number, uses in samples.passes.items()
+        ]
+        heads_TI = [_with_one(head.inputs_TI, spec, dtype) for head in heads]
+    except Exception as error:  # of any kind: raised when all processes know of it, who go on with its part missing
+        problem, passes, heads = _told(spec, error), [], []
+    outputs = _in_basis(G, [rows.outputs_KN for rows in passes], spec.outputs, dtype, others)
     inputs = (
         [None for _ in passes]
         if table
-        else _in_basis(A, [rows.inputs_KN for rows in passes], block.spec.inputs, dtype, others)
+        else _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, others)
     )
-    head_inputs = (
-        []
-        if table
-        else _in_basis(
-            A, [_with_one(head.inputs_TI, block.spec, dtype) for head in heads], block.spec.inputs, dtype, others
-        )
-    )
+    head_inputs = [] if table else _in_basis(A, heads_TI, spec.inputs, dtype, others)
     try:
         for rows, g_KR, a_KS in zip(passes, outputs, inputs, strict=True):
             if a_KS is None:
@@ -219,9 +217,14 @@ def _measured(block: Block, bases: tuple[Basis, Basis], samples: Samples, others
                 rows.add(sums, g_KR, a_KS)
         for head, a_TS in zip(heads, head_inputs, strict=True):
             _add_softmax(sums, head, a_TS)
-    except Exception as error:  # of any kind: raised when all processes know of it
-        problem = " ".join(f"{block.spec.name}: {type(error).__name__}: {error}".split())
+    except Exception as error:
+        problem = _told(spec, error)
     return sums, problem
+
+
+def _told(spec: Spec, error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{spec.name}: {type(error).__name__}: {error}".split())
 
 
 class _Rows:

@@ -223,6 +223,22 @@ def one_rank_fails(rank: int, failing: int, how: str, reduce: str = "gram") -> N
     assert_equal(results(kfac, model), alone(case, 4, torch.float64, {}), 1e-10)
 
 
+def one_rank_cannot(rank: int, what: str, options: dict[str, Any]) -> None:
+    """Something that a refresh does fails on the second process: all raise, and the factors are those from before."""
+    case = CASES["words"]
+    kfac, model = make(**options), wrapped("ddp", case.model(torch.float64))
+    refresh(kfac, model, case.data(4, torch.float64), [rank, rank + 2])
+    before = kfac.kfac_factors
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(what, lambda *_: 1 / 0)
+        with pytest.raises(gramian.GramianError, match="^process 1: .*ZeroDivisionError.*; expected"):
+            refresh(kfac, model, case.data(4, torch.float64), [rank, rank + 2])
+    assert kfac.kfac_factors is before and len(kfac.dropped) == 1
+    refresh(kfac, model, case.data(4, torch.float64), [rank, rank + 2])
+    assert kfac.refreshes == 2
+
+
 def nan_on_one_rank(rank: int, reduce: str) -> None:
     """The refresh is dropped on all ranks, and the factors are those from before."""
     case = CASES["words"]

@@ -72,3 +72,13 @@ def test_tensor_parallel(rank: int, world_size: int, model: tuple[str, str], red
 def test_tensor_parallel_times_fsdp2(rank: int, world_size: int, reduce: str) -> None:
     options = {**EKFAC, "kfac_distributed_reduce": reduce}
     tp_bodies.same_as_one(rank, "gpt", "tables", 2, [[0, 2, 4], [1, 3]], options, tolerance=1e-8, reduction="sum")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", ["__init__", "add"])
+@pytest.mark.parametrize("reduce", ("gram", "dense"))
+@distributed(world_size=2)
+def test_one_process_that_cannot_measure_ends_the_refresh_of_all(
+    rank: int, world_size: int, reduce: str, step: str
+) -> None:
+    bodies.one_rank_cannot(rank, f"gramian.curvature.ekfac._Rows.{step}", {"kfac_distributed_reduce": reduce, **EKFAC})
