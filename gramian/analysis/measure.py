@@ -153,7 +153,11 @@ def _ggn(subject: Subject, settings: Settings, tell: Tell) -> Result:
 
 
 def _functions(density: SpectralDensity, damping: float) -> Result:
-    """Nodes and weights, the density in decades, and traces of functions with their standard errors."""
+    """Nodes and weights, the density in decades, and traces of functions with the standard errors of the probes.
+
+    Gauss' rule is exact for the trace and tr M². It errs upwards for x/(x + λ), whose even derivatives are negative: the
+    effective dimension is an upper end, and falls with more steps.
+    """
     trace = density.trace_of(lambda nodes: nodes.clamp(min=0))
     dimension = density.trace_of(lambda nodes: nodes.clamp(min=0) / (nodes.clamp(min=0) + damping))
     squares = density.trace_of(lambda nodes: nodes.square())
@@ -165,7 +169,7 @@ def _functions(density: SpectralDensity, damping: float) -> Result:
         "above_resolution": float(seen.mean()),
         "density": ggn_density(density.nodes_PS, density.weights_PS, density.rounding),
         "trace": _estimate(trace.value, trace.standard_error),
-        "effective_dimension": _estimate(dimension.value, dimension.standard_error),
+        "effective_dimension": {**_estimate(dimension.value, dimension.standard_error), "bound": "upper"},
         "participation_ratio": trace.value**2 / squares.value if squares.value > 0 else 0.0,
         "damping": damping,
         "matvecs": density.matvecs,
@@ -208,5 +212,5 @@ def _generator(operator: Operator, settings: Settings) -> torch.Generator:
     return torch.Generator(device=operator.device).manual_seed(settings.seed)
 
 
-def _estimate(value: float, error: float) -> dict[str, float | None]:
+def _estimate(value: float, error: float) -> Result:
     return {"value": value, "standard_error": error if math.isfinite(error) else None}

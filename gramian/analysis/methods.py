@@ -87,7 +87,8 @@ def _products(result: Mapping[str, Any]) -> str:
         f"by Lanczos with full reorthogonalisation (k = {len(ends['eigenvalues'])}, {ends['matvecs']} products, "
         f"{_converged(ends)}; largest eigenvalue {ends['largest']:.4g}) and by stochastic Lanczos quadrature "
         f"({len(ggn['nodes'])} Rademacher probes of {len(ggn['nodes'][0])} steps; trace {_pm(trace)}, effective dimension "
-        f"{_pm(dimension)} at λ = {ggn['damping']:g}; ± is one standard error of the probes)."
+        f"{_pm(dimension)} at λ = {ggn['damping']:g}; ± is one standard error of the probes; Gauss' rule errs "
+        "upwards for the dimension)."
     )
 
 
@@ -99,7 +100,8 @@ def _converged(ends: Mapping[str, Any]) -> str:
 
 def _pm(told: Mapping[str, Any]) -> str:
     error = told["standard_error"]
-    return f"{told['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+    limit = "at most " if told.get("bound") == "upper" else ""
+    return f"{limit}{told['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 # ---- the checklist ---------------------------------------------------------------------------------------------------

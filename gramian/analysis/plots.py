@@ -131,8 +131,9 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
     shades = colormaps["cividis"]
     tops = [curves[name]["eigenvalues"][0] for layers in groups.values() for name in layers if curves[name]["ranks"]]
     high = 3 * max(tops, default=1.0)
-    for axis in axes.flat[len(groups) :]:
-        axis.set_visible(False)
+    spare = list(axes.flat[len(groups) :])
+    for axis in spare:
+        axis.set_axis_off()
     for number, (role, layers) in enumerate(groups.items()):
         axis = axes.flat[number]
         axis.set_title(names.get(role, "outside the blocks"))
@@ -144,7 +145,11 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
         axis.set(xscale="log", yscale="log")
         axis.set_ylim(high * 1e-11, high)
         if not role:
-            axis.legend(fontsize=8, loc="lower left")
+            lines, labels = axis.get_legend_handles_labels()
+            free, at = (spare[0], "center left") if spare else (axis, "lower left")
+            free.legend(
+                lines, labels, fontsize=9, loc=at, title="outside the blocks" if spare else None, alignment="left"
+            )
         if number % columns == 0:
             axis.set_ylabel("eigenvalue")
         if number + columns >= len(groups):
@@ -255,10 +260,9 @@ def _density(result: Mapping[str, Any]) -> Figure:
     if span:
         axis.set_xlim(min(span) / 30, max([*span, *other["eigenvalues"][-1:]]) * 1.5)
     axis.axvline(ggn["damping"], color=COLOURS[7], linewidth=1, linestyle=":", label=f"λ = {ggn['damping']:g}")
-    dark = max(0.0, 1 - ggn["above_resolution"] / ggn["dim"])
-    hidden = f"; {dark:.1%} of them below the resolution of {ggn['resolution']:.1e}, not drawn" if dark > 5e-4 else ""
     axis.set_title(
-        f"{ggn['dim']:,} directions{hidden}",
+        f"{ggn['above_resolution']:,.0f} of {ggn['dim']:,} directions stand above the resolution of "
+        f"{ggn['resolution']:.1e} and are drawn",
         fontsize=10,
         loc="left",
         color="#5f6670",

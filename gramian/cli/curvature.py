@@ -334,7 +334,8 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
 
 def _plus_minus(told: Mapping[str, Any]) -> str:
     error = told["standard_error"]
-    return f"{told['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+    limit = "≤ " if told.get("bound") == "upper" else ""
+    return f"{limit}{told['value']:,.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 def _largest(ends: Mapping[str, Any]) -> str:

@@ -59,6 +59,9 @@ def test_the_numbers_are_those_of_dense_oracles():
     assert ggn["extremes"]["eigenvalues"] == pytest.approx(exact[:4].tolist(), rel=1e-6)
     assert ggn["extremes"]["converged"] and ggn["extremes"]["smallest"] > -1e-12
     assert abs(ggn["trace"]["value"] - float(exact.sum())) < 5 * ggn["trace"]["standard_error"]
+    dimension = float((exact.clamp(min=0) / (exact.clamp(min=0) + SETTINGS.damping)).sum())
+    assert ggn["effective_dimension"]["value"] > dimension - 5 * ggn["effective_dimension"]["standard_error"]
+    assert ggn["participation_ratio"] == pytest.approx(float(exact.sum() ** 2 / exact.square().sum()), rel=0.3)
     assert ggn["dim"] == len(exact) and ggn["terms"] == 18
 
 
