@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import gramian
-from gramian.analysis import Settings, analyse
+from gramian.analysis import Settings, Subject, analyse
 from gramian.analysis.collect import collect
 from gramian.analysis.measure import kfac_of, plan_of
 from gramian.analysis.spectra import PER_DECADE, kfac_density
@@ -19,6 +19,7 @@ from gramian.errors import GramianError
 from gramian.linalg import lanczos
 from gramian.verify import dense_capacity, dense_curvature, dense_kfac
 from tests.analysis.subjects import SETTINGS, joined, tiny
+from tests.kit.memory import measured
 
 LAYERS = {"blocks.0": True, "blocks.1": True, "head": False}
 
@@ -158,6 +159,23 @@ def test_the_plan_bounds_the_bases():
     found = lanczos(operator, 2, max_basis=settings.lanczos_basis, search_copies=False)
     assert found.basis_bytes <= plan.stages["Lanczos"] <= plan.most
     assert plan.lines()[-1].startswith("stages one after another: K-FAC")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", ["K-FAC", "EK-FAC", "Lanczos and density"])
+def test_an_analysis_stays_inside_its_plan(stage):
+    """Bytes of the allocator at the peak, above those that the model and its passes take."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(300, 900), torch.nn.Tanh(), torch.nn.Linear(900, 700)).eval()
+        batches = [{"input": torch.randn(40, 300), "labels": torch.randint(700, (40,))} for _ in range(3)]
+    subject = Subject(model, batches)
+    settings = Settings(eigenvalues=4, probes=3 if stage.startswith("L") else 0, steps=10, ekfac=stage == "EK-FAC")
+    plan = plan_of(subject, settings)
+    passes = 4 * sum(p.numel() for p in model.parameters()) + 8 * 40 * 4 * (300 + 900 + 700)  # a gradient, activations
+    with measured() as found:
+        analyse(subject, settings)
+    assert 0.3 * plan.most < found.peak <= 1.02 * plan.most + passes
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
