@@ -80,8 +80,15 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Of both sides, and of what corrects them; a basis that a side holds too counts once."""
-        sides = sum(factor.nbytes for factor in self.factors.values())
-        return sides if self.correction is None else sides + self.correction.values_RS.nbytes
+        return sum(factor.nbytes for factor in self.factors.values()) + self.correction_nbytes
+
+    @property
+    def correction_nbytes(self) -> int:
+        """Of EK-FAC's eigenvalues, and of bases that no side holds too."""
+        if self.correction is None or self.A is None:
+            return 0
+        bases = self.correction.G.nbytes_beside(self.G) + self.correction.A.nbytes_beside(self.A)
+        return self.correction.values_RS.nbytes + bases
 
     def matvec(self, y_OM: Tensor) -> Tensor:
         """G Y A, undamped and unclipped; of a corrected block Q_G (S ⊙ Q_GᵀYQ_A) Q_Aᵀ."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gramian.linalg import Dense, Diagonal, Factor, LowRank
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.columns import Columns
 
 
@@ -41,17 +41,22 @@ class Basis:
         if isinstance(factor, LowRank):
             return cls(factor.dim, vectors, factor.columns)
         noise = torch.finfo(vectors.dtype).eps * factor.dim * float(values.max())
-        return cls(factor.dim, vectors[:, values > noise] if bool((values <= noise).any()) else vectors)
+        return cls(factor.dim, vectors[:, int((values <= noise).sum()) :])  # ascending: a view
 
     @property
     def rank(self) -> int:
         """Directions."""
         return self.dim if self.matrix is None else self.matrix.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Of the matrix."""
-        return 0 if self.matrix is None else self.matrix.nbytes
+    def nbytes_beside(self, factor: Factor) -> int:
+        """Of the matrix, where the factor does not hold it as well."""
+        holder = factor._whole if isinstance(factor, DiagonalLowRank) else factor
+        held = holder._eigen if isinstance(holder, Dense | LowRank) else None
+        if self.matrix is None:
+            return 0
+        if held is not None and held[1].untyped_storage().data_ptr() == self.matrix.untyped_storage().data_ptr():
+            return 0
+        return self.matrix.nbytes
 
     def coordinates(self, y_NK: Tensor) -> Tensor:
         """Qᵀ Y, [r, k]."""
@@ -90,11 +95,6 @@ class Correction:
     def complete(self) -> bool:
         """True if the basis spans everything."""
         return self.G.rank == self.G.dim and self.A.rank == self.A.dim
-
-    @property
-    def nbytes(self) -> int:
-        """S and both bases."""
-        return self.values_RS.nbytes + self.G.nbytes + self.A.nbytes
 
     def apply(self, y_OM: Tensor, f_RS: Tensor, outside: float) -> Tensor:
         """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ. 4·o·m·(r + s) FLOPs.

@@ -42,7 +42,8 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "head": kfac.head,
         "seconds": dict(kfac._seconds),
         "identity": sorted(kfac._identity),
-        "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values())),
+        "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values()))
+        + sum(block.correction_nbytes for block in blocks.values()),
         "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
     }
 

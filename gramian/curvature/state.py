@@ -90,7 +90,7 @@ def _factor_state(factor: Factor, gather: bool) -> dict[str, Any]:
 def _correction_state(correction: Correction, gather: bool) -> dict[str, Any]:
     """Eigenvalues and basis; columns of a basis are those of the factor."""
     parts = {"eigenvalues": correction.values_RS, "basis_G": correction.G.matrix, "basis_A": correction.A.matrix}
-    tensors = {name: t for name, t in parts.items() if t is not None}
+    tensors = {name: _alone(t) for name, t in parts.items() if t is not None}
     return {"kind": CORRECTION, "outside": correction.outside, **tensors, **({} if gather else {"dim": 0})}
 
 
@@ -112,6 +112,11 @@ def _correction(block: Block, parts: Mapping[str, Any], device: torch.device | N
     if values.shape != (bases["G"].rank, bases["A"].rank):
         raise GramianError(f"{block.spec.name}: has eigenvalues {list(values.shape)}; expected those of its basis")
     return Correction(values, bases["G"], bases["A"], float(parts["outside"]))
+
+
+def _alone(t: Tensor) -> Tensor:
+    """A tensor without the rest of the memory that it is a view of, which would be saved with it."""
+    return t if t.untyped_storage().nbytes() == t.nbytes else t.clone()
 
 
 def _is_matrix(t: Tensor) -> bool:

@@ -261,6 +261,27 @@ def test_a_state_brings_values_and_basis_back(tmp_path: Path) -> None:
         assert_same(plain, found)
 
 
+@pytest.mark.parametrize("origin", ["captured", "loaded"])
+def test_the_bytes_on_record_are_those_of_all_that_is_held(origin: str) -> None:
+    p = PROBLEMS["mlp"]
+    model, found = p.model(), p.captured(kfac_use_woodbury=False, **JOINT)
+    if origin == "loaded":
+        state, found = found.state_dict(), kfac(kfac_use_woodbury=False, **JOINT)
+        found.load_state_dict(state, model)
+    record, total = found.record(), 0
+    for name, block in found.kfac_factors.items():
+        sides = list(block.factors.values())
+        tensors = [t for side in sides for t in (side._eigen or ())]
+        if block.correction is not None:
+            bases = block.correction.G.matrix, block.correction.A.matrix
+            tensors += [block.correction.values_RS, *(t for t in bases if t is not None)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        held = sum(side.stored.nbytes for side in sides) + sum(storages.values())
+        assert record["layers"][name]["bytes"] == held, name
+        total += held
+    assert record["bytes"] == total
+
+
 FORGED: dict[str, Any] = {
     "eigenvalues NaN": lambda t: t * float("nan"),
     "eigenvalues below 0": lambda t: -t,
