@@ -250,7 +250,9 @@ def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _layers(result)
     yield _whole(result)
     kfac, data = result["kfac"], result["data"]
-    yield f"loss {kfac['loss']:.4g} nats a term; no side of a layer has a rank above the {data['tokens']:,} tokens read"
+    exact = " but that of the exact head" if result["settings"]["fisher"] == "true" else ""
+    limit = f"no side of a layer{exact} has a rank above the {data['tokens']:,} tokens read"
+    yield f"loss {kfac['loss']:.4g} nats a term; {limit}"
     coverage = kfac["metrics"]["model"]["coverage"]
     yield (
         f"of the parameters {coverage['kronecker']:.2%} in Kronecker blocks, {coverage['block']:.2%} in exact blocks, "
