@@ -10,7 +10,7 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | participation_ratio | tr²/‖F‖_F² | (Σtr)²/Σ‖·‖_F² |
 | entropy_rank | exp(H_A + H_G), H the entropy of λ/Σλ | exp(Σ_b w_b(H_b − log w_b)), w_b = tr_b/tr |
 | stable_rank | ‖F‖_F²/λ_max² | the same |
-| numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε | Σ |
+| numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε, or the rounding of sides at rest | Σ |
 | log_det | Σ_ij log(α_jσ_i + λ) | Σ |
 | effective_dimension | Σ_ij α_jσ_i/(α_jσ_i + λ) | Σ |
 | condition_number | (λ_max + λ)/(λ_min + λ) | the same |
@@ -192,7 +192,7 @@ def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, Si
 
 def _measure(A: Side, G: Side, damping: float, widest: int, device: torch.device) -> Spectrum:
     """The eigenvalues of G ⊗ A; `widest`: the wider side of the block."""
-    rtol = widest * max(A.eps, G.eps)
+    rtol = max(widest * max(A.eps, G.eps), A.noise + G.noise)
 
     def sums(a: Values, g: Values) -> tuple[float, float, float]:
         return *damped_sums(g, a, damping, device), count_above(g, a, rtol)

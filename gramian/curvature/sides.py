@@ -15,7 +15,7 @@ Legend: n side, r columns of a low-rank one, W processes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Side:
     smallest_error: float = 0.0
     eps: float = torch.finfo(torch.float64).eps
     """Rounding of what the matrix was summed in."""
+    noise: float = 0.0
+    """What rounding at rest may have made of an eigenvalue 0, relative to σ_max."""
 
     @classmethod
     def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "Side":
@@ -88,7 +90,7 @@ def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Si
         together = decomposed[start : start + size]
         for one, values in zip(together, _round(together, others), strict=True):
             told = torch.where(values > _cancelled(one), values, 0.0)
-            found[id(one)] = Side.of(Values.of(told[: one.dim], one.dim), _rounding(one))
+            found[id(one)] = _with_noise(Side.of(Values.of(told[: one.dim], one.dim), _rounding(one)), one)
     return found
 
 
@@ -107,7 +109,7 @@ def estimate(one: Factor) -> Side:
     values, error = wide_sides.leading(one, 1)
     largest, found, low = float(values[0]), wide_sides.quadrature(one), wide_sides.smallest_bound(one)
     lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
-    return Side(
+    side = Side(
         dim=one.dim,
         largest=largest,
         smallest=lowest,
@@ -119,6 +121,7 @@ def estimate(one: Factor) -> Side:
         smallest_error=low - lowest,
         eps=_rounding(one),
     )
+    return _with_noise(side, one)
 
 
 def leading(one: Factor, k: int) -> Values:
@@ -207,3 +210,10 @@ def _cancelled(one: Factor) -> float:
 
 def _rounding(one: Factor) -> float:
     return float(torch.finfo(one.dtype).eps)
+
+
+def _with_noise(side: Side, one: Factor) -> Side:
+    """‖E‖_F of a matrix that is stored off by E; ‖E‖_F² of columns, whose products lack a direction as they do."""
+    error = float(one.quantisation_error)
+    noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5
+    return replace(side, noise=noise)

@@ -238,6 +238,25 @@ def test_the_numerical_rank_is_that_of_the_sides() -> None:
     assert narrow_one["rank_rtol"] == 5 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("tokens", [3, 30], ids=["low rank", "dense"])
+@pytest.mark.parametrize("at_rest", ["fp16", "bf16"])
+def test_rounding_at_rest_makes_no_rank(at_rest: str, tokens: int) -> None:
+    """Gradients of a softmax add up to zero, so G lacks a rank; what half precision puts there is no direction."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        model, found = nn.Linear(6, 5), {}
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, generator=generator)
+        x, y = torch.randn(tokens, 6, generator=generator), torch.randint(5, (tokens,), generator=generator)
+        for dtype in (at_rest, "fp32"):
+            kfac = gramian.KFACNaturalGradient(woodbury_dtype=dtype, update_freq=1)
+            with kfac.capture(model, num_terms=tokens):
+                nn.functional.cross_entropy(model(x), y).backward()
+            found[dtype] = kfac.compute_capacity_metrics()["model"]
+        assert found[at_rest]["numerical_rank"] == found["fp32"]["numerical_rank"] == min(4, tokens) * min(7, tokens)
+        assert found[at_rest]["rank_rtol"] < 0.02
+
+
 # ---- nothing there -----------------------------------------------------------------------------------------------------
 
 
