@@ -261,8 +261,8 @@ def _density(result: Mapping[str, Any]) -> Figure:
         axis.set_xlim(min(span) / 30, max([*span, *other["eigenvalues"][-1:]]) * 1.5)
     axis.axvline(ggn["damping"], color=COLOURS[7], linewidth=1, linestyle=":", label=f"λ = {ggn['damping']:g}")
     axis.set_title(
-        f"{ggn['above_resolution']:,.0f} of {ggn['dim']:,} directions stand above the resolution of "
-        f"{ggn['resolution']:.1e} and are drawn",
+        f"drawn: nodes above the resolution of {ggn['resolution']:.1e}, which stand for {ggn['above_resolution']:,.0f} of "
+        f"{ggn['dim']:,} directions",
         fontsize=10,
         loc="left",
         color="#5f6670",

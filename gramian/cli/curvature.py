@@ -316,15 +316,15 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
     for name in ("whole model", estimate_name(result), "Gauss-Newton")[: 3 if ggn else 2]:
         table.add_column(name, justify="left" if name == "whole model" else "right", no_wrap=True)
     rows = {
-        "trace": (f"{model['trace']:.4g}", ggn and _plus_minus(ggn["trace"])),
-        "largest eigenvalue": (f"{model['max_eigenvalue']:.4g}", ggn and _largest(ggn["extremes"])),
-        "participation ratio": (f"{model['participation_ratio']:,.4g}", ggn and f"{ggn['participation_ratio']:,.4g}"),
+        "trace": (_number(model["trace"]), ggn and _plus_minus(ggn["trace"])),
+        "largest eigenvalue": (_number(model["max_eigenvalue"]), ggn and _largest(ggn["extremes"])),
+        "participation ratio": (_number(model["participation_ratio"]), ggn and _number(ggn["participation_ratio"])),
         f"effective dimension, λ = {model['damping']:g}": (
-            f"{model['effective_dimension']:,.4g}",
+            _number(model["effective_dimension"]),
             ggn and _plus_minus(ggn["effective_dimension"]),
         ),
-        "effective rank": (f"{model['entropy_rank']:,.4g}", "" if ggn else None),
-        f"condition number, λ = {model['damping']:g}": (f"{model['condition_number']:.4g}", "" if ggn else None),
+        "effective rank": (_number(model["entropy_rank"]), "" if ggn else None),
+        f"condition number, λ = {model['damping']:g}": (_number(model["condition_number"]), "" if ggn else None),
     }
     for name, (kfac, exact) in rows.items():
         table.add_row(name, kfac, *([exact] if exact is not None else []))
@@ -337,7 +337,12 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
 def _plus_minus(told: Mapping[str, Any]) -> str:
     error = told["standard_error"]
     limit = "≤ " if told.get("bound") == "upper" else ""
-    return f"{limit}{told['value']:,.4g}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{limit}{_number(told['value'])}" + ("" if error is None else f" ± {_number(error, 2)}")
+
+
+def _number(value: float, digits: int = 4) -> str:
+    """So many digits, and no power of ten below a billion."""
+    return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def _largest(ends: Mapping[str, Any]) -> str:
