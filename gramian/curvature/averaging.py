@@ -21,6 +21,7 @@ from gramian.curvature.covered import covered_parameters, parameters_of
 from gramian.curvature.importance import parameter_importance
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.errors import GramianError
+from gramian.linalg.operator import check_counts
 
 Vector = dict[str, Tensor]
 
@@ -63,6 +64,9 @@ def diagonal_average(
     diagonals = [_diagonal(fisher) for fisher in fishers]
     for diagonal in diagonals:
         _fit("fishers", diagonal, thetas[0])
+        hollow = next((name for name, value in diagonal.items() if not bool(value.isfinite().all())), None)
+        if hollow is not None:
+            raise GramianError(f"fishers: {hollow} holds NaN or infinity; expected finite numbers")
     found: Vector = {}
     for name, like in thetas[0].items():
         total, weighted, plain = (torch.zeros_like(like, dtype=torch.float64) for _ in range(3))
@@ -101,6 +105,9 @@ def fisher_average(
     """
     weights, thetas = _checked(models, fishers, weights, damping, zero_too=False)
     check_number("tolerance", tolerance)
+    if tolerance < 0:
+        raise GramianError(f"tolerance: expected a number of 0 or more, got {tolerance!r}")
+    check_counts(max_steps=max_steps)
     covered = [set(covered_parameters(fisher)) for fisher in fishers]
     for names in covered:
         parameters_of(models[0], names)

@@ -46,6 +46,8 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
         if not source.samples:
             raise GramianError("source: has seen no sample; expected a capture before")
         return source.diagonal()
+    if not isinstance(source, KFACNaturalGradient):
+        raise GramianError(f"source: expected K-FAC factors or a diagonal estimate, got {type(source).__name__}")
     if not source.kfac_factors:
         raise GramianError("source: has no factors yet; expected a capture or collect_kfac_factors before")
     found: dict[str, Tensor] = {}

@@ -149,6 +149,10 @@ class Laplace:
         strange = next((name for name in prior_mean if name not in self.mean), None)
         if strange is not None:
             raise GramianError(f"prior_mean: {strange} has no curvature; expected names of parameters that do")
+        for name, center in prior_mean.items():
+            if center.shape != self.mean[name].shape:
+                got, wanted = list(center.shape), list(self.mean[name].shape)
+                raise GramianError(f"prior_mean: {name} has shape {got}; expected {wanted}, as the parameter")
         squares = 0.0
         for name, mean in self.mean.items():
             away = mean.double() - prior_mean[name].to(mean.device).double() if name in prior_mean else mean.double()

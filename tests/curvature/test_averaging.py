@@ -130,6 +130,9 @@ def test_what_cannot_be_averaged_is_refused_in_one_line() -> None:
         ((models, fishers), {"damping": 1.0, "weights": [1.0, -1.0]}, "weights:"),
         ((models, [fishers[0], kfac()]), {"damping": 1.0}, "kfac:"),
         (([models[0], network("tied")], fishers), {"damping": 1.0}, "models:"),
+        ((models, fishers), {"damping": 1.0, "tolerance": -1.0}, "tolerance:"),
+        ((models, fishers), {"damping": 1.0, "max_steps": 2.5}, "max_steps:"),
+        ((models, fishers), {"damping": 1.0, "max_steps": 0}, "max_steps:"),
     ]
     for arguments, options, word in cases:
         with pytest.raises(gramian.GramianError) as wrong:
@@ -138,3 +141,6 @@ def test_what_cannot_be_averaged_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as strange:
         diagonal_average(models, [{"nobody": torch.ones(2)}] * 2)
     one_line(strange.value, "fishers:", "nobody", "expected")
+    with pytest.raises(gramian.GramianError) as hollow:
+        diagonal_average(models, [{"fc.bias": torch.full_like(models[0].fc.bias, float("nan"))}] * 2)
+    one_line(hollow.value, "fishers:", "fc.bias", "NaN", "expected")

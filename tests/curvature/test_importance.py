@@ -135,6 +135,8 @@ def test_sources_that_have_seen_nothing_are_refused() -> None:
         parameter_importance(DiagonalFisherEstimate())
     with pytest.raises(gramian.GramianError, match="^source: has no factors yet"):
         parameter_importance(kfac())
+    with pytest.raises(gramian.GramianError, match="^source: expected .*, got str"):
+        parameter_importance("fisher.pt")  # type: ignore[arg-type]
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

@@ -113,3 +113,6 @@ def test_what_is_no_posterior_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as mean:
         posterior.log_marginal(0.0, {"nobody": torch.zeros(2)})
     one_line(mean.value, "prior_mean:", "nobody", "expected")
+    with pytest.raises(gramian.GramianError) as shape:
+        posterior.log_marginal(0.0, {"weight": model.weight[:1]})
+    one_line(shape.value, "prior_mean:", "weight", "expected")
