@@ -81,6 +81,7 @@ def analysis(device: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dic
     def stage(name: str, work: Callable[[], Any]) -> Any:
         out: list[Any] = []
         stages[name] = seconds(lambda: out.append(work()), 1)
+        print(f"{name}: {stages[name]:.2f} s", flush=True)
         return out[0]
 
     kfac = gramian.KFACNaturalGradient(update_freq=1, damping_mode="joint")
