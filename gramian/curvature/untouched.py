@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ def untouched(root: nn.Module) -> Iterator[None]:
     left as they are, so dropout drops as the user set it.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in sharded for group in module._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for module in sharded for group in _groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
@@ -37,3 +38,11 @@ def untouched(root: nn.Module) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):  # writing would spoil a backward of the user's that is still to come
                     buffer.copy_(value)
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers and reduces at once: several of a unit, in older releases of torch one or none."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

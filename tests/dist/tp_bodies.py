@@ -1,12 +1,13 @@
 """K-FAC of tensor-parallel models on real processes: models, how they are spread, and what holds for all of them."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -116,9 +117,15 @@ def plan(name: str, style: str) -> dict[str, Any]:
     return found
 
 
+@cache
+def mesh_of(data: int, tensor: int) -> DeviceMesh:
+    """One for all tests of a process: each new one has groups with threads of their own, which nobody ends."""
+    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+
+
 def spread(model: nn.Module, name: str, style: str, data: int, tensor: int) -> nn.Module:
     """Tensor parallel over `tensor` processes, FSDP2 over `data` if there are more than one."""
-    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(data, tensor)
     parallelize_module(model, mesh["tp"], plan(name, style))
     if data > 1:
         if hasattr(model, "block"):
