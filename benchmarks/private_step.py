@@ -2,19 +2,24 @@
 
 GPT of 16 layers, width 2048, vocabulary 32000, untied head, 937 M parameters in bf16, all of them trained, 16,384 tokens a
 step. On a CPU a small model stands in. Each row takes turns with the plain step; the plan of ours is kept beside the times, and
-the time of `step()` (noise from the key stream, division, AdamW) beside the private step.
+the time of `step()` (noise from the key stream, division, AdamW) beside the private step. "busy" is the time in which the GPU
+works on a step, "host" the time until Python has said all of it: where the host is not well below the GPU, its noise shows.
 """
 
 import argparse
+import copy
 import gc
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
@@ -93,11 +98,6 @@ def opacus_ghost(model: GPT, x: Tensor) -> Callable[[], None]:
     return step
 
 
-def build(config: GPTConfig, device: str) -> GPT:
-    """The same weights for everybody."""
-    return GPT(config).to(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-
-
 def peak(step: Callable[[], None]) -> float:
     """GiB at the top of one step."""
     if not torch.cuda.is_available():
@@ -109,11 +109,32 @@ def peak(step: Callable[[], None]) -> float:
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def measure(config: GPTConfig, length: int, tokens: int, device: str, rounds: int, peers: bool) -> dict[str, Any]:
-    """All variants at one length."""
-    x = torch.randint(config.vocabulary, (max(1, tokens // length), length), device=device)
+def busy_and_host(step: Callable[[], None]) -> tuple[float, float] | None:
+    """Milliseconds of one step that a GPU works, streams counted once, and until the host has begun all of it."""
+    if not torch.cuda.is_available():
+        return None
+    synchronize()
+    begun = time.perf_counter()
+    step()
+    host = time.perf_counter() - begun
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as told:
+        step()
+        synchronize()
+    spans = sorted(
+        (e.time_range.start, e.time_range.end) for e in told.events() or [] if e.device_type == DeviceType.CUDA
+    )
+    busy = end = 0.0
+    for start, stop in spans:
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+    return busy / 1e3, 1e3 * host
+
+
+def measure(base: GPT, length: int, tokens: int, rounds: int, peers: bool) -> dict[str, Any]:
+    """All variants at one length, each on a copy of the model."""
+    device = base.head.weight.device.type
+    x = torch.randint(base.config.vocabulary, (max(1, tokens // length), length), device=device)
     found: dict[str, Any] = {"batch": len(x)}
-    base = build(config, device)
     baseline = plain(base, x)
     found["plain_peak_gib"] = peak(baseline)
 
@@ -125,9 +146,11 @@ def measure(config: GPTConfig, length: int, tokens: int, device: str, rounds: in
                 "milliseconds": 1e3 * statistics.median(times[name]),
                 "plain_milliseconds": 1e3 * statistics.median(times["plain"]),
                 "ratio": ratio(times[name], times["plain"]),
+                "by_round": [one / other for one, other in zip(times[name], times["plain"], strict=True)],
             }
             base.zero_grad()
             row["peak_gib"] = peak(step)
+            row["busy_and_host_milliseconds"] = busy_and_host(step)
             if engine is not None:
                 row["plan"] = None if engine.plan is None else str(engine.plan).splitlines()
                 row["step_milliseconds"] = 1e3 * _step_alone(step, optimizer)
@@ -135,15 +158,19 @@ def measure(config: GPTConfig, length: int, tokens: int, device: str, rounds: in
         except (RuntimeError, NotImplementedError) as error:
             row = {"error": " ".join(str(error).split())[:200]}
         found[name] = row
-        print(length, name, {key: value for key, value in row.items() if key != "plan"}, flush=True)
+        print(length, name, {key: value for key, value in row.items() if key not in ("plan", "by_round")}, flush=True)
         gc.collect()
         torch.cuda.empty_cache() if device == "cuda" else None
 
-    against("gramian", lambda: ours(build(config, device), x))
+    def another() -> GPT:
+        base.zero_grad()
+        return copy.deepcopy(base)
+
+    against("gramian", lambda: ours(another(), x))
     if peers:
-        against("Opacus ghost", lambda: (opacus_ghost(build(config, device), x), None, None))
+        against("Opacus ghost", lambda: (opacus_ghost(another(), x), None, None))
         if length == 1024:
-            against("gramian, two passes", lambda: ours(build(config, device), x, True, clipping="two_pass"))
+            against("gramian, two passes", lambda: ours(another(), x, True, clipping="two_pass"))
     return found
 
 
@@ -173,11 +200,12 @@ def main() -> None:
     )
     config = GPTConfig(context=max(lengths), **shape)
     tokens = 16384 if device == "cuda" else 512
+    base = GPT(config).to(device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     results: dict[str, Any] = {"config": vars(config), "tokens": tokens, "lengths": {}}
     for length in lengths:
         peers = not arguments.no_peers and length <= 8192
-        results["lengths"][length] = measure(config, length, tokens, device, arguments.rounds, peers)
-        print(write("private_step", results))
+        results["lengths"][length] = measure(base, length, tokens, arguments.rounds, peers)
+        print(write("private_step" if device == "cuda" else "private_step_cpu", results))
 
 
 if __name__ == "__main__":
