@@ -144,6 +144,17 @@ TRAPS = (
         functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
+        "K-FAC of dense sides only",
+        (
+            Edit(
+                f"{_OPERATORS}.kfac:KFACOperator.__init__",
+                "specs = [",
+                "assert {type(block.G).__name__ for block in kfac.kfac_factors.values()} == {'Dense'}\n    specs = [",
+            ),
+        ),
+        functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
+    ),
+    Mutation(
         "K-FAC with its damping",
         (Edit(f"{_OPERATORS}.kfac:KFACOperator.matmat", "damped=self.damped", "damped=True"),),
         functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),

@@ -30,6 +30,7 @@ from tests.curvature import (
     test_fisher_types,
     test_layers,
     test_loss_contract,
+    test_operator_traps,
     test_options,
     test_planning,
     test_precondition,
@@ -39,12 +40,22 @@ from tests.curvature import (
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
 from tests.curvature.test_memory import Largest
 from tests.kit.matrix import sample
-from tests.linalg import test_cholesky, test_chunks, test_clip, test_factor, test_precision, test_stored
+from tests.linalg import (
+    test_cholesky,
+    test_chunks,
+    test_clip,
+    test_factor,
+    test_lanczos,
+    test_precision,
+    test_quadrature,
+    test_stored,
+)
 from tests.linalg.matrices import CASES, normal
-from tests.test_mutations import RED, Edit, Mutation, Swap, _package
+from tests.test_mutations import MUTATIONS, RED, Edit, Mutation, Swap, _package
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "traps.md"
+BY_NUMBER = "## By number"
 
 
 # ---- traps that are more than an edit --------------------------------------------------------------------------------
@@ -510,6 +521,17 @@ TRAPS = (
         functools.partial(test_products_and_powers_write_no_matrix_out, "diagonal"),
     ),
     Mutation(
+        "low-rank side written out as a matrix",
+        (
+            Edit(
+                f"{_LINALG}.low_rank:LowRank.matvec",
+                "self.columns.times(self.columns.transposed_times(y_NK))",
+                "self.dense() @ y_NK",
+            ),
+        ),
+        functools.partial(test_products_and_powers_write_no_matrix_out, "low rank"),
+    ),
+    Mutation(
         "only the last call of a module kept",
         (
             Edit(
@@ -804,10 +826,26 @@ def test_a_trap_leaves_nothing_behind() -> None:
         assert _package() == before, trap.name
 
 
+def _rows(table: str) -> list[list[str]]:
+    """Cells of a table of the document, without its head."""
+    return [
+        line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines() if line.startswith("| ")
+    ][1:]
+
+
 def test_the_document_lists_every_trap_with_its_test() -> None:
-    rows = [line.split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
-    listed = [(row[0].removeprefix("| "), row[2].removesuffix(" |").strip("`")) for row in rows]
+    listed = [(row[0], row[2].strip("`")) for row in _rows(DOCUMENT.read_text().partition(BY_NUMBER)[0])]
     assert listed == [(trap.name, trap.test) for trap in TRAPS]
+
+
+def test_every_number_of_the_document_names_traps_that_are_put_back() -> None:
+    put_back = {(one.name, one.test) for one in (*TRAPS, *test_operator_traps.TRAPS, *MUTATIONS)}
+    for module in (test_lanczos, test_quadrature):
+        put_back |= {(name, Mutation(name, (edit,), check).test) for name, (edit, check) in module.TRAPS.items()}
+    rows = _rows(DOCUMENT.read_text().partition(BY_NUMBER)[2])
+    assert {(row[1], row[2].strip("`")) for row in rows} <= put_back
+    mathematics, functions = (9, 11, 12, 13, 14, 15, 16), (19, 20, 27, 28, 29, 30, 31)
+    assert [*dict.fromkeys(row[0] for row in rows)] == [f"2A-{n}" for n in mathematics] + [f"2B-{n}" for n in functions]
 
 
 def test_every_test_that_is_named_exists() -> None:

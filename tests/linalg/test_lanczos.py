@@ -1,5 +1,6 @@
 """Lanczos: the right eigenvalues, as often as they occur, at both ends, with bounds that hold."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -361,7 +362,7 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
             "if not bool(product_NK.isfinite().all()):",
             "if False:",
         ),
-        lambda: test_a_product_that_is_not_finite_ends_with_the_operators_name("nan"),
+        functools.partial(test_a_product_that_is_not_finite_ends_with_the_operators_name, "nan"),
     ),
     "top values only": (
         Edit(
@@ -377,19 +378,51 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
             "share_MB += rows_MN[:, part].double() @ vectors_BN[:, part].mT",
             "share_MB[-2:] += rows_MN[-2:, part].double() @ vectors_BN[:, part].mT",
         ),
-        lambda: test_a_converged_eigenvalue_does_not_come_back(torch.float64),
+        functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float64),
     ),
     "noise after a breakdown": (
         Edit("gramian.linalg.krylov:KrylovBasis._orthonormalise", "self._orthogonalised(vector_N[None])", "pass"),
-        lambda: test_an_exhausted_krylov_space_is_left_for_a_random_vector("rank 1"),
+        functools.partial(test_an_exhausted_krylov_space_is_left_for_a_random_vector, "rank 1"),
+    ),
+    "a direction of rounding followed": (
+        Edit("gramian.linalg.krylov:KrylovBasis.multiply", "if beta > self.rounding and len", "if beta > 0 and len"),
+        functools.partial(test_an_exhausted_krylov_space_is_left_for_a_random_vector, "rank 1"),
+    ),
+    "no coupling to the vector before": (
+        Edit(
+            "gramian.linalg.krylov:KrylovBasis.ritz",
+            "H_MM.triu() + H_MM.triu(1).mT",
+            "torch.diag(H_MM.diagonal())",
+        ),
+        functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float64),
+    ),
+    "sums in float32": (
+        Edit(
+            "gramian.linalg.krylov:orthogonalise",
+            "rows_MN[:, part].double() @ vectors_BN[:, part].mT",
+            "(rows_MN[:, part].float() @ vectors_BN[:, part].mT.float()).double()",
+        ),
+        functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float64),
+    ),
+    "basis in half precision": (
+        Edit(
+            "gramian.linalg.operator:Operator.working_dtype",
+            "return torch.promote_types(self.dtype, torch.float32)",
+            "return self.dtype",
+        ),
+        test_half_precision_products_have_a_float32_basis_and_wide_bounds,
+    ),
+    "convergence in absolute numbers": (
+        Edit("gramian.linalg.lanczos:lanczos", "allowed = tol * basis.scale + 2 * basis.rounding", "allowed = 1e-10"),
+        functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float32),
     ),
     "one copy of each": (
         Edit("gramian.linalg.lanczos:lanczos", "if settled and not search_copies:", "if settled:"),
-        lambda: test_a_repeated_eigenvalue_is_found_as_often_as_it_occurs(4),
+        functools.partial(test_a_repeated_eigenvalue_is_found_as_often_as_it_occurs, 4),
     ),
     "what restarts leave behind not counted": (
         Edit("gramian.linalg.krylov:KrylovBasis.ritz", "noise_M + lost_M", "noise_M * 0"),
-        lambda: test_a_map_that_changes_between_calls_does_not_converge(),
+        test_a_map_that_changes_between_calls_does_not_converge,
     ),
 }
 
