@@ -80,7 +80,8 @@ def collect(
                 f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
             )
     if kfac.dropped:
-        raise GramianError(f"K-FAC: {kfac.dropped[-1]}; expected a model whose loss and gradients are finite")
+        why = kfac.dropped[-1]["reason"]
+        raise GramianError(f"K-FAC: {why}; expected loss terms, and a model whose loss and gradients are finite")
     return nats / max(1.0, sum(one.terms for one in found))
 
 

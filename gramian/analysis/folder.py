@@ -86,12 +86,14 @@ def from_folder(
 
 def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict[str, Any]]:
     try:
-        model = load_huggingface(path, False, vocabulary, 1, seed, MODEL)
+        model: Any = load_huggingface(path, False, vocabulary, 1, seed, MODEL)
     except GramianError as problem:
         told = str(problem)
         if "has no weights of" in told:
             told = f"{told.partition(';')[0]}; expected a causal language model, or --masked for an encoder"
         raise GramianError(told) from None
+    if _is(model.config, "ForMaskedLM"):  # it would see the token that it is asked for
+        raise GramianError(f"{MODEL}: {path} is an encoder; expected a causal language model, or --masked")
     return model, model, {"mode": "next token"}
 
 
@@ -100,7 +102,9 @@ def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
     with reading(path, MODEL, "an encoder in safetensors") as (shape, _):
         from transformers import AutoModel, AutoModelForMaskedLM
 
-        headed = any(str(name).endswith("ForMaskedLM") for name in shape.architectures or ())
+        if _is(shape, "ForCausalLM", "LMHeadModel"):
+            raise GramianError(f"{MODEL}: {path} is a causal language model; expected an encoder, or no --masked")
+        headed = _is(shape, "ForMaskedLM")
         kind = AutoModelForMaskedLM if headed else AutoModel
         model, told = kind.from_pretrained(
             path, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
@@ -113,6 +117,11 @@ def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
     return model, EmbeddingScores(model), {
         "mode": "No head: masked tokens are scored against the model's own input embeddings, which it was not trained for."
     }  # fmt: skip
+
+
+def _is(shape: Any, *kinds: str) -> bool:
+    """Whether a folder's config says that it holds such a model."""
+    return any(str(name).endswith(kinds) for name in shape.architectures or ())
 
 
 def _tokenizer(path: str) -> Any:

@@ -21,6 +21,7 @@ from gramian.analysis.settings import TOLERANCE, Settings
 from gramian.analysis.spectra import ggn_density, kfac_density, layer_spectra
 from gramian.analysis.subject import Subject
 from gramian.curvature import GGNOperator, HessianOperator, KFACNaturalGradient
+from gramian.errors import GramianError
 from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
 from gramian.linalg.operator import Operator
 
@@ -44,8 +45,17 @@ def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
 
 
 def plan_of(subject: Subject, settings: Settings) -> Plan:
-    """What the analysis will hold, before it holds it."""
-    return make_plan(subject, settings, kfac_of(subject, settings))
+    """What the analysis will hold, before it holds it.
+
+    Raises:
+        GramianError: if more eigenvalues are asked for than there are.
+    """
+    plan = make_plan(subject, settings, kfac_of(subject, settings))
+    if settings.eigenvalues > subject.parameters:
+        raise GramianError(
+            f"eigenvalues: {settings.eigenvalues:,}; expected at most {subject.parameters:,}, one a trained parameter"
+        )
+    return plan
 
 
 def analyse(

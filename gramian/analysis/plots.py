@@ -60,7 +60,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """
     import matplotlib
 
-    pictures = {"spectra": _spectra, "depth": _depth}
+    pictures = {"spectra": _spectra, "depth": _depth} if kronecker_layers(result) else {}
     if "ggn" in result:
         pictures["density"] = _density
     paths = []
@@ -141,7 +141,11 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
             told: dict[str, Any] = {"color": shades(scale(where.block or 0))}
             if not role:
                 told = {"label": name.split(".")[-1], "color": COLOURS[order % len(COLOURS)]}
-            axis.plot(curves[name]["ranks"], curves[name]["eigenvalues"], linewidth=1.6, **told)
+            ranks, values = curves[name]["ranks"], curves[name]["eigenvalues"]
+            begin = [
+                min(1.0, first) for first in ranks[:1]
+            ]  # a largest eigenvalue that occurs often has the ranks from 1 on
+            axis.plot([*begin, *ranks], [*values[:1], *values], linewidth=1.6, **told)
         axis.set(xscale="log", yscale="log")
         axis.set_ylim(high * 1e-11, high)
         if not role:
@@ -189,8 +193,10 @@ def _depth(result: Mapping[str, Any]) -> Figure:
                 at = _outside_at(result, name, last, outside)
                 outside.append((at, name.split(".")[-1]))
                 axis.plot([at], [metrics["layers"][name][key]], color=colour, marker=marker, linestyle="none")
-        axis.set_yscale("log")
-        _plain_ticks(axis, [metrics["layers"][name][key] for layers in groups.values() for name in layers])
+        drawn = [metrics["layers"][name][key] for layers in groups.values() for name in layers]
+        if any(drawn):  # a logarithm has no place for zeros
+            axis.set_yscale("log")
+        _plain_ticks(axis, drawn)
         axis.set_ylabel(label)
         ticks = [(b, str(b)) for b in _some(sorted(set(inside)))] + [(at, _wrapped(name)) for at, name in outside]
         axis.set_xticks([at for at, _ in ticks], [text for _, text in ticks])

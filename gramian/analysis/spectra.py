@@ -67,7 +67,7 @@ def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[s
                 values.append(value)
                 weights.append(rank - before)
             before = rank
-    return _per_decade(torch.tensor([values]), torch.tensor([weights]))
+    return _per_decade(*(torch.tensor([one], dtype=torch.float64) for one in (values, weights)))
 
 
 def ggn_density(nodes_PS: Tensor, weights_PS: Tensor, resolution: float) -> dict[str, list[float]]:

@@ -45,6 +45,18 @@ class Subject:
     data_facts: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        """Refuse what holds no question.
+
+        Raises:
+            GramianError: naming what is missing.
+        """
+        if not self.batches:
+            raise GramianError("batches: is empty; expected at least one batch")
+        for batch in self.batches:
+            if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+                raise GramianError('batches: one has no labels; expected mappings with a tensor "labels"')
+
     @property
     def terms(self) -> int:
         """Loss terms of all batches."""

@@ -152,6 +152,13 @@ def test_the_density_of_all_layers_counts_their_eigenvalues():
     assert density == kfac_density(curves)
 
 
+def test_a_density_has_the_range_of_float64():
+    """A model that is sure of its answers has gradients whose squares float32 does not hold."""
+    density = kfac_density({"a": {"eigenvalues": [1e-60], "ranks": [2.0]}})
+    assert density["eigenvalues"][0] < 1e-60 < density["eigenvalues"][-1]
+    assert 3 < max(density["per_decade"]) < 4  # of 2 eigenvalues, 3.99 in the middle of the kernel
+
+
 def test_the_plan_bounds_the_bases():
     subject, settings = tiny(), Settings(eigenvalues=2, probes=2, steps=3)
     plan = plan_of(subject, settings)
@@ -211,6 +218,21 @@ def test_nothing_in_a_folder_is_overwritten(tmp_path):
 def test_settings_that_make_no_sense_are_refused_by_name(told, message):
     with pytest.raises(GramianError, match=message):
         Settings(**told)
+
+
+def test_subjects_that_ask_nothing_are_refused_by_name():
+    subject = tiny()
+    for batches, message in (
+        ([], "batches: is empty; expected at least one batch"),
+        ([{"tokens_BT": subject.batches[0]["tokens_BT"]}], "batches: one has no labels; expected mappings"),
+    ):
+        with pytest.raises(GramianError, match=f"^{message}"):
+            replace(subject, batches=batches)
+    with pytest.raises(GramianError, match="^eigenvalues: 55; expected at most 54, one a trained parameter$"):
+        analyse(subject, Settings(eigenvalues=55))
+    ignored = [{**batch, "labels": torch.full_like(batch["labels"], -100)} for batch in subject.batches]
+    with pytest.raises(GramianError, match="^K-FAC: no loss terms; expected loss terms, and a model whose loss"):
+        analyse(replace(subject, batches=ignored), Settings(probes=0))
 
 
 def test_the_default_damping_is_the_library_s():

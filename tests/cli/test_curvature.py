@@ -142,6 +142,22 @@ def test_a_causal_model_is_scored_on_the_next_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "asked", "message"),
+    [
+        ("bert-mlm", [], "is an encoder; expected a causal language model, or --masked"),
+        ("gpt2", ["--masked"], "is a causal language model; expected an encoder, or no --masked"),
+    ],
+)
+def test_a_model_of_the_other_kind_is_refused(
+    kind: str, asked: list[str], message: str, tmp_path: Path, capsys
+) -> None:
+    """An encoder sees the token that comes next; a causal model does not see what follows a mask."""
+    folder, text = hf_folder(tmp_path / "model", kind), text_file(tmp_path)
+    assert main(["curvature", "--model", str(folder), "--text", str(text), *asked, *QUICK]) == 2
+    assert f"argument --model: {folder} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("asked", "message"),
     [
         ([], "curvature: expected either CONFIG.toml or --model PATH --text FILE"),
