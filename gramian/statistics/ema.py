@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.statistics.moments import check_weight
+from gramian.statistics.moments import check_real, check_weight
 
 
 class MovingAverage:
@@ -26,7 +26,7 @@ class MovingAverage:
         Args:
             decay: in [0, 1); 0: the last one seen.
         """
-        if not 0 <= float(decay) < 1:
+        if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GramianError(f"decay: expected a number in [0, 1), got {decay!r}")
         self.decay = float(decay)
         self.steps = 0
@@ -45,6 +45,7 @@ class MovingAverage:
         """
         checked = check_weight(weight)
         for name, value in values.items():
+            check_real(name, value)
             before = self._totals.get(name)
             if before is not None and before.shape != value.shape:
                 raise GramianError(f"{name}: has shape {list(value.shape)}; expected {list(before.shape)}, as before")

@@ -101,8 +101,11 @@ class WeightedMoments:
             weight: of all of them; 0: they do not count.
         """
         checked = check_weight(weight)
+        for name, value in values.items():
+            check_real(name, value)
+            self._known(name, value.shape)
         for name, value in values.items() if checked else ():
-            mine = self._known(name, value.shape)
+            mine = self.moments.get(name)
             if mine is None:
                 mean = value.detach().double().clone()
                 self.moments[name] = Moment(mean, torch.zeros_like(mean), checked, checked**2, 1)
@@ -116,6 +119,11 @@ class WeightedMoments:
             rows: {name: [n, *shape]}.
             weights: [n], of the rows; None: all 1.
         """
+        for name, rows_N in rows.items():
+            check_real(name, rows_N, axes=1)
+            self._known(name, rows_N.shape[1:])
+            if weights is not None:
+                check_weights(weights, len(rows_N))
         for name, rows_N in rows.items():
             if len(rows_N) == 1 and weights is None:
                 self.update({name: rows_N[0]})
@@ -248,15 +256,49 @@ class WeightedMoments:
         self.moments = found
 
 
+LEAST, MOST = 1e-100, 1e100
+"""Of weights other than 0: their squares are numbers, too."""
+
+
 def check_weight(weight: Any) -> float:
     """A weight as a float.
 
     Raises:
-        GramianError: unless it is a finite number of 0 or more.
+        GramianError: unless it is 0, or a number whose square is one.
     """
-    if not 0 <= float(weight) < float("inf"):
-        raise GramianError(f"weight: expected a finite number of 0 or more, got {weight!r}")
-    return float(weight)
+    try:
+        found = float(weight)
+    except (TypeError, ValueError):
+        found = float("nan")
+    if not (found == 0 or LEAST <= found <= MOST):
+        raise GramianError(f"weight: got {weight!r}; expected 0, or a number from {LEAST:g} to {MOST:g}")
+    return found
+
+
+def check_weights(weights_N: Any, n: int) -> None:
+    """Refuse what are no n weights.
+
+    Raises:
+        GramianError: unless each is 0, or a number whose square is one.
+    """
+    if not isinstance(weights_N, Tensor) or weights_N.shape != (n,):
+        got = list(weights_N.shape) if isinstance(weights_N, Tensor) else type(weights_N).__name__
+        raise GramianError(f"weights: got {got}; expected a tensor [{n}], one for each row")
+    w = weights_N.double()
+    if not bool(((w == 0) | (w >= LEAST) & (w <= MOST)).all()):
+        raise GramianError(f"weights: hold another number; expected 0, or from {LEAST:g} to {MOST:g}")
+
+
+def check_real(name: str, value: Any, axes: int = 0) -> None:
+    """Refuse what is no observation.
+
+    Raises:
+        GramianError: unless it is a tensor of real numbers with so many axes or more.
+    """
+    if not isinstance(value, Tensor) or value.is_complex() or value.dim() < axes:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        rows = " with one row for each observation" * bool(axes)
+        raise GramianError(f"{name}: got {got}; expected a tensor of real numbers{rows}")
 
 
 def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> Moment:
@@ -265,8 +307,6 @@ def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> Moment:
     if weights_N is None:
         mean = rows_N.mean(0)
         return Moment(mean, (rows_N - mean).square_().sum(0), float(n), float(n), n)
-    if weights_N.shape != (n,) or not bool(((weights_N >= 0) & weights_N.isfinite()).all()):
-        raise GramianError(f"weights: expected {n} finite numbers of 0 or more, got {list(weights_N.shape)}")
     w = weights_N.to(rows_N)
     weight, squared_weight = float(w.sum()), float(w.square().sum())
     if not weight:

@@ -88,9 +88,9 @@ def test_state_goes_through_a_file_and_the_average_goes_on() -> None:
 
 
 def test_what_is_no_step_is_refused() -> None:
-    for decay in (1.0, -0.1, float("nan")):
+    for decay in (1.0, -0.1, float("nan"), "0.9", None):
         with pytest.raises(gramian.GramianError, match="^decay: expected a number in"):
-            MovingAverage(decay)
+            MovingAverage(decay)  # type: ignore[arg-type]
     average = run([(1.0, 1.0)], 0.5)
     with pytest.raises(gramian.GramianError, match=r"^x: has shape \[3\]; expected \[2\]"):
         average.update({"x": torch.ones(3)})

@@ -218,20 +218,30 @@ def test_state_goes_through_a_file_and_the_moments_go_on() -> None:
 def test_what_is_no_observation_is_refused() -> None:
     moments = one_by_one(*drawn(3, 2))
     before = moments.state_dict()
-    for weight in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(gramian.GramianError, match="^weight: expected a finite number"):
+    for weight in (-1.0, float("nan"), float("inf"), 1e200, 1e-200, "many", None):
+        with pytest.raises(gramian.GramianError, match="^weight: got .*; expected 0, or a number from 1e-100 to 1e"):
             moments.update({"x": torch.ones(2)}, weight)
+        if isinstance(weight, float):
+            with pytest.raises(gramian.GramianError, match="^weights: hold another number; expected 0, or from"):
+                moments.extend({"x": torch.ones(1, 2)}, torch.tensor([weight], dtype=torch.float64))
+    for value in (1.0, torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises(gramian.GramianError, match="^y: got .*; expected a tensor of real numbers$"):
+            moments.update({"x": torch.ones(2), "y": value})
+    with pytest.raises(gramian.GramianError, match="^x: got .*; expected a tensor of real numbers with one row for"):
+        moments.extend({"x": torch.tensor(1.0)})
     with pytest.raises(gramian.GramianError, match=r"^x: has shape \[3\]; expected \[2\]"):
-        moments.update({"x": torch.ones(3)})
-    with pytest.raises(gramian.GramianError, match="^weights: expected 4 finite numbers"):
-        moments.extend({"x": torch.ones(4, 2)}, torch.ones(3))
+        moments.update({"new": torch.ones(2), "x": torch.ones(3)})
+    for weights in (torch.ones(3), [1.0, 1.0, 1.0, 1.0]):
+        with pytest.raises(gramian.GramianError, match=r"^weights: got .*; expected a tensor \[4\], one for each row"):
+            moments.extend({"x": torch.ones(4, 2)}, weights)  # type: ignore[arg-type]
     with pytest.raises(gramian.GramianError, match="^level: expected a number between"):
         moments.interval(95)
     with pytest.raises(gramian.GramianError, match="^x: is not whole"):
         moments.load_state_dict({"mean.x": before["mean.x"]})
     with pytest.raises(gramian.GramianError, match="^state: holds other keys"):
         moments.load_state_dict({**before, "more": torch.ones(1)})
-    assert all(torch.equal(value, before[key]) for key, value in moments.state_dict().items())
+    after = moments.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(value, before[key]) for key, value in after.items())
 
 
 @pytest.mark.full
