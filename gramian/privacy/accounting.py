@@ -17,6 +17,9 @@ MECHANISMS = ("prv", "rdp", "gdp")
 PRV_LIMIT = 200.0
 """ε of "rdp" above which "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
 
+PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP = 1e-11, 1e-14
+"""δ below which "prv" is not evaluated: its transforms round in float64, and the more steps, the more."""
+
 PRV_SEARCH_LIMIT = 50.0
 """Largest target ε of a search with "prv", whose bisection passes through several times as much."""
 
@@ -170,6 +173,8 @@ def find_noise_multiplier(
         raise GramianError(f"target_epsilon: {target_epsilon}; expected at most {PRV_SEARCH_LIMIT} with prv, or rdp")
     if steps < 1:
         raise GramianError(f"steps: {steps}; expected at least 1")
+    if mechanism == "prv":
+        _check_resolved("target_delta", target_delta, steps)
 
     def search() -> float:
         from opacus.accountants.utils import get_noise_multiplier
@@ -185,6 +190,16 @@ def find_noise_multiplier(
         )
 
     return _through_opacus(mechanism, f"target_epsilon {target_epsilon}", "a larger target, or prv", search)
+
+
+def _check_resolved(field: str, delta: float, steps: int) -> None:
+    """Raise where PRV's Fourier transforms have no digits left: below, ε falls with δ, differently on every machine."""
+    least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
+    if delta < least:
+        raise GramianError(
+            f"accountant: prv has no answer for {field} {delta} (its digits end at {least:.0e} over {steps} steps); "
+            "expected another delta, or rdp"
+        )
 
 
 def _is_run(run: Any) -> bool:
@@ -215,6 +230,9 @@ def _epsilon(mechanism: str, history: History, delta: float) -> float:
     if mechanism == "prv" and (bound := _epsilon("rdp", history, delta)) > PRV_LIMIT:
         warnings.warn(f"accountant: epsilon {bound:.0f} is the bound of rdp; expected less for prv", stacklevel=3)
         return bound
+
+    if mechanism == "prv":
+        _check_resolved("delta", delta, sum(steps for _, _, steps in history))
 
     def evaluate() -> float:
         from opacus.accountants import create_accountant
