@@ -11,7 +11,7 @@ goes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,8 @@ SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-
 are smaller by this much, so that what is summed stays within C."""
 MOST_TOGETHER = 4
 """Layers that share an input, and whose Gram matrices are multiplied in one go."""
+AHEAD = 4
+"""Sums that are begun before it is known whether a sample is in doubt: enough for the device to work on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -370,40 +372,72 @@ class Clipping:
             work.written[name] = (chosen, None if self._norms_alone(work) else written)
         doubt.squares_B[chosen] = torch.stack(squares_K).sum(0)
 
-    def _factors(self, work: Work) -> Tensor:
-        """c [B]; waits for the device once."""
+    def _guess(self, work: Work) -> tuple[Tensor, Callable[[], list[bool]]]:
+        """Set c as if no sample were in doubt and all were finite; nobody waits for the device.
+
+        Returns:
+            The squared norms [B] without those that may be in doubt, and what `_confirm` waits for.
+        """
         self._flush(work)
         work.small = self._groups(work)
         for sums_BN, _ in work.small:
             work.add(row_squares(sums_BN))
         if work.squares_B is None:
             work.squares_B = torch.zeros(0 if work.blank else work.info.batch)
-        flags = self._flags(work, work.squares_B)
+        sure_B, flags = work.squares_B, self._flags(work, work.squares_B)
+        for doubt in work.doubts:
+            work.add(doubt.squares_B)
+        self._weigh(work)
+        return sure_B, flags
+
+    def _confirm(self, work: Work, sure_B: Tensor, flags: list[bool]) -> bool:
+        """True if the guess was right; else doubtful samples are written down, others left out, and c is set again."""
+        if not any(flags):
+            return True
+        work.totals.clear()
+        work.squares_B = sure_B
         for doubt, doubtful in zip(work.doubts, flags, strict=False):
             self._settle(work, doubt, doubtful)
             work.add(doubt.squares_B)
-        work.doubts.clear()
-        squares_B = work.squares_B
-        norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
-        finite_B = norms_B.isfinite()
-        limit = self.max_grad_norm / (1 + work.slack)
-        factors_B = torch.where(finite_B, (limit / norms_B).clamp(max=1.0), 0.0)
-        left_out = 0
-        if any(flags) and not bool(finite_B.all()):
+        clipped = self._weigh(work)
+        finite_B = clipped.norms_B.isfinite()
+        if not bool(finite_B.all()):
             work.finite = _runs(finite_B.tolist())
             left_out = work.info.batch - sum(stop - start for start, stop in work.finite)
-        self.last = Clipped(norms_B, factors_B, left_out)
-        return factors_B
+            self.last = replace(clipped, nonfinite=left_out)
+        return False
+
+    def _weigh(self, work: Work) -> Clipped:
+        """c [B] from the squared norms; 0 for a sample that is not finite."""
+        assert work.squares_B is not None
+        squares_B = work.squares_B
+        norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
+        limit = self.max_grad_norm / (1 + work.slack)
+        work.factors_B = torch.where(norms_B.isfinite(), (limit / norms_B).clamp(max=1.0), 0.0)
+        work.weights.clear()
+        self.last = Clipped(norms_B, work.factors_B, nonfinite=0)
+        return self.last
 
     @staticmethod
-    def _flags(work: Work, squares_B: Tensor) -> list[bool]:
-        """For each group of Grams whether it is in doubt, and whether anything is not finite: one wait for the device."""
+    def _flags(work: Work, squares_B: Tensor) -> Callable[[], list[bool]]:
+        """Whether each group of Grams is in doubt, and whether anything is not finite; reading it waits for the device."""
         device = squares_B.device
         squares_KB = torch.stack([squares_B, *(doubt.squares_B.to(squares_B) for doubt in work.doubts)])
         finite = squares_KB.isfinite().all()[None]
         doubtful = [doubt.doubtful_B.to(device) for doubt in work.doubts]
-        flags: list[bool] = torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite]).tolist()
-        return flags
+        found = torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite])
+        if device.type != "cuda":
+            return found.tolist
+        copied = found.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(device))
+
+        def read() -> list[bool]:
+            arrived.synchronize()
+            flags: list[bool] = copied.tolist()
+            return flags
+
+        return read
 
     # ---- sums ------------------------------------------------------------------------------------------------------
 
@@ -420,19 +454,23 @@ class Clipping:
             return
         if not self.again:
             self.stopwatch.add("backward", work.begun, cuda)
+            del self._works[info.number]
         with self.stopwatch.time("factors", cuda=cuda):
-            factors_B = self._factors(work)
+            sure_B, flags = self._guess(work)
+        ahead = [] if self._norms_alone(work) else self._sum_ahead(work)
+        with self.stopwatch.time("factors", cuda=cuda):
+            right = self._confirm(work, sure_B, flags())
+        work.doubts.clear()
+        if not right and not self._norms_alone(work):
+            self._sum_small(work)
+        work.sums.clear()
+        work.small.clear()
         if self.again:
-            work.factors_B = factors_B
             work.squares_B = None
-            work.sums.clear()
-            work.small.clear()
+        if self._norms_alone(work):
             return
-        del self._works[info.number]
-        if self.paused:
-            return
-        work.factors_B = factors_B
-        self._sum_small(work)
+        for name in ahead if right and self.tuning.release else ():
+            del work.held[name]
         if work.plan is None:
             self.plan = ClippingPlan(tuple(work.rows.values()), self.budget, two_pass=False)
         if self.tuning.layerwise:
@@ -455,6 +493,14 @@ class Clipping:
             groups.setdefault((sums_BN.device, sums_BN.dtype, self._trained[name].dtype), []).append(name)
         return [(torch.cat([work.sums[name] for name in names], dim=1), names) for names in groups.values()]
 
+    def _sum_ahead(self, work: Work) -> list[str]:
+        """Let the device begin with sums while the host waits to hear whether c is right: those that are handed on first."""
+        self._sum_small(work)
+        ahead = [name for name in self._trained if name in work.held][:AHEAD]
+        for name in ahead:
+            work.totals[name] = self._sum_of(work, name, work.held[name])
+        return ahead
+
     def _sum_small(self, work: Work) -> None:
         """The sums of all biases and norms at once, as views of one tensor."""
         for sums_BN, names in work.small:
@@ -463,15 +509,14 @@ class Clipping:
             sizes = [work.sums[name].shape[1] for name in names]
             for name, total in zip(names, total_N.split(sizes), strict=True):
                 work.totals[name] = total.reshape(self._trained[name].shape)
-        work.sums.clear()
-        work.small.clear()
 
     def _sum_held(self, work: Work, name: str) -> Tensor | None:
         if name in work.totals:
             return work.totals.pop(name)
         held = work.held.pop(name, None) if self.tuning.release else work.held.get(name)
-        if held is None:
-            return None
+        return None if held is None else self._sum_of(work, name, held)
+
+    def _sum_of(self, work: Work, name: str, held: Held) -> Tensor:
         held.check(name)
         with self._time("clip", name, held.gradient, work.rows[name].way):
             return self._sum(work, wide_dtype(self._trained[name]), held.gradient, name)

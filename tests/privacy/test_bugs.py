@@ -473,7 +473,7 @@ BUGS = (
     ),
     Mutation(
         "norm a little off",
-        (Edit(f"{_CLIPPING}._factors", ".sqrt() * work.info.scale", ".sqrt() * work.info.scale * 1.001"),),
+        (Edit(f"{_CLIPPING}._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.scale * 1.001"),),
         _sums("mlp"),
     ),
     Mutation(
@@ -623,12 +623,17 @@ BUGS = (
                 "work.add(doubt.squares_B); work.doubts.append(doubt)",
             ),
             Edit(
-                f"{_CLIPPING}._factors",
+                f"{_CLIPPING}._confirm",
                 "self._settle(work, doubt, doubtful)\n        work.add(doubt.squares_B)",
                 "before_B = doubt.squares_B.clone(); self._settle(work, doubt, doubtful)\n"
                 "        work.squares_B = work.squares_B + (doubt.squares_B - before_B)",
             ),
         ),
+        _cancelling("bookkeeping", "gram"),
+    ),
+    Mutation(
+        "sums that were begun before the norms were sure",
+        (Edit(f"{_CLIPPING}._confirm", "work.totals.clear()", "pass"),),
         _cancelling("bookkeeping", "gram"),
     ),
     Mutation(
@@ -651,7 +656,7 @@ BUGS = (
     ),
     Mutation(
         "no slack for rounding",
-        (Edit(f"{_CLIPPING}._factors", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
+        (Edit(f"{_CLIPPING}._weigh", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
         functools.partial(test_clipped_samples_of_half_precision_are_within_C, "vit"),
     ),
     Mutation(
@@ -727,8 +732,8 @@ BUGS = (
         "sample that is not a number weighted by NaN",
         (
             Edit(
-                f"{_CLIPPING}._factors",
-                "torch.where(finite_B, (limit / norms_B).clamp(max=1.0), 0.0)",
+                f"{_CLIPPING}._weigh",
+                "torch.where(norms_B.isfinite(), (limit / norms_B).clamp(max=1.0), 0.0)",
                 "(limit / norms_B).clamp(max=1.0)",
             ),
             Edit(f"{_CLIPPING}._sum", "if work.finite is None:", "if True:"),
@@ -752,7 +757,7 @@ BUGS = (
     ),
     Mutation(
         "loss scale left in the norm",
-        (Edit(f"{_CLIPPING}._factors", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
+        (Edit(f"{_CLIPPING}._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
         functools.partial(test_engine.test_a_float_as_loss_scale_stays_in_the_gradient, "auto"),
     ),
     Mutation(
@@ -1283,7 +1288,7 @@ BUGS = (
         "norms summed over processes",
         (
             Edit(
-                f"{_CLIPPING}._factors",
+                f"{_CLIPPING}._weigh",
                 "squares_B = work.squares_B\n",
                 "squares_B = work.squares_B; torch.distributed.all_reduce(squares_B)\n",
             ),
