@@ -142,9 +142,7 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
             if not role:
                 told = {"label": name.split(".")[-1], "color": COLOURS[order % len(COLOURS)]}
             ranks, values = curves[name]["ranks"], curves[name]["eigenvalues"]
-            begin = [
-                min(1.0, first) for first in ranks[:1]
-            ]  # a largest eigenvalue that occurs often has the ranks from 1 on
+            begin = [min(1.0, ranks[0])] if ranks else []  # a largest eigenvalue that repeats has the ranks from 1 on
             axis.plot([*begin, *ranks], [*values[:1], *values], linewidth=1.6, **told)
         axis.set(xscale="log", yscale="log")
         axis.set_ylim(high * 1e-11, high)
