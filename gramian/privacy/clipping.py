@@ -36,8 +36,9 @@ SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-
 are smaller by this much, so that what is summed stays within C."""
 MOST_TOGETHER = 4
 """Layers that share an input, and whose Gram matrices are multiplied in one go."""
-AHEAD = 4
-"""Sums that are begun before it is known whether a sample is in doubt: enough for the device to work on meanwhile."""
+AHEAD = 0.5
+"""Sums that are begun before it is known whether a sample is in doubt, in bytes over those held: the device has work meanwhile,
+and they fit where the activations were."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,8 @@ class Clipping:
         self.last: Clipped | None = None
         self.passes = 0
         """Backwards that were carried out."""
+        self._guessed_right = True
+        """False after a backward with a sample in doubt: the next one begins no sum that it may have to throw away."""
         self.on_begin: Callable[[int], None] = lambda rows: None
         """Called with the rows of a backward before anything is summed; may refuse."""
         self.on_done: Callable[[], None] = lambda: None
@@ -459,7 +462,7 @@ class Clipping:
             sure_B, flags = self._guess(work)
         ahead = [] if self._norms_alone(work) else self._sum_ahead(work)
         with self.stopwatch.time("factors", cuda=cuda):
-            right = self._confirm(work, sure_B, flags())
+            right = self._guessed_right = self._confirm(work, sure_B, flags())
         work.doubts.clear()
         if not right and not self._norms_alone(work):
             self._sum_small(work)
@@ -496,9 +499,14 @@ class Clipping:
     def _sum_ahead(self, work: Work) -> list[str]:
         """Let the device begin with sums while the host waits to hear whether c is right: those that are handed on first."""
         self._sum_small(work)
-        ahead = [name for name in self._trained if name in work.held][:AHEAD]
-        for name in ahead:
-            work.totals[name] = self._sum_of(work, name, work.held[name])
+        ahead, room = [], AHEAD * work.bytes_held if self._guessed_right else 0.0
+        for name, p in self._trained.items():
+            if name in work.held:
+                room -= p.numel() * wide_dtype(p).itemsize
+                if room < 0:
+                    break
+                work.totals[name] = self._sum_of(work, name, work.held[name])
+                ahead.append(name)
         return ahead
 
     def _sum_small(self, work: Work) -> None:

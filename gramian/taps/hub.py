@@ -27,8 +27,8 @@ from gramian.taps.passes import (
     Pass,
     PassBook,
     in_backward,
-    refuse_picked_row,
     refuse_unbatched_indices,
+    spreads,
 )
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
@@ -355,7 +355,7 @@ class Hub:
         assert tap.site is not None
         kept_here, gradients_here = [part_of(t) for t in kept], [part_of(t) for t in output_gradients]
         refuse_unbatched_indices(pass_, tap.name, kept_here)
-        refuse_picked_row(pass_, tap.name, kept_here, gradients_here)
+        tap.spreads = tap.spreads or spreads(pass_, tap.name, kept_here, gradients_here)
         if self.rule.withholds:
             self._warn_of_groups(pass_, tap, output_gradients[0])
         device = output_gradients[0].device.type

@@ -329,11 +329,20 @@ def _looks_like_positions(index: Tensor) -> bool:
     return False
 
 
-def refuse_picked_row(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """One shared row was expanded to B; user code that takes row 0 out again would give sample 0 all of the gradient."""
-    shared = pass_.batch > 1 and kept and kept[0].shape[:1] == (1,) and gradients[0].shape[:1] == (pass_.batch,)
-    if shared and bool(gradients[0][0].any()) and not bool(gradients[0][1:].any()):
+def spreads(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """True if one shared row, expanded to B, is seen to be used by others than sample 0; False if nothing can be said yet.
+
+    Looking waits for the device, so a layer is asked only until it was seen once.
+
+    Raises:
+        GramianError: if user code took row 0 out again, which would give sample 0 all of the gradient.
+    """
+    if pass_.batch == 1 or not kept or kept[0].shape[:1] != (1,) or gradients[0].shape[:1] != (pass_.batch,):
+        return False
+    first, others = torch.stack([gradients[0][0].any(), gradients[0][1:].any()]).tolist()
+    if first and not others:
         raise GramianError(
             f"{layer}: sees one row for all samples, and only sample 0 sends a gradient back; "
             "expected the row to be broadcast over the batch, not picked out of it"
         )
+    return bool(others)

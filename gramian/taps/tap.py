@@ -139,6 +139,8 @@ class Tap:
         self.parameters: dict[str, str] = {}
         """{local name: the user's name} of the parameters this tap explains; tied ones under their first name."""
         self.is_root = False
+        self.spreads = False
+        """True once samples other than the first were seen to use a row that this layer gives to all."""
         self.run: Callable[..., Any] = hub.run
         self._original: Callable[..., Any] | None = None
         self.traced_uses = 0
@@ -152,7 +154,7 @@ class Tap:
             GramianError: if a tap of another hub stands on it.
         """
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
-        self.run = self.hub.run
+        self.run, self.spreads = self.hub.run, False
         if self.site is not None and not self.site.compiles:
             layer = f"{self.name or 'model'} ({type(found.module).__name__})"
             reason = f"{layer} has no compiled tap; expected a registered site, or fullgraph=False"

@@ -103,6 +103,30 @@ def test_the_one_row_of_a_layer_that_is_picked_out_again_is_exact_or_refused_by_
         assert str(error).startswith("positions") and "expected" in str(error)  # noqa: PT017
 
 
+def test_a_picked_row_is_looked_for_until_other_samples_were_seen_to_use_it() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.positions, self.scale, self.picks = nn.Embedding(7, 4), nn.Embedding(5, 4), 0.0, True
+
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            row_1TD = self.scale * self.positions(torch.arange(5)[None])
+            return self.table(ids_BT) + (row_1TD[0] if self.picks else row_1TD)
+
+    model, ids_BT = Scaled(), torch.randint(7, (3, 5))
+
+    def step() -> None:
+        model(ids_BT).square().sum().backward()
+
+    with gramian.per_sample_norms(model, loss_reduction="sum"):
+        step()  # no gradient yet: nothing can be said
+        model.scale = 1.0
+        with pytest.raises(GramianError, match=r"^positions: sees one row.*only sample 0"):
+            step()
+        model.picks = False
+        step()
+
+
 class Scattered(nn.Module):
     """The first tensor argument has nothing to do with the batch."""
 
