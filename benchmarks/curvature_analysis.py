@@ -1,6 +1,6 @@
 """The full analysis of a 124M-parameter GPT, stage by stage, and one GGN product beside curvlinops, in one run.
 
-GPT of 12 layers, width 768, vocabulary 50,257, context 1,024, random weights and tokens, float32 products without TF32. The
+GPT of 12 layers, width 768, vocabulary 50,257, context 1,024, tied head, random weights and tokens, float32 without TF32. The
 stages are those of `gramian curvature`: K-FAC with drawn labels, capacity metrics, the largest eigenvalues of K-FAC, EK-FAC,
 both ends of the GGN by Lanczos, its density by quadrature, its trace by Hutch++. On a CPU a small model stands in.
 """
@@ -20,8 +20,8 @@ from gramian.curvature import GGNOperator, lanczos, spectral_density, stochastic
 from gramian.models.gpt import GPT, GPTConfig
 
 SHAPES = {
-    "cuda": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257, "context": 1024, "batch": 4},
-    "cpu": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512, "context": 32, "batch": 2},
+    "cuda": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_257, "context": 1024, "tied": True, "batch": 4},
+    "cpu": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512, "context": 32, "tied": True, "batch": 2},
 }
 
 

@@ -136,6 +136,7 @@ def measure(base: GPT, length: int, tokens: int, rounds: int, peers: bool) -> di
     x = torch.randint(base.config.vocabulary, (max(1, tokens // length), length), device=device)
     found: dict[str, Any] = {"batch": len(x)}
     baseline = plain(base, x)
+    _let_go()
     found["plain_peak_gib"] = peak(baseline)
 
     def against(name: str, make: Callable[[], tuple[Callable[[], None], Any, Any]]) -> None:
@@ -159,11 +160,10 @@ def measure(base: GPT, length: int, tokens: int, rounds: int, peers: bool) -> di
             row = {"error": " ".join(str(error).split())[:200]}
         found[name] = row
         print(length, name, {key: value for key, value in row.items() if key not in ("plan", "by_round")}, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache() if device == "cuda" else None
 
     def another() -> GPT:
         base.zero_grad()
+        _let_go()
         return copy.deepcopy(base)
 
     against("gramian", lambda: ours(another(), x))
@@ -172,6 +172,12 @@ def measure(base: GPT, length: int, tokens: int, rounds: int, peers: bool) -> di
         if length == 1024:
             against("gramian, two passes", lambda: ours(another(), x, True, clipping="two_pass"))
     return found
+
+
+def _let_go() -> None:
+    """Free the models of rows before, so that no peak holds them."""
+    gc.collect()
+    torch.cuda.empty_cache() if torch.cuda.is_available() else None
 
 
 def _step_alone(step: Callable[[], None], optimizer: torch.optim.Optimizer) -> float:

@@ -36,9 +36,10 @@ SLACK = {torch.float64: 2.0**-36, torch.float32: 2.0**-17, torch.float16: 2.0**-
 are smaller by this much, so that what is summed stays within C."""
 MOST_TOGETHER = 4
 """Layers that share an input, and whose Gram matrices are multiplied in one go."""
-AHEAD = 0.5
-"""Sums that are begun before it is known whether a sample is in doubt, in bytes over those held: the device has work meanwhile,
-and they fit where the activations were."""
+PRODUCTS_AHEAD = 4
+KEPT_AHEAD = 0.5
+"""Sums that are begun before it is known whether a sample is in doubt, for the device to work on meanwhile: so many products,
+and those of kept gradients, which are quick, as long as they take no more than this share of the kept bytes."""
 
 
 @dataclass(frozen=True)
@@ -499,11 +500,18 @@ class Clipping:
     def _sum_ahead(self, work: Work) -> list[str]:
         """Let the device begin with sums while the host waits to hear whether c is right: those that are handed on first."""
         self._sum_small(work)
-        ahead, room = [], AHEAD * work.bytes_held if self._guessed_right else 0.0
+        if not self._guessed_right:
+            return []
+        ahead, products = [], PRODUCTS_AHEAD
+        kept = [held.gradient for held in work.held.values() if isinstance(held.gradient, Dense)]
+        room = KEPT_AHEAD * sum(gradient.gradients_B.nbytes for gradient in kept)
         for name, p in self._trained.items():
             if name in work.held:
-                room -= p.numel() * wide_dtype(p).itemsize
-                if room < 0:
+                if isinstance(work.held[name].gradient, Dense):
+                    room -= p.numel() * wide_dtype(p).itemsize
+                else:
+                    products -= 1
+                if min(products, room) < 0:
                     break
                 work.totals[name] = self._sum_of(work, name, work.held[name])
                 ahead.append(name)
