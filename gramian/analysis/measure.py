@@ -122,7 +122,7 @@ def _about(subject: Subject, settings: Settings) -> Result:
 def _kfac(subject: Subject, settings: Settings, tell: Tell) -> Result:
     kfac = kfac_of(subject, settings)
     loss = collect(kfac, subject.model, subject.batches, settings.fisher, settings.seed, tell)
-    metrics = kfac.compute_capacity_metrics()
+    metrics = kfac.compute_capacity_metrics(n=settings.samples)
     spectra = layer_spectra(kfac.kfac_factors)
     found = {
         "loss": loss,

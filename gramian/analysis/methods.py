@@ -58,6 +58,10 @@ def _paragraphs(result: Mapping[str, Any]) -> list[str]:
         f"are of undamped, unclipped factors; log-determinant, effective dimension and condition number are of F + λI, "
         f"λ = {settings['damping']:g}."
     )
+    if settings["samples"] is not None:
+        text.append(
+            f"√(trace/n) with n = {settings['samples']:g} is reported as a heuristic like PAC-Bayes; it is no bound."
+        )
     if options["ekfac"]:
         text.append(
             "EK-FAC (George et al., 2018) replaces the eigenvalues by second moments of per-sample gradients in the "

@@ -31,6 +31,8 @@ class Settings:
     """Both ends of the Hessian's spectrum, too."""
     ekfac: bool = False
     """EK-FAC's eigenvalues beside K-FAC's."""
+    samples: float | None = None
+    """n of the heuristic pac_bayes = √(trace/n): how many samples the model was trained on; None: without it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -43,6 +45,8 @@ class Settings:
             raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
         if not (math.isfinite(self.damping) and self.damping > 0):
             raise GramianError(f"damping: {self.damping}; expected a number above 0")
+        if self.samples is not None and not (math.isfinite(self.samples) and self.samples > 0):
+            raise GramianError(f"samples: {self.samples}; expected a number above 0")
         for name, least in (("eigenvalues", 1), ("probes", 0), ("steps", 2)):
             if getattr(self, name) < least:
                 raise GramianError(f"{name}: {getattr(self, name)}; expected at least {least}")

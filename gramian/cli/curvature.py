@@ -50,6 +50,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--fisher", default="mc", metavar="KIND", help="labels of K-FAC: empirical (the data's), mc (drawn from the model, "
         "default), true (the head exact, else mc)")  # fmt: skip
     add("--damping", type=float, metavar="λ", help="of condition number, log det, effective dimension (default: 0.03)")
+    add("--samples", type=float, metavar="N", help="how many the model was trained on: adds the heuristic pac_bayes = "
+        "√(trace/N)")  # fmt: skip
     add("--eigenvalues", type=int, default=5, metavar="K", help="largest ones of K-FAC and Gauss-Newton (default: 5)")
     add("--probes", type=int, default=4, metavar="P", help="random vectors of the Gauss-Newton density (default: 4); 0: "
         "K-FAC alone")  # fmt: skip
@@ -157,6 +159,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             steps=arguments.steps,
             hessian=arguments.hessian,
             ekfac=arguments.ekfac,
+            samples=arguments.samples,
             seed=arguments.seed,
         )
     except GramianError as problem:
@@ -326,6 +329,9 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
         "effective rank": (_number(model["entropy_rank"]), "" if ggn else None),
         f"condition number, λ = {model['damping']:g}": (_number(model["condition_number"]), "" if ggn else None),
     }
+    if "pac_bayes" in model:
+        name = f"√(trace/n), n = {_number(result['settings']['samples'])}; no bound"
+        rows[name] = (_number(model["pac_bayes"]), "" if ggn else None)
     for name, (kfac, exact) in rows.items():
         table.add_row(name, kfac, *([exact] if exact is not None else []))
     if "hessian" in result:

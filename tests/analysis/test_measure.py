@@ -213,6 +213,8 @@ def test_nothing_in_a_folder_is_overwritten(tmp_path):
         ({"probes": 1}, "probes: 1; expected 0, or at least 2"),
         ({"steps": 1}, "steps: 1; expected at least 2"),
         ({"seed": -1}, "seed: -1; expected from 0"),
+        ({"samples": 0.0}, "samples: 0.0; expected a number above 0"),
+        ({"samples": float("nan")}, "samples: nan; expected a number above 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(told, message):

@@ -86,6 +86,19 @@ def test_a_config_without_a_run_has_fresh_weights_and_says_so(config: Path, tmp_
 
 
 @pytest.mark.usefixtures("no_pictures")
+def test_the_pac_bayes_proxy_needs_its_n_and_is_called_no_bound(config: Path, tmp_path: Path, capsys) -> None:
+    for asked in ([], ["--samples", "400"]):
+        out = tmp_path / f"out{len(asked)}"
+        assert main(["curvature", str(config), "--methods", "--out", str(out), *QUICK, "--probes", "0", *asked]) == 0
+        told, metrics = capsys.readouterr().out, result_of(out)["kfac"]["metrics"]
+        for found in (metrics["model"], metrics["layers"]["head"]):
+            assert ("pac_bayes" in found) == bool(asked)
+            assert not asked or found["pac_bayes"] == pytest.approx((found["trace"] / 400) ** 0.5)
+        assert ("√(trace/n), n = 400; no bound" in told) == bool(asked)
+        assert ("n = 400 is reported as a heuristic" in (out / "methods.md").read_text()) == bool(asked)
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_the_weights_are_those_of_the_run_s_checkpoint(config: Path, tmp_path: Path, capsys) -> None:
     path = tmp_path / "trained.toml"
     told = small(tmp_path / "run", **TINY, run={"steps": 6}, schedule={"warmup": 1}, eval={"every": 3, "windows": 2})
@@ -168,6 +181,7 @@ def test_a_model_of_the_other_kind_is_refused(
         (["CONFIG", "--dtype", "bf16"], "argument --dtype: 'bf16'; expected fp32 or fp64"),
         (["CONFIG", "--device", "tpu"], "argument --device: 'tpu'; expected cpu or cuda"),
         (["CONFIG", "--fisher", "exact"], "argument --fisher: 'exact'; expected one of empirical, mc, true"),
+        (["CONFIG", "--samples", "-3"], "argument --samples: -3.0; expected a number above 0"),
         (["CONFIG", "--probes", "1"], "argument --probes: 1; expected 0, or at least 2"),
         (["CONFIG", "model.width=x"], "model.width: expected int"),
         (["missing.toml"], "missing.toml"),
