@@ -128,9 +128,12 @@ def _tokenizer(path: str) -> Any:
     with reading(path, MODEL, "a tokenizer beside the model"):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(
+        found = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, split_special_tokens=True
         )
+    if len(found) <= len(set(found.all_special_ids)):  # what is made of a folder that has none
+        raise GramianError(f"{MODEL}: {path} has no tokenizer; expected its files beside the model")
+    return found
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:

@@ -15,7 +15,7 @@ FISHERS = {
 }
 
 
-def write_methods(result: Mapping[str, Any], path: Path) -> None:
+def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
     """Write methods.md.
 
     Args:
@@ -25,7 +25,7 @@ def write_methods(result: Mapping[str, Any], path: Path) -> None:
     Raises:
         GramianError: if it cannot be written.
     """
-    write_whole(path, methods(result))
+    write_whole(Path(path), methods(result))
 
 
 def methods(result: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def available() -> bool:
     return True
 
 
-def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
     """Write the pictures of a result.
 
     Args:
@@ -66,7 +66,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[Path]:
     paths = []
     with matplotlib.rc_context(STYLE):
         for name, picture in pictures.items():
-            path = folder / f"{name}.png"
+            path = Path(folder) / f"{name}.png"
             try:
                 picture(result).savefig(path)
             except OSError as problem:

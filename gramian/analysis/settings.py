@@ -43,17 +43,17 @@ class Settings:
         """
         if self.fisher not in FISHERS:
             raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
-        if not (math.isfinite(self.damping) and self.damping > 0):
-            raise GramianError(f"damping: {self.damping}; expected a number above 0")
-        if self.samples is not None and not (math.isfinite(self.samples) and self.samples > 0):
-            raise GramianError(f"samples: {self.samples}; expected a number above 0")
-        for name, least in (("eigenvalues", 1), ("probes", 0), ("steps", 2)):
-            if getattr(self, name) < least:
-                raise GramianError(f"{name}: {getattr(self, name)}; expected at least {least}")
+        for name, value in (("damping", self.damping), ("samples", 1.0 if self.samples is None else self.samples)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise GramianError(f"{name}: {value!r}; expected a number above 0")
+        for name, least in (("eigenvalues", 1), ("probes", 0), ("steps", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise GramianError(f"{name}: {value!r}; expected an integer of at least {least}")
         if self.probes == 1:
             raise GramianError("probes: 1; expected 0, or at least 2, which tell an error")
-        if not 0 <= self.seed < 2**63:
-            raise GramianError(f"seed: {self.seed}; expected from 0 to 2^63 - 1")
+        if not self.seed < 2**63:
+            raise GramianError(f"seed: {self.seed}; expected at most 2^63 - 1")
 
     @property
     def lanczos_basis(self) -> int:

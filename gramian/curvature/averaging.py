@@ -108,9 +108,9 @@ def fisher_average(
     if tolerance < 0:
         raise GramianError(f"tolerance: expected a number of 0 or more, got {tolerance!r}")
     check_counts(max_steps=max_steps)
-    covered = [set(covered_parameters(fisher)) for fisher in fishers]
-    for names in covered:
-        parameters_of(models[0], names)
+    covered = [covered_parameters(fisher) for fisher in fishers]
+    for shapes in covered:
+        parameters_of(models[0], shapes)
     mean = {
         name: sum(
             (w / sum(weights) * theta[name].to(like.device).double() for w, theta in zip(weights, thetas, strict=True)),
@@ -211,9 +211,9 @@ def _checked(
     check_number("damping", damping)
     if damping < 0 or not (damping or zero_too):
         raise GramianError(f"damping: expected a number {'of 0 or more' if zero_too else 'above 0'}, got {damping!r}")
-    weights = [1.0] * len(models) if weights is None else list(weights)
-    if len(weights) != len(models):
-        raise GramianError(f"weights: are {len(weights)}; expected one for each of {len(models)} models")
+    weights = [1.0] * len(models) if weights is None else weights
+    if not isinstance(weights, Sequence) or len(weights) != len(models):
+        raise GramianError(f"weights: is {weights!r}; expected one for each of {len(models)} models")
     for weight in weights:
         check_number("weights", weight)
         if not weight > 0:
@@ -221,13 +221,16 @@ def _checked(
     for fisher in fishers:
         if isinstance(fisher, Mapping) and zero_too:
             check_vector("fishers", fisher)
+            negative = next((name for name, value in fisher.items() if bool((value < 0).any())), None)
+            if negative is not None:
+                raise GramianError(f"fishers: {negative} holds numbers below 0; expected means of squares")
         else:
             covered_parameters(fisher)
     thetas = [{name: p.detach() for name, p in parameters_of(model).items()} for model in models]
     for theta in thetas[1:]:
         _fit("models", theta, thetas[0])
         _fit("models", thetas[0], theta)
-    return weights, thetas
+    return list(weights), thetas
 
 
 def _fit(what: str, tensors: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,11 @@
 """Which parameters a Fisher speaks of, for those who use one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from gramian.curvature.application import whole
 from gramian.curvature.block import Block
 from gramian.curvature.consistency import check_vector, module_of, unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
@@ -25,25 +26,31 @@ def blocks_of(kfac: Any) -> dict[str, Block]:
     return kfac.kfac_factors
 
 
-def covered_parameters(kfac: Any) -> list[str]:
-    """Names of the parameters with curvature; raises as `blocks_of` does."""
-    return [name for block in blocks_of(kfac).values() for name in block.spec.parameters]
+def covered_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the parameters with curvature; raises as `blocks_of` does."""
+    specs = [block.spec for block in blocks_of(kfac).values()]
+    return {name: tuple(shape) for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
 
 
-def parameters_of(model: Any, names: Iterable[str] = ()) -> dict[str, nn.Parameter]:
+def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
     """Every parameter once, under its first name.
 
     Args:
         model: the user's model, or any wrapper of it.
-        names: those that have to be there.
+        wanted: {name: shape} of those that have to be there; None: no matter.
 
     Raises:
-        GramianError: naming one that is not.
+        GramianError: naming one that is not there, or has another shape.
     """
     found = dict(unique_parameters(module_of(model)))
-    missing = next((name for name in names if name not in found), None)
-    if missing is not None:
-        raise GramianError(f"model: has no parameter {missing}; expected the model that the Fisher belongs to")
+    for name, shape in (wanted or {}).items():
+        if name not in found:
+            raise GramianError(f"model: has no parameter {name}; expected the model that the Fisher belongs to")
+        if tuple(found[name].shape) != tuple(shape):
+            raise GramianError(
+                f"model: {name} has shape {list(found[name].shape)}; expected {list(shape)}, as in the model that the "
+                "Fisher belongs to"
+            )
     return found
 
 
@@ -56,7 +63,7 @@ def completed(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
         gradient: {parameter: tensor}.
 
     Raises:
-        GramianError: if it is none, is empty, or has a part without curvature.
+        GramianError: if it is none, is empty, is not finite, or has a part without curvature.
     """
     blocks = blocks_of(kfac)
     check_vector(what, gradient)
@@ -67,6 +74,9 @@ def completed(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
     strange = next((name for name in found if name not in covered_parameters(kfac)), None)
     if strange is not None:
         raise GramianError(f"{what}: {strange} has a gradient but no curvature; expected it in the captured backward")
+    bad = next((name for name, value in found.items() if bool(whole((~value.isfinite()).sum()))), None)
+    if bad is not None:
+        raise GramianError(f"{what}: {bad} holds NaN or infinity; expected a finite gradient")
     for block in blocks.values():
         there = [found[name] for name in block.spec.parameters if name in found]
         if there:

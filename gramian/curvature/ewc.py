@@ -4,7 +4,7 @@ Task k leaves a snapshot θ_k and a Fisher F_k. Later training adds ½·s_k·δ�
 For a layer F = G ⊗ A, so δᵀFδ = tr(δᵀGδA) = Σ (GδA ⊙ δ) with δ [o, m], the bias its last column.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gramian.curvature.application import whole
+from gramian.curvature.block import Block
 from gramian.curvature.consistency import check_number
 from gramian.curvature.covered import covered_parameters, parameters_of
 from gramian.curvature.kfac import KFACNaturalGradient
@@ -28,8 +29,8 @@ class Task:
     snapshot: dict[str, Tensor]
     """θ_k of the parameters that have curvature."""
     strength: float
-    refreshes: int
-    """Of the Fisher when it was handed over."""
+    blocks: Mapping[str, Block]
+    """Of the Fisher when it was handed over; a refresh or a load puts others in their place."""
 
 
 class EWCPenalty:
@@ -66,23 +67,23 @@ class EWCPenalty:
         held = covered_parameters(kfac)
         there = parameters_of(model, held)
         snapshot = {name: there[name].detach().clone() for name in held}
-        self.tasks.append(Task(kfac, snapshot, float(strength), kfac.refreshes))
+        self.tasks.append(Task(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty where the model is now: 0-dim, differentiable once.
 
         Raises:
-            GramianError: if there is no task, a parameter is missing, or a Fisher was refreshed since.
+            GramianError: if there is no task, a parameter is missing or has another shape, or a Fisher is another one since.
         """
         if not self.tasks:
             raise GramianError("tasks: there is none; expected add_task before")
-        if any(task.kfac.refreshes != task.refreshes for task in self.tasks):
+        if any(task.kfac.kfac_factors is not task.blocks for task in self.tasks):
             raise GramianError(
-                "kfac: was refreshed after its task was added; expected an object of its own for every task"
+                "kfac: was refreshed or loaded after its task was added; expected an object of its own for every task"
             )
-        names = list(dict.fromkeys(name for task in self.tasks for name in task.snapshot))
-        there = parameters_of(model, names)
-        value: Tensor = _Quadratic.apply(self.tasks, names, *(there[name] for name in names))  # type: ignore[no-untyped-call]
+        held = {name: was.shape for task in self.tasks for name, was in task.snapshot.items()}
+        there = parameters_of(model, held)
+        value: Tensor = _Quadratic.apply(self.tasks, [*held], *(there[name] for name in held))  # type: ignore[no-untyped-call]
         return value
 
     def free_parameters(self, model: nn.Module) -> list[str]:

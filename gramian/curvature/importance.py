@@ -21,6 +21,7 @@ from gramian.curvature.fisher import (
     summed_cross_entropy,
 )
 from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.options import check_seed
 from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
 from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces
@@ -128,6 +129,7 @@ def token_importance(
     """
     root = module_of(model)
     check_draws(fisher_type, n_samples, None)
+    check_seed(seed)
     if fisher_type == "true":
         raise GramianError('fisher_type: expected "empirical" or "mc", got "true"')
     drawn, asked = fisher_type == "mc", question(root, batch, causal_shift)
@@ -137,6 +139,8 @@ def token_importance(
         raise GramianError("model: is inside an open capture; expected token_importance outside of it")
     traces, rows, draws = TokenTraces(), RowTraces(), n_samples if drawn else 1
     size = asked.inputs.shape[0]
+    if not size:
+        raise GramianError("batch: has no rows; expected at least one")
     with untouched(root), hub_of(root).governed_by(Withheld()):
         shape = None
         if asked.labels is None and not asked.shifted:

@@ -71,8 +71,7 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(2**63) <= self.seed < 2**63:
-            raise GramianError(f"seed: expected an integer of 64 bits, got {self.seed!r}")
+        check_seed(self.seed)
         for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac"):
             if not isinstance(getattr(self, name), bool):
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
@@ -159,3 +158,13 @@ def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         words = ", ".join(f'"{word}"' for word in accepted)
         raise GramianError(f"{name}: expected one of {words}, got {value!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise unless a value is an integer of 64 bits.
+
+    Raises:
+        GramianError: saying so.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise GramianError(f"seed: expected an integer of 64 bits, got {seed!r}")

@@ -70,7 +70,7 @@ class ParameterSpace:
             raise GramianError(f"vector: has shape {[*flat.shape]}; expected [{self.dim}] or [{self.dim}, k]")
         pieces = flat.split(self.sizes)
         return {
-            name: piece.reshape(*shape, *flat.shape[1:])
+            name: piece.reshape((*shape, *flat.shape[1:]))
             for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
 

@@ -104,7 +104,10 @@ class Audit:
                 continue
             (magnitude, dtype), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
-            rounding = torch.finfo(dtype).eps * magnitude
+            told = torch.finfo(dtype)
+            rounding = told.eps * (
+                magnitude + told.smallest_normal * got.numel() ** 0.5
+            )  # of numbers below the normal ones
             allowed = AGREES[dtype] * got.norm() + 8 * rounding
             error = (got - total).norm()
             if not bool(error <= allowed):

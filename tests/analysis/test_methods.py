@@ -31,7 +31,7 @@ def result():
 
 def test_every_item_of_the_checklist_is_answered_from_the_record(result, tmp_path):
     result = json.loads(json.dumps(result))
-    write_methods(result, tmp_path / "methods.md")
+    write_methods(result, str(tmp_path / "methods.md"))
     page = (tmp_path / "methods.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith("- [")]
     assert [line[6:].partition(": ")[0] for line in lines] == ITEMS

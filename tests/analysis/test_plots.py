@@ -24,7 +24,7 @@ def test_a_largest_eigenvalue_that_occurs_often_has_the_ranks_from_one_on():
 def test_a_model_without_products_of_sides_has_no_picture_of_them(tmp_path):
     batches = [{"input": torch.randn(5, 4), "labels": torch.randint(4, (5,))}]
     result = analyse(Subject(nn.Sequential(nn.LayerNorm(4)), batches), Settings(probes=0, eigenvalues=2))
-    assert plots.draw(result, tmp_path) == []
+    assert plots.draw(result, str(tmp_path)) == []
 
 
 def test_zeros_are_drawn_without_a_warning():

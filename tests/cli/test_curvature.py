@@ -154,6 +154,15 @@ def test_a_causal_model_is_scored_on_the_next_token(tmp_path: Path) -> None:
     assert main(["curvature", "--model", str(hf_folder(tmp_path / "bert", "bert")), "--text", str(text)]) == 2
 
 
+@pytest.mark.parametrize(("kind", "asked"), [("gpt2", []), ("bert-mlm", ["--masked"])])
+def test_a_folder_without_a_tokenizer_is_refused(kind: str, asked: list[str], tmp_path: Path, capsys) -> None:
+    folder, text = hf_folder(tmp_path / "model", kind), text_file(tmp_path)
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert main(["curvature", "--model", str(folder), "--text", str(text), *asked, *QUICK]) == 2
+    assert f"argument --model: {folder} has no tokenizer; expected" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "message"),
     [

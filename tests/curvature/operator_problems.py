@@ -64,6 +64,24 @@ def mlp() -> Problem:
     return Problem(model, _split(x, y, sizes=(4, 1, 2)), lambda m: m(x), y, (y != IGNORE).double())
 
 
+class Gain(nn.Module):
+    """One number for all features, of no axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+def gain() -> Problem:
+    """A parameter without an axis."""
+    x, y = _numbers(5, 3), _ids(3, 5)
+    model = _seeded(lambda: nn.Sequential(nn.Linear(3, 2), Gain(), nn.Tanh(), nn.Linear(2, 3)))
+    return Problem(model, _split(x, y, sizes=(2, 3)), lambda m: m(x), y, torch.ones(5, dtype=torch.float64))
+
+
 def regression() -> Problem:
     """Numbers at every position, with fractional weights."""
     x, y, w = _numbers(5, 3, 4), _numbers(5, 3, 2, seed=1), _numbers(5, 3, seed=2).abs()
@@ -113,7 +131,7 @@ def hugging_face() -> Problem:
     )
 
 
-PROBLEMS = {made.__name__: cache(made) for made in (mlp, regression, words, gpt, hugging_face)}
+PROBLEMS = {made.__name__: cache(made) for made in (mlp, gain, regression, words, gpt, hugging_face)}
 
 
 def hessian(problem: Problem, parameters: Any = None, batches: Any = None) -> HessianOperator:

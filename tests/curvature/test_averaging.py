@@ -128,6 +128,7 @@ def test_what_cannot_be_averaged_is_refused_in_one_line() -> None:
         ((models, fishers), {"damping": 0.0}, "damping:"),
         ((models, fishers), {"damping": 1.0, "weights": [1.0]}, "weights:"),
         ((models, fishers), {"damping": 1.0, "weights": [1.0, -1.0]}, "weights:"),
+        ((models, fishers), {"damping": 1.0, "weights": 3}, "weights:"),
         ((models, [fishers[0], kfac()]), {"damping": 1.0}, "kfac:"),
         (([models[0], network("tied")], fishers), {"damping": 1.0}, "models:"),
         ((models, fishers), {"damping": 1.0, "tolerance": -1.0}, "tolerance:"),
@@ -144,3 +145,6 @@ def test_what_cannot_be_averaged_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as hollow:
         diagonal_average(models, [{"fc.bias": torch.full_like(models[0].fc.bias, float("nan"))}] * 2)
     one_line(hollow.value, "fishers:", "fc.bias", "NaN", "expected")
+    with pytest.raises(gramian.GramianError) as negative:
+        diagonal_average(models, [{"fc.bias": -torch.ones_like(models[0].fc.bias)}] * 2)
+    one_line(negative.value, "fishers:", "fc.bias", "below 0", "expected")

@@ -123,7 +123,22 @@ def test_what_cannot_be_held_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as stranger:
         penalty.add_task(found, nn.Linear(2, 2))
     one_line(stranger.value, "model:", "table.weight", "expected")
+    wider = network()
+    wider.fc.bias = nn.Parameter(wider.fc.bias.detach().repeat(2))
+    with pytest.raises(gramian.GramianError) as shape:
+        penalty.add_task(found, wider)
+    one_line(shape.value, "model:", "fc.bias", "expected")
     penalty.add_task(found, model)
+    with pytest.raises(gramian.GramianError) as later:
+        penalty(wider)
+    one_line(later.value, "model:", "fc.bias", "expected")
+    loaded = task(model, TASKS[0])
+    penalty.add_task(loaded, model)
+    loaded.load_state_dict(task(model, TASKS[1]).state_dict())
+    with pytest.raises(gramian.GramianError) as replaced:
+        penalty(model)
+    one_line(replaced.value, "kfac:", "loaded", "expected")
+    penalty.tasks.pop()
     with found.capture(model, num_terms=24):
         loss_of(model, words()).backward()
     with pytest.raises(gramian.GramianError) as refreshed:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature import fisher
+from gramian.curvature import fisher, steps
 from gramian.verify import dense_kfac
 from tests.curvature.problems import (
     IGNORE,
@@ -192,6 +192,30 @@ def test_drawn_factors_approach_the_exact_ones_as_one_over_root_n() -> None:
         few, many = (sum(errors[layer, n]) / 3 for n in (9, 144))
         assert 2 < few / many < 8  # √16 = 4
         assert many < 0.15
+
+
+def test_intervals_of_drawn_fishers_cover_the_exact_one() -> None:
+    """tr G of the head from 16 draws, mean ± t·s/√16 at 95 %: of 400 seeds 368 to 392 cover it, where a right interval leaves
+    that range for 1 choice of seeds in 220."""
+    model, x, draws, seeds = net(), normal(6, 7), 16, 400
+    with torch.no_grad():
+        logits = model(x)
+    p_BV = logits.softmax(-1)
+    exact = float((1 - p_BV.square().sum(-1)).mean())
+    squares_BV = p_BV.square().sum(-1, keepdim=True) - 2 * p_BV + 1  # ‖p − e_y‖²
+    drawn = torch.stack([
+        squares_BV.gather(1, fisher.draw_labels(logits, key, torch.arange(6), draw)[:, None]).mean()
+        for key in (steps.draw_seed(generator(seed)) for seed in range(seeds))
+        for draw in range(draws)
+    ]).view(seeds, draws)  # fmt: skip
+    for seed in range(3):
+        found = kfac()
+        found.collect_kfac_factors(model, (x, classes(9, 6)), "mc", n_samples=draws, generator=generator(seed))
+        assert_close(found.kfac_factors["2"].G.to_dense().trace(), drawn[seed].mean())
+    half = 2.1314 * drawn.std(1) / draws**0.5  # t of 15 degrees of freedom
+    covered = int(((drawn.mean(1) - exact).abs() <= half).sum())
+    assert 368 <= covered <= 392
+    assert abs(float(drawn.mean()) - exact) < 4 * float(drawn.std()) / drawn.numel() ** 0.5
 
 
 # ---- every label at the head -----------------------------------------------------------------------------------------

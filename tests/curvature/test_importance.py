@@ -234,6 +234,11 @@ def test_what_has_no_tokens_to_tell_is_refused() -> None:
     ):
         with pytest.raises(gramian.GramianError, match=f"^{words_}"):
             token_importance(model, *arguments)
+    for seed in ("a", 1.5, None, 2**63):
+        with pytest.raises(gramian.GramianError, match="^seed: expected an integer"):
+            token_importance(model, (x, y), "mc", seed=seed)  # type: ignore[arg-type]
+    with pytest.raises(gramian.GramianError, match="^batch: has no rows"):
+        token_importance(model, (x[:0], y[:0]))
     with (
         gramian.observe(model, gramian.Health()),
         pytest.raises(gramian.GramianError, match="^model: is inside an open"),

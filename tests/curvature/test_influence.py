@@ -179,6 +179,9 @@ def test_what_has_no_score_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as unknown:
         influence_scores(p.kfac, p.model, {"nobody": torch.zeros(2)})
     one_line(unknown.value, "queries:", "nobody", "expected")
+    with pytest.raises(gramian.GramianError) as hollow:
+        influence_scores(p.kfac, p.model, {"head.weight": torch.full_like(p.model.head.weight, float("inf"))})
+    one_line(hollow.value, "queries:", "head.weight", "infinity", "expected")
     with pytest.raises(gramian.GramianError) as empty:
         influence_scores(kfac(), p.model, p.queries)
     one_line(empty.value, "kfac:", "expected")

@@ -224,3 +224,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line() -> None:
     with pytest.raises(gramian.GramianError) as gradient:
         gradient_conflict(found, model, {"nobody": torch.zeros(2)}, {})
     one_line(gradient.value, "left:", "nobody", "expected")
+    bad = {name: torch.full_like(p, float("nan")) for name, p in model.named_parameters()}
+    with pytest.raises(gramian.GramianError) as hollow:
+        gradient_conflict(found, model, {name: torch.ones_like(p) for name, p in bad.items()}, bad)
+    one_line(hollow.value, "right:", "NaN", "expected")

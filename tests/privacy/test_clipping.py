@@ -544,9 +544,11 @@ def test_norms_survive_cancellation_in_float32(storage: str, algorithm: str, off
     limit = float(norms_B.median()) / 2
     with private(layer, limit, clipping=storage, norm_algorithm=algorithm, loss_reduction="sum") as run:
         run.engine.backward((layer(x_BTI) * g_BTO).sum())
-        seen = run.engine.last.norms_B.double()
+        seen, total = run.engine.last.norms_B.double(), run.gradients()["weight"].double()
     unavoidable = (g_BTO.double().norm(dim=2) * x_BTI.double().norm(dim=2)).sum(1) * 2**-24 / norms_B
     assert ((seen / norms_B - 1).abs() <= 1e-5 + unavoidable).all()
+    clipped_BOI = g_BOI * (limit / norms_B).clamp(max=1.0)[:, None, None]
+    assert (total - clipped_BOI.sum(0)).norm() <= (2e-5 + 2 * unavoidable.max()) * limit * len(norms_B)
 
 
 # ---- peers --------------------------------------------------------------------------------------------------------------

@@ -285,6 +285,15 @@ def test_rounding_is_no_mistake_when_a_gradient_cancels() -> None:
     _step(model, lambda model: (model(x_BTI.mean(1, keepdim=True).expand(-1, 32, -1)) * g_BTO).sum())
 
 
+def test_numbers_below_the_normal_ones_are_no_mistake() -> None:
+    """Autograd rounds them to multiples of 6e-8 in float16."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2).half()
+        with gramian.per_sample_norms(model):
+            (1e-6 * model(torch.randn(5, 3).half()).float().log_softmax(-1)[:, 0].mean()).backward()
+
+
 def test_a_capture_keeps_its_model() -> None:
     captures = [gramian.per_sample_norms(nn.Linear(3, 2))]
     with pytest.raises(gramian.GramianError, match="no backward ran inside the block"), captures[0]:

@@ -85,10 +85,13 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     (tmp_path / "empty").mkdir()
     saved(tmp_path / "endless", end=None)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     for name, reason in (
         ("missing", "is no folder"),
         ("empty", "holds no tokenizer"),
         ("broken", "holds no tokenizer"),
+        ("model", "has no vocabulary"),
         ("endless", "has no end-of-text token"),
     ):
         with pytest.raises(GramianError, match=f"^data.tokenizer: .*{name} {reason}.*; expected") as caught:

@@ -114,7 +114,12 @@ def test_another_thread_leaves_signals_alone() -> None:
 
 @pytest.mark.parametrize("number, lives", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_forked_worker_outlives_the_first_ctrl_c_but_no_sigterm(number: signal.Signals, lives: bool) -> None:
-    fork = "worker = os.fork()\n    if not worker: time.sleep(60)"
+    # A signal that comes before Python has noticed that it was forked is lost: the worker says when it is there.
+    fork = (
+        "there, told = os.pipe(); worker = os.fork()\n"
+        "    if not worker: os.write(told, b'.'); time.sleep(60); os._exit(0)\n"
+        "    os.read(there, 1)"
+    )
     # Waiting for an end has no deadline that a busy machine could miss (the worker ends by itself after a minute, with 0).
     look = "time.sleep(0.3); print(os.waitpid(worker, os.WNOHANG)[0] == 0); os.kill(worker, 9)"
     wait = f"print(os.waitpid(worker, 0)[1] != {int(number)})"

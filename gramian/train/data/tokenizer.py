@@ -110,6 +110,8 @@ class HuggingFaceTokenizer:
             raise GramianError(
                 f"data.tokenizer: {folder} holds no tokenizer that can be read ({reason}); expected tokenizer.json"
             ) from None
+        if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):  # what is made of a folder that has none
+            raise GramianError(f"data.tokenizer: {folder} has no vocabulary; expected tokenizer.json")
         if self._tokenizer.eos_token_id is None:
             raise GramianError(
                 f"data.tokenizer: {folder} has no end-of-text token; expected eos_token in tokenizer_config.json"
