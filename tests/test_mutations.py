@@ -443,12 +443,12 @@ MUTATIONS = (
     ),
     Mutation(
         "weights of an interval taken for observations",
-        (Edit("gramian.statistics.moments:Moment.effective", "self.weight**2 / self.squared_weight", "self.weight"),),
+        (Edit("gramian.statistics.weights:Weights.effective", "self.total**2 / self.squares", "self.total"),),
         test_moments.test_intervals_do_not_narrow_when_weights_are_numbers_of_tokens,
     ),
     Mutation(
         "weights of a variance taken for observations",
-        (Edit("gramian.statistics.moments:Moment.variance", "self.squared_weight / self.weight", "1"),),
+        (Edit("gramian.statistics.weights:Weights.divisor", "2 * self.pairs / self.total", "(self.total - 1)"),),
         test_moments.test_one_observation_after_another_is_two_passes_over_all,
     ),
     Mutation(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import KrylovBasis, Ritz
-from gramian.linalg.operator import Operator, check_counts
+from gramian.linalg.operator import Operator, basis_device_of, check_counts, check_numbers, check_operator
 
 Which = Literal["LA", "SA", "LM", "BE"]
 """Largest, smallest, largest in magnitude, both ends."""
@@ -106,11 +106,18 @@ def lanczos(
     Raises:
         GramianError: if an argument makes no sense, or a product is not finite.
     """
-    check_counts(k=k, block_size=block_size, max_iterations=max_iterations, max_basis=max_basis)
+    check_operator(operator)
+    check_counts(k=k, block_size=block_size)
+    if max_iterations is not None:
+        check_counts(max_iterations=max_iterations)
+    if max_basis is not None:
+        check_counts(max_basis=max_basis)
     if which not in ("LA", "SA", "LM", "BE"):
         raise GramianError(f'which: is {which!r}; expected "LA", "SA", "LM" or "BE"')
-    if tol is not None and not tol >= 0:
-        raise GramianError(f"tol: is {tol}; expected 0 or more")
+    if tol is not None:
+        check_numbers(tol=tol)
+        if tol < 0:
+            raise GramianError(f"tol: is {tol}; expected 0 or more")
     n = operator.dim
     k, block_size = min(k, n), min(block_size, n)
     if max_basis is None:
@@ -119,7 +126,7 @@ def lanczos(
     if room < min(n, k + 2 * block_size):
         raise GramianError(f"max_basis: is {max_basis}; expected {k + 2 * block_size} or more")
     limit = 40 * room // max(1, block_size) if max_iterations is None else max_iterations
-    basis = KrylovBasis(operator, room, block_size, torch.device(basis_device or operator.device), generator)
+    basis = KrylovBasis(operator, room, block_size, basis_device_of(operator, basis_device), generator)
     if tol is None:
         tol = float(torch.finfo(operator.dtype).eps ** (2 / 3))
 

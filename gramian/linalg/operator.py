@@ -3,7 +3,9 @@
 Legend: n side, k columns of Y [n, k].
 """
 
+import math
 from abc import ABC, abstractmethod
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +29,12 @@ class Operator(ABC):
         """M Y, [n, k]."""
 
     def matvec(self, y_N: Tensor) -> Tensor:
-        """M y, [n]."""
+        """M y, [n].
+
+        Raises:
+            GramianError: unless y is [n].
+        """
+        check_vector(y_N, self.dim)
         return self.matmat(y_N[:, None])[:, 0]
 
     def to_dense(self) -> Tensor:
@@ -87,14 +94,68 @@ def parts(rows: int, n: int, device: torch.device) -> list[slice]:
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuse what is no whole number of at least 1; None stands for a default.
+    """Refuse what is no whole number of at least 1.
 
     Raises:
         GramianError: naming the first one.
     """
     for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GramianError(f"{name}: is {value!r}; expected a whole number, 1 or more")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse what is no finite real number.
+
+    Raises:
+        GramianError: naming the first one.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+            raise GramianError(f"{name}: is {value!r}; expected a finite number")
+
+
+def check_operator(operator: Any) -> None:
+    """Refuse what is no operator.
+
+    Raises:
+        GramianError: saying what it is.
+    """
+    if not isinstance(operator, Operator):
+        raise GramianError(
+            f"operator: is of type {type(operator).__name__}; expected an Operator such as DenseOperator(matrix)"
+        )
+
+
+def check_vector(y: Any, n: int, columns: bool = False) -> None:
+    """Refuse what is no tensor [n], or with columns [n, k].
+
+    Raises:
+        GramianError: saying what it is.
+    """
+    if not isinstance(y, Tensor) or y.dim() != 1 + columns or len(y) != n:
+        raise GramianError(f"vector: {seen(y)}; expected {f'[{n}, k]' if columns else f'[{n}]'}")
+
+
+def seen(value: Any) -> str:
+    """What a message says of an argument that does not fit: a tensor's shape, another thing's type."""
+    return f"has shape {[*value.shape]}" if isinstance(value, Tensor) else f"is of type {type(value).__name__}"
+
+
+def basis_device_of(operator: Operator, given: Any) -> torch.device:
+    """Where a basis is kept: the given device, or the operator's for None.
+
+    Raises:
+        GramianError: if it is no device that holds numbers here.
+    """
+    if given is None:
+        return torch.device(operator.device)
+    try:
+        held = torch.zeros(1, device=given)
+        held.cpu()
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise GramianError(f'basis_device: is {given!r}; expected a device such as "cpu"') from error
+    return held.device
 
 
 def seeded(operator: Operator, given: Any = None) -> torch.Generator:
@@ -119,11 +180,16 @@ class DenseOperator(Operator):
         Raises:
             GramianError: unless it is square.
         """
-        if matrix_NN.ndim != 2 or matrix_NN.shape[0] != matrix_NN.shape[1]:
-            raise GramianError(f"matrix: has shape {[*matrix_NN.shape]}; expected a square one")
+        if not isinstance(matrix_NN, Tensor) or matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1]:
+            raise GramianError(f"matrix: {seen(matrix_NN)}; expected a square one")
         self.matrix_NN = matrix_NN
         self.dim, self.dtype, self.device = len(matrix_NN), matrix_NN.dtype, matrix_NN.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y."""
-        return self.matrix_NN @ y_NK
+        """M Y, in the matrix' dtype and on its device.
+
+        Raises:
+            GramianError: unless Y is [n, k].
+        """
+        check_vector(y_NK, self.dim, columns=True)
+        return self.matrix_NN @ y_NK.to(self.matrix_NN)

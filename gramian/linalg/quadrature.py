@@ -18,7 +18,16 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import lengths
-from gramian.linalg.operator import Operator, check_counts, parts, seeded
+from gramian.linalg.operator import (
+    Operator,
+    basis_device_of,
+    check_counts,
+    check_numbers,
+    check_operator,
+    parts,
+    seeded,
+    seen,
+)
 from gramian.linalg.trace import Distribution, Estimate, random_blocks
 
 
@@ -62,9 +71,17 @@ class SpectralDensity:
         """zᵀ f(M) z for every probe, [p]; f works on float64 tensors, element by element.
 
         Raises:
-            GramianError: if f is not finite on a node.
+            GramianError: if f does not return a real number for every node, or one that is not finite.
         """
+        if not callable(f):
+            raise GramianError(f"f: {seen(f)}; expected a function of a tensor, element by element")
         values_PS = f(self.nodes_PS)
+        if not isinstance(values_PS, Tensor) or values_PS.shape != self.nodes_PS.shape or values_PS.is_complex():
+            tensor = isinstance(values_PS, Tensor)
+            got = f"{values_PS.dtype} {[*values_PS.shape]}" if tensor else type(values_PS).__name__
+            raise GramianError(
+                f"f: returned {got}; expected a function that takes {[*self.nodes_PS.shape]} real numbers to as many"
+            )
         if not bool(values_PS.isfinite().all()):
             node = float(self.nodes_PS[~values_PS.isfinite()][0])
             raise GramianError(f"f: is not finite at {node:.6g}; expected a function that is finite on the spectrum")
@@ -75,6 +92,9 @@ class SpectralDensity:
 
         The standard error is that of the probes alone. The error of Gauss' rule is not in it: small for smooth f, gone with
         more steps.
+
+        Raises:
+            GramianError: as `samples`.
         """
         return Estimate.of(self.samples(f), self.matvecs)
 
@@ -82,8 +102,9 @@ class SpectralDensity:
         """log det(M + λI) = tr log(M + λI). Gauss' rule errs upwards here.
 
         Raises:
-            GramianError: if a node shows that M + λI is not positive definite, or is not beyond rounding.
+            GramianError: for a λ that is no number, or if a node shows that M + λI is not positive definite beyond rounding.
         """
+        check_numbers(damping=damping)
         lowest = float(self.nodes_PS.min()) + damping
         if not lowest > self.rounding:
             raise GramianError(
@@ -101,12 +122,14 @@ class SpectralDensity:
             points: of the grid.
 
         Raises:
-            GramianError: if the kernel falls through the grid.
+            GramianError: if an argument is no number, or the kernel falls through the grid.
         """
+        check_counts(points=points)
         low, high = float(self.nodes_PS.min()), float(self.nodes_PS.max())
         if kernel_width is None:
             lone = 1e-3 * max(abs(low), abs(high)) or 1e-3
             kernel_width = (high - low) / self.nodes_PS.shape[1] if high - low > self.rounding else lone
+        check_numbers(kernel_width=kernel_width)
         least = (high - low) / max(1, points - 9)
         if points < 16 or not kernel_width > least:
             raise GramianError(
@@ -154,12 +177,15 @@ def spectral_density(
     Raises:
         GramianError: if an argument makes no sense, or a product is not finite.
     """
+    check_operator(operator)
     n, dtype = operator.dim, operator.working_dtype
-    check_counts(probes=probes, steps=steps, block_size=block_size)
+    check_counts(probes=probes, steps=steps)
+    if not n:
+        raise GramianError("operator: has no rows; expected one or more")
     steps = min(steps, n)
     if block_size is None:
         block_size = max(1, 2**30 // (steps * n * dtype.itemsize))
-    device = torch.device(basis_device or operator.device)
+    device = basis_device_of(operator, basis_device)
     generator = seeded(operator, generator)
     nodes, weights, matvecs = [], [], 0
     for z_NB in random_blocks(operator, probes, distribution, block_size, generator):
@@ -187,6 +213,7 @@ def log_det(
     Raises:
         GramianError: as those two.
     """
+    check_numbers(damping=damping)
     density = spectral_density(operator, probes, steps, distribution=distribution, generator=generator)
     return density.log_det(damping)
 

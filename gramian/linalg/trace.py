@@ -13,19 +13,29 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.linalg.krylov import orthogonalise
-from gramian.linalg.operator import Operator, check_counts, parts, seeded
+from gramian.linalg.operator import Operator, check_counts, check_numbers, check_operator, parts, seeded
 
 Distribution = Literal["rademacher", "gaussian"]
+
+MOST_OFTEN = 3 / 4
+"""Largest probability of one value of zᵀMz for signs z, unless it is constant: a polynomial of degree 2 that is not zero is
+not zero on a quarter of all signs."""
+
+AGREEING = 1e-12
+"""Standard deviation of samples, relative to the value, that rounding alone could make."""
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A mean of independent samples.
 
+    Samples that agree do not show that there is nothing to err about: one off-diagonal pair gives equal ones with probability
+    2^(1−p). Their error is 0 only once chance, at most ¾^(p−1), is ruled out.
+
     Attributes:
         value: the estimate.
-        standard_error: s/√p, of the probes alone; infinite for one sample.
-        samples: p.
+        standard_error: s/√p, of the probes alone; infinite for one sample, and for less than 12 that agree.
+        samples: p; 0 where nothing was left to chance.
         matvecs: products that it took.
     """
 
@@ -37,24 +47,35 @@ class Estimate:
     @staticmethod
     def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
         """The mean of samples, beside a part that is known exactly."""
-        p = len(samples_P)
+        p, value = len(samples_P), exact + float(samples_P.mean())
         peak = float(samples_P.abs().max()) or 1.0  # the squares of samples may leave the range
-        error = float((samples_P / peak).std()) * peak / math.sqrt(p) if p > 1 else math.inf
-        return Estimate(exact + float(samples_P.mean()), error, p, matvecs)
+        deviation = float((samples_P / peak).std()) * peak if p > 1 else 0.0
+        if deviation <= AGREEING * abs(value):
+            return Estimate(value, 0.0 if _chance_of_agreement(p) <= 0.05 else math.inf, p, matvecs)
+        return Estimate(value, deviation / math.sqrt(p), p, matvecs)
 
     def interval(self, error_rate: float = 0.05) -> tuple[float, float]:
         """value ± t s/√p with Student's t of p − 1 degrees of freedom.
 
-        It misses the samples' expectation at this rate if they are normal, and about so once their mean is. Where one
-        eigenvalue makes up most of the trace, samples are skewed and a dozen of them are too few.
+        It misses the samples' expectation at this rate if they are normal, and about so once their mean is. For a rate of 5 %
+        12 samples are the least that this was measured for: 2 to 8 % on evenly spread spectra. Where one eigenvalue or one
+        off-diagonal pair makes up most of the trace, samples are skewed or take few values, and it misses more often: for two
+        values up to 13 % below 33 samples, up to 8 % from there to 64.
+
+        Where all samples agree it is endless while chance could have made them (¾^(p−1) exceeds the rate), then a point; and
+        a point where nothing was random.
 
         Raises:
             GramianError: unless the rate lies between 0 and 1.
         """
+        check_numbers(error_rate=error_rate)
         if not 0 < error_rate < 1:
             raise GramianError(f"error_rate: is {error_rate}; expected a number between 0 and 1")
-        if self.standard_error in (0.0, math.inf):
-            return self.value - self.standard_error, self.value + self.standard_error
+        if not self.samples:
+            return self.value, self.value
+        may_agree_by_chance = self.standard_error == 0 and _chance_of_agreement(self.samples) > error_rate
+        if may_agree_by_chance or self.standard_error == math.inf:
+            return -math.inf, math.inf
         reach = student_quantile(1 - error_rate / 2, self.samples - 1) * self.standard_error
         return self.value - reach, self.value + reach
 
@@ -68,14 +89,16 @@ def stochastic_trace(
     block_size: int = 32,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """tr M, unbiased.
+    """tr M, unbiased; exact, from n products with the columns of the identity, where n or more may be spent.
 
     "hutchinson": mean of zᵀMz over p = `matvecs` probes; for Rademacher probes the variance is 2(‖M‖_F² − Σ M_ii²)/p.
 
     "hutch++" (Meyer, Musco, Musco and Woodruff 2021): a third of the products for an orthonormal Q [n, r] that spans M S with
     a random S, a third for tr QᵀMQ, which is exact, and p probes of Hutchinson's for (I − QQᵀ)M(I − QQᵀ). Better the faster the
     spectrum decays, exact for rank M ≤ r; on a flat spectrum it has a third of the probes. The standard error is that of the
-    probes, given Q.
+    probes, given Q; where M S = 0, so is M with probability one, and there is none.
+
+    Coverage of the interval was measured from 12 probes on, which are 12 products of "hutchinson" and 36 of "hutch++".
 
     Cost: the products; "hutch++" keeps n·`matvecs`/3 numbers, and spends about 8·n·`matvecs`² / 9 FLOPs beside the products.
 
@@ -92,22 +115,26 @@ def stochastic_trace(
     """
     if method not in ("hutch++", "hutchinson"):
         raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
+    check_operator(operator)
     check_counts(matvecs=matvecs, block_size=block_size)
+    _check_distribution(distribution)
     least = 2 if method == "hutchinson" else 4
     if matvecs < least:
         raise GramianError(f"matvecs: is {matvecs}; expected {least} or more for {method}")
     generator = seeded(operator, generator)
+    if matvecs >= operator.dim:
+        return Estimate(_exact(operator, block_size), 0.0, 0, operator.dim)
     if method == "hutchinson":
         samples_P = _samples(operator, matvecs, distribution, block_size, generator)
         return Estimate.of(samples_P, matvecs)
-    rank = min(matvecs // 3, operator.dim)
+    rank = matvecs // 3
     basis_RN = _range(operator, rank, block_size, generator)
+    if not len(basis_RN):
+        return Estimate(0.0, 0.0, 0, rank)
     inside = 0.0
-    for block_BN in basis_RN.split(block_size) if len(basis_RN) else ():
+    for block_BN in basis_RN.split(block_size):
         inside += float((operator.checked_matmat(block_BN.mT).mT.double() * block_BN.double()).sum())
     spent = rank + len(basis_RN)
-    if len(basis_RN) == operator.dim:
-        return Estimate(inside, 0.0, 1, spent)  # nothing is left to chance
     samples_P = _samples(operator, matvecs - spent, distribution, block_size, generator, basis_RN)
     return Estimate.of(samples_P, matvecs, inside)
 
@@ -123,8 +150,7 @@ def random_blocks(
         GramianError: if an argument makes no sense.
     """
     check_counts(probes=count, block_size=block_size)
-    if distribution not in ("rademacher", "gaussian"):
-        raise GramianError(f'distribution: is {distribution!r}; expected "rademacher" or "gaussian"')
+    _check_distribution(distribution)
     dtype = operator.working_dtype
     for begin in range(0, count, block_size):
         rows_BN = torch.empty(min(block_size, count - begin), operator.dim, dtype=dtype, device=generator.device)
@@ -157,6 +183,27 @@ def _student_within(t: float, degrees: int) -> float:
         total += term
         term *= cosine**2 * i / (i + 1)
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+
+def _check_distribution(distribution: Distribution) -> None:
+    if distribution not in ("rademacher", "gaussian"):
+        raise GramianError(f'distribution: is {distribution!r}; expected "rademacher" or "gaussian"')
+
+
+def _chance_of_agreement(samples: int) -> float:
+    """At most how probable it is that all samples are equal although they are random."""
+    return float(MOST_OFTEN ** (samples - 1))
+
+
+def _exact(operator: Operator, block_size: int) -> float:
+    """Σ M_ii, summed in float64."""
+    trace = 0.0
+    for begin in range(0, operator.dim, block_size):
+        columns = torch.arange(begin, min(begin + block_size, operator.dim), device=operator.device)
+        unit_NB = torch.zeros(operator.dim, len(columns), dtype=operator.working_dtype, device=operator.device)
+        unit_NB[columns, columns - begin] = 1
+        trace += float(operator.checked_matmat(unit_NB)[columns, columns - begin].double().sum())
+    return trace
 
 
 def _range(operator: Operator, rank: int, block_size: int, generator: torch.Generator) -> Tensor:

@@ -212,7 +212,7 @@ class Exchange:
             like: of its dtype, on the device where it is wanted.
             source: the process that has it.
         """
-        whole = torch.empty(*shape, dtype=like.dtype, device=self._wire)
+        whole = torch.empty(tuple(shape), dtype=like.dtype, device=self._wire)
         leaving = 0
         if t is not None and source == self.rank:
             whole.copy_(t.detach())

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from gramian.errors import GramianError
 from gramian.statistics.ema import MovingAverage
+from gramian.statistics.given import check_state
 from gramian.statistics.moments import Moment, WeightedMoments
+from gramian.statistics.weights import Weights
 from gramian.taps import Capture
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.record import ParameterRecord
@@ -25,6 +27,8 @@ from gramian.taps.statistic import Needs, ParameterInfo, Statistic
 
 WIDE = 2**20
 """Squares that are held in float64 at a time."""
+LARGEST = 1e150
+"""Of a square: the squared deviations of 10⁸ such add up to a number in float64."""
 Reduction = Callable[[str, Tensor], Tensor]
 """(parameter, its diagonal): what is kept of it."""
 
@@ -61,10 +65,12 @@ class DiagonalFisherEstimate:
                 themselves, which cannot be had from errors of entries. None: every entry.
 
         Raises:
-            GramianError: for another word or a decay outside [0, 1).
+            GramianError: for another word, a decay outside [0, 1), or what is no function.
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
+        if reduce is not None and not callable(reduce):
+            raise GramianError(f"reduce: got {reduce!r}; expected a function of (parameter, its diagonal), or None")
         self.per, self.reduce = per, reduce
         self.moments = WeightedMoments()
         """Over samples; a parameter that trains only from some capture on has its own."""
@@ -72,7 +78,7 @@ class DiagonalFisherEstimate:
         """Of the captures' means, each weighted by its samples."""
         self.samples = 0
         self.dropped = 0
-        """Captures that were left out because a square was not finite."""
+        """Captures that were left out because a square was not finite, or beyond `LARGEST`: it would have no standard error."""
 
     # ---- estimation --------------------------------------------------------------------------------------------------
 
@@ -113,10 +119,11 @@ class DiagonalFisherEstimate:
 
     def _take(self, moments: WeightedMoments) -> None:
         """Add the samples of one capture, all or none; they are given away."""
-        if not all(bool(moment.mean.isfinite().all()) for moment in moments.moments.values()):
+        self.moments.check_shapes(moments)
+        if not all(_in_range(moment) for moment in moments.moments.values()):
             self.dropped += 1
             return
-        samples = max((moment.observations for moment in moments.moments.values()), default=0)
+        samples = max((moment.weights.observations for moment in moments.moments.values()), default=0)
         if self.average is not None:
             self.average.update(moments.mean(), samples)
         for name, moment in moments.moments.items():
@@ -127,8 +134,11 @@ class DiagonalFisherEstimate:
         """Take another's samples in, as if they had been seen here; the other stays as it is.
 
         Raises:
-            GramianError: if the other squares something else, or one of them has a moving average, which depends on the order.
+            GramianError: if the other squares or reduces to something else, or one of them has a moving average, which
+                depends on the order; nothing is taken in.
         """
+        if not isinstance(other, DiagonalFisherEstimate):
+            raise GramianError(f"merge: got {type(other).__name__}; expected a DiagonalFisherEstimate")
         if other.per != self.per:
             raise GramianError(f"merge: the other estimate is per {other.per}; expected per {self.per}")
         if self.average is not None or other.average is not None:
@@ -175,20 +185,32 @@ class DiagonalFisherEstimate:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` of such an estimate gave; nothing changes if it is something else."""
+        check_state(state)
         if "counts" not in state or ("average.clock" in state) != (self.average is not None):
             raise GramianError("state: is that of another estimate; expected the same per and ema_decay")
-        samples, dropped, token = state["counts"].tolist()
+        counts = state["counts"]
+        if counts.dtype != torch.int64 or counts.shape != (3,) or bool((counts < 0).any()):
+            raise GramianError(f"counts: the state has {counts.tolist()}; expected [samples, dropped, per token]")
+        samples, dropped, token = counts.tolist()
         if bool(token) != (self.per == "token"):
             raise GramianError("state: is that of another estimate; expected the same per and ema_decay")
         parts = {
             part: {key.removeprefix(f"{part}."): t for key, t in state.items() if key.startswith(f"{part}.")}
-            for part in ("moments", "average")
+            for part in (("moments",) if self.average is None else ("moments", "average"))
         }
+        if len(state) != 1 + sum(map(len, parts.values())):
+            raise GramianError("state: holds other keys; expected what state_dict gave")
         moments = WeightedMoments()
         moments.load_state_dict(parts["moments"])
         if self.average is not None:
             self.average.load_state_dict(parts["average"])
         self.moments, self.samples, self.dropped = moments, samples, dropped
+
+
+def _in_range(moment: Moment) -> bool:
+    """True for squares up to `LARGEST`; False where their mean or mean squared deviation is beyond it or NaN."""
+    most = moment.weights.observations * LARGEST**2
+    return bool(((moment.mean <= LARGEST) & (moment.deviations <= most)).all())
 
 
 def _as(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -267,12 +289,12 @@ class SquareMoments:
     def completed(self, sums: SquareSums) -> WeightedMoments:
         """The same, with sums that are given away. Samples that did not use a parameter have a gradient of 0."""
         for name, info in sums.parameters.items():
-            used = sums.moments.moments[name].observations if name in sums.moments else 0
+            used = sums.moments.moments[name].weights.observations if name in sums.moments else 0
             unused = sums.samples - used
             if unused:
                 zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
                 zeros = zeros if self.reduce is None else self.reduce(name, zeros)
-                sums.moments.add(name, Moment(zeros, zeros.clone(), float(unused), float(unused), unused))
+                sums.moments.add(name, Moment(zeros, zeros.clone(), Weights.equal(unused)))
         return sums.moments
 
 

@@ -4,13 +4,15 @@ After step t it is Σ_s β^(t−s) w_s x_s / Σ_s β^(t−s) w_s. Both sums star
 really gathered: no correction by 1 − β^t, which is another number where a tensor comes late, is left out, or weights differ.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.statistics.moments import check_real, check_weight
+from gramian.statistics.given import check_mapping, check_real, check_state
+from gramian.statistics.weights import check_weight
 
 
 class MovingAverage:
@@ -44,6 +46,7 @@ class MovingAverage:
             weight: of this step beside the others, before any decay.
         """
         checked = check_weight(weight)
+        check_mapping("values", values)
         for name, value in values.items():
             check_real(name, value)
             before = self._totals.get(name)
@@ -73,15 +76,32 @@ class MovingAverage:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state_dict` gave, of an average with this decay; nothing changes if it is something else."""
+        check_state(state)
         names = [key.removeprefix("total.") for key in state if key.startswith("total.")]
         wanted = {"clock", *(f"{part}.{name}" for name in names for part in ("total", "weight"))}
         if set(state) != wanted:
             raise GramianError("state: holds other keys; expected what state_dict gave")
-        decay, steps = state["clock"].tolist()
+        decay, steps = _pair("clock", state["clock"], "decay and steps")
         if decay != self.decay:
             raise GramianError(f"decay: the state has {decay}; expected {self.decay}")
-        marks = {name: state[f"weight.{name}"].tolist() for name in names}
+        if not (steps >= 0 and steps.is_integer()):
+            raise GramianError(f"clock: has {steps} steps; expected a whole number")
+        marks = {}
+        for name in names:
+            check_real(name, state[f"total.{name}"])
+            weight, last = marks[name] = _pair(name, state[f"weight.{name}"], "a weight and its last step")
+            if not (0 < weight < math.inf and 1 <= last <= steps and last.is_integer()):
+                raise GramianError(
+                    f"{name}: has weight {weight} at step {last} of {steps}; expected what state_dict gave"
+                )
         self.steps = int(steps)
         self._totals = {name: state[f"total.{name}"].double().clone() for name in names}
         self._weights = {name: marks[name][0] for name in names}
         self._last = {name: int(marks[name][1]) for name in names}
+
+
+def _pair(field: str, state: Tensor, meaning: str) -> tuple[float, float]:
+    if state.shape != (2,) or state.is_complex():
+        raise GramianError(f"{field}: the state has {list(state.shape)}; expected [2], {meaning}")
+    first, second = state.double().tolist()
+    return first, second

@@ -337,7 +337,7 @@ def spreads(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence
     Raises:
         GramianError: if user code took row 0 out again, which would give sample 0 all of the gradient.
     """
-    if pass_.batch == 1 or not kept or kept[0].shape[:1] != (1,) or gradients[0].shape[:1] != (pass_.batch,):
+    if pass_.batch < 2 or not kept or kept[0].shape[:1] != (1,) or gradients[0].shape[:1] != (pass_.batch,):
         return False
     first, others = torch.stack([gradients[0][0].any(), gradients[0][1:].any()]).tolist()
     if first and not others:

@@ -11,10 +11,16 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.operators import EmpiricalFisherOperator, GGNOperator, HessianOperator, KFACOperator
+from gramian.curvature.operators import (
+    EmpiricalFisherOperator,
+    GGNOperator,
+    HessianOperator,
+    KFACOperator,
+    ShiftedOperator,
+)
 from gramian.verify import dense_curvature
 from tests.curvature.operator_problems import IGNORE, OPERATORS, PROBLEMS, close, dense, hessian, probe
-from tests.curvature.small import net, refresh, words
+from tests.curvature.small import net, one_line, refresh, words
 from tests.kit.matrix import sample
 
 SLOW = [("hessian", "gpt"), ("hessian", "hugging_face")]
@@ -101,6 +107,39 @@ def test_a_filter_is_the_sub_block_of_the_dense_matrix(operator: str, problem: s
     close(by_name.to_dense(), expected)
     by_rule = OPERATORS[operator](told, parameters=lambda name, p: name in chosen and p.numel() > 0)
     close(by_rule.matmat(probe(by_name)), expected @ probe(by_name))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_tied_parameter_answers_to_all_of_its_names(operator: str) -> None:
+    told = PROBLEMS["words"]()
+    first, other = (OPERATORS[operator](told, parameters=[name]) for name in ("table.weight", "head.weight"))
+    assert [*other.space.shapes] == ["table.weight"]
+    close(other.matmat(probe(first)), first.matmat(probe(first)), 1e-14)
+    both = OPERATORS[operator](told, parameters=iter(["head.weight", "table.weight"]))
+    assert both.dim == first.dim
+
+
+MODEL, BATCHES = PROBLEMS["mlp"]().model, PROBLEMS["mlp"]().batches
+NO_OPERATOR = "operator: is of type NoneType; expected an Operator such as DenseOperator(matrix)"
+REFUSED: dict[str, tuple[str, Any]] = {
+    "no batches": ("batches: is of type NoneType; expected a list of batches", lambda: GGNOperator(MODEL, None)),
+    "a number of batches": ("batches: is of type int", lambda: HessianOperator(MODEL, F.cross_entropy, 3)),
+    "a number of parameters": ("parameters: is 3; expected", lambda: GGNOperator(MODEL, BATCHES, parameters=3)),
+    "numbers for names": ("parameters: is [3]; expected", lambda: GGNOperator(MODEL, BATCHES, parameters=[3])),
+    "lists for names": ("parameters: is [['x']]; expected", lambda: GGNOperator(MODEL, BATCHES, parameters=[["x"]])),
+    "no curvature": ("kfac: is of type NoneType; expected a KFACNaturalGradient", lambda: KFACOperator(None)),
+    "nothing to shift": (NO_OPERATOR, lambda: ShiftedOperator(None, 1.0)),
+    "a list for a vector": ("vector: is of type list; expected", lambda: GGNOperator(MODEL, BATCHES).matvec([1])),
+    "a list for columns": ("vector: is of type list; expected", lambda: GGNOperator(MODEL, BATCHES).matmat([1])),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_wrong_argument_is_refused_by_name(what: str) -> None:
+    message, attempt = REFUSED[what]
+    with pytest.raises(gramian.GramianError) as error:
+        attempt()
+    one_line(error.value, message, "expected")
 
 
 def test_the_gauss_newton_matrix_has_the_rank_of_the_outputs() -> None:
@@ -300,6 +339,14 @@ def test_a_parameter_without_curvature_has_no_place_in_k_fac() -> None:
     assert torch.linalg.eigvalsh(made.to_dense()).max() == pytest.approx(float(top), rel=1e-10) and top < 1e-3
     with pytest.raises(gramian.GramianError, match="parameters: unused.weight is no parameter with curvature"):
         KFACOperator(kfac, parameters=["unused.weight"])
+
+
+def test_a_tied_parameter_of_k_fac_answers_to_all_of_its_names() -> None:
+    model = net(tied=True, dtype=torch.float64)
+    kfac = refresh(gramian.KFACNaturalGradient(), model)
+    first, other = (KFACOperator(kfac, parameters=[name]) for name in ("table.weight", "head.weight"))
+    assert [*other.space.shapes] == ["table.weight"]
+    close(other.matmat(probe(first)), first.matmat(probe(first)), 1e-14)
 
 
 @pytest.mark.oracle

@@ -260,6 +260,9 @@ def test_results_come_from_the_generator_alone():
         ("which", {"which": "SM"}),
         ("tol", {"tol": -1e-3}),
         ("tol", {"tol": float("nan")}),
+        ("tol", {"tol": "x"}),
+        ("basis_device", {"basis_device": "foo"}),
+        ("basis_device", {"basis_device": 1.5}),
         ("max_basis", {"max_basis": 6, "k": 5}),
         ("max_iterations", {"max_iterations": 0}),
     ],
@@ -267,6 +270,14 @@ def test_results_come_from_the_generator_alone():
 def test_arguments_that_make_no_sense_are_refused(field, arguments):
     with pytest.raises(GramianError, match=f"^{field}: is .*; expected"):
         lanczos(dense(spread(0, 1, 40)), **arguments)
+
+
+@pytest.mark.parametrize("what", [torch.eye(3), None, 3])
+def test_what_is_no_operator_is_refused_by_name(what):
+    with pytest.raises(
+        GramianError, match=r"^operator: is of type \w+; expected an Operator such as DenseOperator\(matrix\)$"
+    ):
+        lanczos(what, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.int64])

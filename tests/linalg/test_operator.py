@@ -49,6 +49,24 @@ def test_only_real_numbers_have_a_working_dtype(dtype):
     assert DenseOperator(torch.eye(3, dtype=torch.bfloat16)).working_dtype == torch.float32
 
 
-def test_a_matrix_that_is_not_square_is_refused():
-    with pytest.raises(GramianError, match=r"matrix: has shape \[2, 3\]; expected a square one"):
-        DenseOperator(torch.zeros(2, 3))
+@pytest.mark.parametrize("matrix", [torch.zeros(2, 3), torch.zeros(3), [[1.0]], None])
+def test_what_is_no_square_matrix_is_refused(matrix):
+    with pytest.raises(GramianError, match=r"^matrix: (is|has) .*; expected a square one$"):
+        DenseOperator(matrix)
+
+
+@pytest.mark.parametrize("vector", [torch.ones(3), torch.ones(5, 1), torch.tensor(1.0), [1], None])
+def test_a_vector_that_does_not_fit_is_refused(vector):
+    with pytest.raises(GramianError, match=r"^vector: (is|has) .*; expected \[5\]$"):
+        DenseOperator(torch.eye(5)).matvec(vector)
+
+
+@pytest.mark.parametrize("columns", [torch.ones(3, 2), torch.ones(5), [1]])
+def test_columns_that_do_not_fit_are_refused(columns):
+    with pytest.raises(GramianError, match=r"^vector: (is|has) .*; expected \[5, k\]$"):
+        DenseOperator(torch.eye(5)).matmat(columns)
+
+
+def test_a_vector_of_another_dtype_is_taken_in_the_operators():
+    product = DenseOperator(torch.eye(5)).matvec(torch.ones(5, dtype=torch.float64))
+    assert product.dtype == torch.float32 and torch.equal(product, torch.ones(5))

@@ -182,9 +182,56 @@ def test_a_function_that_is_not_finite_on_the_spectrum_is_refused():
 
 
 @pytest.mark.parametrize(
+    "f", [lambda x: x.sum(), lambda x: 1.0, lambda x: x[0], lambda x: x.sum(1, keepdim=True), lambda x: x + 1j, 3, None]
+)
+def test_a_function_that_does_not_go_element_by_element_is_refused(f):
+    """`lambda x: x.sum()` on the identity of 5 once came to 400."""
+    with pytest.raises(GramianError, match="^f: (is|returned) .*; expected a function"):
+        spectral_density(DenseOperator(torch.eye(5)), 4, 3).trace_of(f)
+
+
+@pytest.mark.parametrize("what", [torch.eye(3), None, 3])
+def test_what_is_no_operator_is_refused_by_name(what):
+    with pytest.raises(
+        GramianError, match=r"^operator: is of type \w+; expected an Operator such as DenseOperator\(matrix\)$"
+    ):
+        spectral_density(what)
+    with pytest.raises(GramianError, match="^operator: is of type "):
+        log_det(what, 1.0)
+
+
+def test_a_spectrum_without_values_is_refused():
+    with pytest.raises(GramianError, match="^operator: has no rows; expected one or more$"):
+        log_det(DenseOperator(torch.zeros(0, 0)), 1.0)
+
+
+@pytest.mark.parametrize("damping", ["x", None, math.nan, math.inf])
+def test_a_damping_that_is_no_number_is_refused_before_the_first_product(damping):
+    with pytest.raises(GramianError, match="^damping: is .*; expected a finite number$"):
+        log_det(Broken("oom", after=0), damping)
+    with pytest.raises(GramianError, match="^damping: is .*; expected a finite number$"):
+        spectral_density(dense(spread(0, 1, 10)), 2, 5).log_det(damping)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("kernel_width", {"kernel_width": "x"}),
+        ("kernel_width", {"kernel_width": math.inf}),
+        ("points", {"points": "x"}),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_refused(field, arguments):
+    with pytest.raises(GramianError, match=f"^{field}: is .*; expected"):
+        spectral_density(dense(spread(0, 1, 10)), 2, 5).smooth(**arguments)
+
+
+@pytest.mark.parametrize(
     ("field", "arguments"),
     [
         ("probes", {"probes": 0}),
+        ("basis_device", {"basis_device": "foo"}),
+        ("basis_device", {"basis_device": "meta"}),
         ("probes", {"probes": 2.5}),
         ("steps", {"steps": 2.5}),
         ("generator", {"generator": 0}),

@@ -207,6 +207,34 @@ def test_a_capture_that_is_not_finite_is_left_out_as_a_whole() -> None:
     assert_loop(estimate, p)
 
 
+@pytest.mark.parametrize("parts", [[slice(None)], [slice(0, 1), slice(1, 2)]])
+def test_squares_whose_deviations_are_no_numbers_are_left_out(parts: list[slice]) -> None:
+    """Gradients of 1e90 have squares of 1e180, which are numbers, and deviations of 1e360, which are none."""
+    model, estimate = nn.Linear(2, 1, bias=False, dtype=torch.float64), DiagonalFisherEstimate()
+    x = torch.tensor([[1.0, 2.0], [3.0, 2.0]], dtype=torch.float64)
+    for scale in (1.0, 1e90):
+        for part in parts if scale > 1 else [slice(None)]:
+            with estimate.capture(model, loss_reduction="sum"):
+                model(x[part] * scale).sum().backward()
+    assert estimate.dropped == len(parts) and estimate.samples == 2
+    assert estimate.diagonal()["weight"].tolist() == [[5.0, 4.0]]
+    assert estimate.standard_error()["weight"].tolist() == [[4.0, 0.0]]
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_a_capture_of_another_shape_changes_nothing(ema_decay: float | None) -> None:
+    estimate = DiagonalFisherEstimate(ema_decay=ema_decay)
+    first = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False)).double()
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3, bias=False)).double()
+    x = torch.ones(2, 2, dtype=torch.float64)
+    with estimate.capture(first):
+        first(x).mean().backward()
+    before = estimate.state_dict()
+    with pytest.raises(gramian.GramianError, match=r"^1.weight: has shape \[3, 2\]"), estimate.capture(other):
+        other(x).mean().backward()
+    assert all(torch.equal(value, before[key]) for key, value in estimate.state_dict().items())
+
+
 def test_a_backward_that_failed_is_not_taken_in() -> None:
     p = problem("mlp", SAMPLES)
     estimate, model = run(p, [slice(None)]), p.model()
@@ -247,6 +275,40 @@ def test_what_cannot_be_merged_is_refused() -> None:
         DiagonalFisherEstimate().merge(DiagonalFisherEstimate(ema_decay=0.5))
     with pytest.raises(gramian.GramianError, match='^per: expected "sample" or "token"'):
         DiagonalFisherEstimate("batch")
+
+
+def test_a_merge_that_fails_changes_nothing() -> None:
+    p = problem("mlp", SAMPLES)
+    estimate, last = run(p, [slice(None)]), [*p.gradients][-1]
+    before = estimate.state_dict()
+    for other in (
+        run(p, [slice(None)], reduce=lambda name, d: d.sum() if name == last else d),
+        run(p, [slice(None)], reduce=lambda name, d: by_row(d)),
+    ):
+        with pytest.raises(gramian.GramianError, match="has shape .*; expected"):
+            estimate.merge(other)
+        assert all(torch.equal(value, before[key]) for key, value in estimate.state_dict().items())
+
+
+def test_what_is_of_another_kind_is_refused_in_one_line() -> None:
+    estimate = run(problem("mlp", SAMPLES), [slice(None)])
+    state = estimate.state_dict()
+    with pytest.raises(gramian.GramianError, match="^merge: got NoneType; expected a DiagonalFisherEstimate$"):
+        estimate.merge(None)  # type: ignore[arg-type]
+    with pytest.raises(gramian.GramianError, match="^reduce: got 3; expected a function of"):
+        DiagonalFisherEstimate(reduce=3)  # type: ignore[arg-type]
+    for wrong in (
+        None,
+        {"counts": torch.ones(1)},
+        {**state, "counts": 3},
+        {**state, "counts": torch.tensor([-1, 0, 0])},
+        {**state, "counts": torch.tensor([1.5, 0, 0])},
+        {**state, "more": torch.ones(1)},
+        {**state, "average.total.x": torch.ones(1)},
+    ):
+        with pytest.raises(gramian.GramianError, match=r"^(state|counts): [^\n]*expected [^\n]*$"):
+            estimate.load_state_dict(wrong)  # type: ignore[arg-type]
+    assert all(torch.equal(value, state[key]) for key, value in estimate.state_dict().items())
 
 
 def test_intervals_of_a_diagonal_cover_it_in_95_of_100_cases() -> None:
@@ -297,6 +359,32 @@ def test_groups_are_sums_of_their_entries() -> None:
     assert by_head(d[:, 0], 3).tolist() == [float(d[4 * h : 4 * h + 4, 0].sum()) for h in range(3)]
 
 
+class ReZero(nn.Module):
+    """A layer behind a gain that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return x_BI + self.gain * self.inner(x_BI)
+
+
+@pytest.mark.parametrize("group", [by_row, lambda d: by_head(d, 2), lambda d: by_head(d, 1, dim=-1)])
+def test_a_scalar_is_a_group_of_its_own(group: Any) -> None:
+    assert group(torch.tensor(3.0)).tolist() == [3.0]
+    torch.manual_seed(0)
+    model, x = ReZero().double(), torch.randn(3, 4, dtype=torch.float64)
+    grouped, plain = DiagonalFisherEstimate(reduce=lambda name, d: group(d)), DiagonalFisherEstimate()
+    for estimate in (grouped, plain):
+        with estimate.capture(model):
+            model(x).square().sum(1).mean().backward()
+    assert grouped.diagonal()["gain"].tolist() == [float(plain.diagonal()["gain"])]
+    assert_tensors(
+        {k: group(d) for k, d in plain.diagonal().items()}, {k: d for k, d in grouped.diagonal().items()}, 1e-12
+    )
+
+
 def test_errors_of_groups_are_those_of_sums_over_each_sample() -> None:
     """Entries of one sample go together: the error of a sum is not the root of the sum of squared errors."""
     p = problem("mlp", SAMPLES)
@@ -316,6 +404,17 @@ def test_groups_that_do_not_fit_are_refused() -> None:
         by_head(d, 2, dim=2)
     with pytest.raises(gramian.GramianError, match="^diagonal: has shape"):
         by_column(d[0])
+    for call in (by_row, by_column, lambda d: by_head(d, 2)):
+        with pytest.raises(gramian.GramianError, match="^diagonal: got str; expected a tensor$"):
+            call("x")
+    for field, options in (
+        ("heads", {"heads": "x"}),
+        ("dim", {"heads": 2, "dim": "x"}),
+        ("fused", {"heads": 2, "fused": 1.5}),
+    ):
+        with pytest.raises(gramian.GramianError, match=f"^{field}: got .*; expected a whole number$"):
+            by_head(d, **options)
+    assert by_row(torch.ones(3, 0)).tolist() == [0.0] * 3 and by_row(torch.ones(0, 3)).tolist() == []
 
 
 # ---- tokens and rows -------------------------------------------------------------------------------------------------

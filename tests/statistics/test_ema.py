@@ -101,3 +101,25 @@ def test_what_is_no_step_is_refused() -> None:
     with pytest.raises(gramian.GramianError, match="^state: holds other keys"):
         average.load_state_dict({"clock": torch.zeros(2), "total.x": torch.ones(2)})
     assert average.steps == 1
+
+
+def test_a_state_that_no_steps_give_is_refused_in_one_line() -> None:
+    average = run([(1.0, 1.0), (2.0, 1.0)], 0.5)
+    state = average.state_dict()
+    for wrong in (
+        {**state, "clock": torch.tensor([0.5])},
+        {**state, "clock": torch.tensor([0.5, 2.5])},
+        {**state, "clock": torch.tensor([0.5, float("nan")])},
+        {**state, "clock": 3},
+        {**state, "weight.x": torch.tensor([1.0])},
+        {**state, "weight.x": torch.tensor([0.0, 2.0])},
+        {**state, "weight.x": torch.tensor([1.0, 3.0])},
+        {**state, "total.x": torch.ones(2, dtype=torch.complex64)},
+        None,
+        "x",
+    ):
+        with pytest.raises(gramian.GramianError, match=r"^(state|clock|x): [^\n]*expected [^\n]*$"):
+            average.load_state_dict(wrong)  # type: ignore[arg-type]
+    with pytest.raises(gramian.GramianError, match="^values: got str; expected"):
+        average.update("x")  # type: ignore[arg-type]
+    assert average.steps == 2 and torch.equal(average.state_dict()["total.x"], state["total.x"])

@@ -1,6 +1,9 @@
 """Weighted moments against two passes over all observations at once, and their intervals against the promised coverage."""
 
 import copy
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +108,15 @@ def test_observations_of_weight_0_do_not_count() -> None:
     assert "x" not in nothing and nothing.mean() == {}
 
 
+def test_rows_of_weight_0_do_not_count_whatever_they_hold() -> None:
+    x, w = drawn(10, 2)
+    w[3] = w[7] = 0.0
+    x[3], x[7, 0] = float("nan"), float("inf")
+    moments = WeightedMoments()
+    moments.extend({"x": x}, w)
+    assert_moments(moments, x[w > 0], w[w > 0])
+
+
 def test_one_observation_has_a_mean_and_no_variance() -> None:
     moments = WeightedMoments()
     moments.update({"x": torch.tensor([2.0])}, 0.1)
@@ -158,6 +170,103 @@ def test_merge_is_commutative_and_leaves_the_other_as_it_was(a: list, b: list) -
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
     mine.merge(mine)
     assert_alike(mine, gathered([*a, *b, *a, *b]))
+
+
+def test_a_merge_that_fails_changes_nothing() -> None:
+    mine, other = WeightedMoments(), WeightedMoments()
+    mine.update({"a": torch.ones(2), "b": torch.ones(3)})
+    other.update({"a": torch.zeros(2), "b": torch.ones(4)})
+    before = mine.state_dict()
+    with pytest.raises(gramian.GramianError, match=r"^b: has shape \[4\]; expected \[3\]"):
+        mine.merge(other)
+    assert all(torch.equal(value, before[key]) for key, value in mine.state_dict().items())
+
+
+# ---- weights of wide spread ------------------------------------------------------------------------------------------
+
+
+def exact(pairs: list[tuple[float, float]]) -> tuple[Fraction, Fraction, Fraction, Fraction]:
+    """Mean, variance, squared standard error and n_eff − 1 in rational arithmetic."""
+    rows = [(Fraction(value), Fraction(weight)) for value, weight in pairs]
+    total, squares = sum(w for _, w in rows), sum(w * w for _, w in rows)
+    mean = sum(w * x for x, w in rows) / total
+    variance = sum(w * (x - mean) ** 2 for x, w in rows) / (total - squares / total)
+    return mean, variance, variance * squares / total**2, total**2 / squares - 1
+
+
+def assert_exact(moments: WeightedMoments, pairs: list[tuple[float, float]], tolerance: float = 1e-10) -> None:
+    mean, variance, squared_error, _ = map(float, exact(pairs))
+    scale = max(abs(value) for value, _ in pairs)
+    assert float(moments.mean()["x"]) == pytest.approx(mean, rel=0, abs=1e-13 * scale)
+    assert float(moments.variance()["x"]) == pytest.approx(variance, rel=tolerance, abs=0)
+    assert float(moments.standard_error()["x"]) == pytest.approx(squared_error**0.5, rel=tolerance, abs=0)
+
+
+def split(pairs: list[tuple[float, float]], sizes: list[int], rows: bool) -> WeightedMoments:
+    """Parts by themselves, then joined."""
+    parts, start = [], 0
+    for size in [*sizes, len(pairs)]:
+        part, start = pairs[start : start + size], start + size
+        x, w = torch.tensor(part, dtype=torch.float64).reshape(-1, 2).T
+        if rows:
+            parts.append(WeightedMoments())
+            parts[-1].extend({"x": x}, w)
+        else:
+            parts.append(one_by_one(x, w))
+    return joined(*parts)
+
+
+@pytest.mark.parametrize("spread", [1e8, 1e16, 1e20, 1e100])
+@pytest.mark.parametrize("heavy", [0, 2, 3])
+@pytest.mark.parametrize("rows", [False, True])
+def test_one_observation_that_outweighs_the_others_leaves_the_variance_exact(
+    spread: float, heavy: int, rows: bool
+) -> None:
+    values = [0.3, -1.1, 0.7, 1.9]
+    pairs = [(value, spread if i == heavy else 1.0) for i, value in enumerate(values)]
+    for sizes in ([], [1, 2], [2], [3]):
+        assert_exact(split(pairs, sizes, rows), pairs)
+
+
+@pytest.mark.parametrize("common", [1e-100, 1e79])
+def test_the_largest_and_smallest_weights_neither_overflow_nor_vanish(common: float) -> None:
+    pairs = [(0.3, common), (-1.1, 1e21 * common), (0.7, 3e10 * common)]
+    for rows in (False, True):
+        assert_exact(split(pairs, [1], rows), pairs)
+
+
+def test_rows_far_from_0_keep_their_deviations_below_a_weight_of_1e20() -> None:
+    # A mean that is one rounding off, 2e-12, would add 1e20·(2e-12)² = 4e-4 to deviations of about 1.
+    pairs = [(12345.678, 1e20), (12346.1, 1.0), (12344.3, 2.0)]
+    for rows in (False, True):
+        assert_exact(split(pairs, [], rows), pairs)
+
+
+spread_rows = st.lists(
+    st.tuples(st.integers(-400, 400).map(lambda i: i / 64), st.floats(0, 20).map(lambda power: 10**power)),
+    min_size=2,
+    max_size=8,
+    unique_by=lambda pair: pair[0],
+)
+
+
+@quick
+@given(spread_rows, st.lists(st.integers(0, 4), max_size=4), st.booleans())
+def test_any_split_and_order_is_exact_over_any_spread_of_weights(
+    pairs: list[tuple[float, float]], sizes: list[int], rows: bool
+) -> None:
+    for order in (pairs, pairs[::-1], sorted(pairs, key=lambda pair: pair[1])):
+        assert_exact(split(order, sizes, rows), pairs)
+
+
+def test_intervals_under_one_weight_that_is_all_are_without_end() -> None:
+    moments = WeightedMoments()
+    for value, weight in ((0.3, 1e20), (-1.1, 1.0), (0.7, 1.0)):
+        moments.update({"x": torch.tensor([value, 5.0], dtype=torch.float64)}, weight)
+    low, high = moments.interval()["x"]
+    assert low.tolist() == [-float("inf"), 5.0] and high.tolist() == [float("inf"), 5.0]
+    two = one_by_one(torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([1.0, 1.0]))
+    assert float(two.interval(0.95)["x"][1]) == pytest.approx(0.5 + 12.706204736 / 2)
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------
@@ -244,6 +353,53 @@ def test_what_is_no_observation_is_refused() -> None:
     assert before.keys() == after.keys() and all(torch.equal(value, before[key]) for key, value in after.items())
 
 
+@pytest.mark.parametrize(
+    "field, call",
+    [
+        ("merge", lambda m: m.merge("x")),
+        ("values", lambda m: m.update("x")),
+        ("rows", lambda m: m.extend("x")),
+        ("level", lambda m: m.interval("x")),
+        ("state", lambda m: m.load_state_dict(None)),
+        ("state", lambda m: m.load_state_dict({"mean.x": 3})),
+        ("state", lambda m: m.load_state_dict({3: torch.ones(1)})),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_in_one_line(field: str, call: Callable[[WeightedMoments], Any]) -> None:
+    moments = one_by_one(*drawn(3, 2))
+    with pytest.raises(gramian.GramianError, match=rf"^{field}: .*expected [^\n]*$"):
+        call(moments)
+
+
+def test_a_state_that_no_observations_give_is_refused() -> None:
+    moments = one_by_one(*drawn(3, 2))
+    state = moments.state_dict()
+    weights = state["weights.x"]
+    total, squares, pairs, observations = weights.tolist()
+    assert total**2 == pytest.approx(squares + 2 * pairs) and observations == 3
+    nan = float("nan")
+    for wrong in (
+        weights[:3],
+        weights[None],
+        weights.float(),
+        weights * 0,
+        weights * nan,
+        weights * float("inf"),
+        torch.tensor([1e200, 1e300, 1e300, 3.0], dtype=torch.float64),
+        weights * torch.tensor([-1.0, 1.0, 1.0, 1.0]),
+        weights * torch.tensor([1.0, 1.0, 2.0, 1.0]),
+        torch.tensor([total, squares, pairs, 1.0], dtype=torch.float64),
+        torch.tensor([total, squares, pairs, 2.5], dtype=torch.float64),
+        torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64),
+    ):
+        with pytest.raises(gramian.GramianError, match=r"^x: [^\n]*expected [^\n]*$"):
+            moments.load_state_dict({**state, "weights.x": wrong})
+    with pytest.raises(gramian.GramianError, match="^x: .*expected"):
+        moments.load_state_dict({**state, "deviations.x": -state["deviations.x"]})
+    after = moments.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in after.items())
+
+
 @pytest.mark.full
 @pytest.mark.xdist_group("processes")
 @distributed(world_size=2)
@@ -252,6 +408,8 @@ def test_moments_over_processes_are_those_of_one(rank: int, world_size: int) -> 
     mine = one_by_one(x[:14] if rank == 0 else x[14:], w[:14] if rank == 0 else w[14:])
     if rank == 1:  # a tensor that the other process has not seen
         mine.extend({"late": x}, w)
+    pairs = [(12345.678, 1e20), (12346.1, 1.0), (12344.3, 2.0)]  # one process outweighs the other
+    assert_exact(split(pairs[:1] if rank == 0 else pairs[1:], [], rows=False).over(), pairs)
     before = mine.state_dict()
     whole = mine.over()
     assert_moments(whole, x, w)

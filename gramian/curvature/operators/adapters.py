@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.linalg.operator import Operator
+from gramian.linalg.operator import Operator, check_operator
 
 
 def to_curvlinops(operator: Operator) -> Any:
@@ -15,8 +15,9 @@ def to_curvlinops(operator: Operator) -> Any:
     An operator over parameters takes and gives lists of tensors in their shapes, or flat ones; any other flat ones.
 
     Raises:
-        GramianError: if curvlinops is not installed.
+        GramianError: for what is no operator, or if curvlinops is not installed.
     """
+    check_operator(operator)
     try:
         from curvlinops._torch_base import PyTorchLinearOperator
     except ImportError as error:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from gramian.curvature.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.operators.names import first_names
 from gramian.curvature.parameter_space import ParameterSpace, Which, choose
 from gramian.errors import GramianError
-from gramian.linalg.operator import Operator
+from gramian.linalg.operator import Operator, check_vector, seen
 
 
 class KFACOperator(Operator):
@@ -25,11 +26,14 @@ class KFACOperator(Operator):
         Args:
             kfac: with factors.
             damped: F + damping, clip included, in place of F.
-            parameters: names, or what is asked of each (name, tensor of its shape); None: all with curvature.
+            parameters: names, any of a tied one's, or what is asked of each (name, tensor of its shape); None: all
+                with curvature.
 
         Raises:
-            GramianError: if there are no factors, or for a name without curvature.
+            GramianError: for what is no K-FAC, if there are no factors, or for a name without curvature.
         """
+        if not isinstance(kfac, KFACNaturalGradient):
+            raise GramianError(f"kfac: {seen(kfac)}; expected a KFACNaturalGradient")
         if not kfac.kfac_factors:
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
         specs = [block.spec for block in kfac.kfac_factors.values()]
@@ -40,12 +44,17 @@ class KFACOperator(Operator):
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = specs[0].device
         stand_ins = {name: torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in order}
-        chosen = choose(stand_ins, parameters, "with curvature")
+        chosen = choose(stand_ins, first_names(model, parameters), "with curvature")
         self.space = ParameterSpace({name: shapes[name] for name in chosen}, self.dtype, self.device)
         self.dim, self.kfac, self.damped = self.space.dim, kfac, damped
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """F Y, [n, k], column by column."""
+        """F Y, [n, k], column by column.
+
+        Raises:
+            GramianError: unless Y is [n, k].
+        """
+        check_vector(y_NK, self.dim, columns=True)
         products = []
         for column in self.space.columns(y_NK):
             found = self.kfac.compute_fisher_vector_product(self.space.unflatten(column), damped=self.damped)

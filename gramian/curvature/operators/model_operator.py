@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gramian.curvature.consistency import module_of
+from gramian.curvature.operators.names import first_names
 from gramian.curvature.operators.passes import quiet
 from gramian.curvature.parameter_space import ParameterSpace, Which
 from gramian.errors import GramianError
-from gramian.linalg.operator import Operator
+from gramian.linalg.operator import Operator, check_vector
 
 
 class ModelOperator(Operator):
@@ -28,12 +29,13 @@ class ModelOperator(Operator):
 
         Args:
             model: the user's model, whole on this process, in float32 or float64.
-            parameters: names, or what is asked of each (name, parameter); None: all that train.
+            parameters: names, any of a tied one's, or what is asked of each (name, parameter); None: all that train.
 
         Raises:
-            GramianError: for a model in half precision, or one that is sharded.
+            GramianError: for parameters that are neither, a model in half precision, or one that is sharded.
         """
         self.model = module_of(model)
+        parameters = first_names(self.model, parameters)
         self.space = ParameterSpace.of(self.model, parameters)
         self.dim, self.dtype, self.device = self.space.dim, self.space.dtype, self.space.device
         if any(isinstance(p, DTensor) for p in self.model.parameters()):
@@ -42,7 +44,12 @@ class ModelOperator(Operator):
             raise GramianError(f"model: is in {self.dtype}, too coarse for spectra; expected float32 or float64")
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, [n, k]: one sum over all batches. What runs out of memory raises."""
+        """M Y, [n, k]: one sum over all batches. What runs out of memory raises.
+
+        Raises:
+            GramianError: unless Y is [n, k].
+        """
+        check_vector(y_NK, self.dim, columns=True)
         with quiet(self.model):
             columns = self.space.columns(y_NK)
             total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gramian.curvature.consistency import check_number
-from gramian.linalg.operator import Operator
+from gramian.linalg.operator import Operator, check_operator
 
 
 class ShiftedOperator(Operator):
@@ -17,8 +17,9 @@ class ShiftedOperator(Operator):
             shift: λ, of any sign.
 
         Raises:
-            GramianError: for a shift that is no finite number.
+            GramianError: for what is no operator, or a shift that is no finite number.
         """
+        check_operator(operator)
         check_number("shift", shift)
         self.operator, self.shift = operator, shift
         self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device

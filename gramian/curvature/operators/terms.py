@@ -6,7 +6,7 @@ error has one term per number, ℓ_t = |f_t − y_t|² and N = C Σ w_t, as `F.m
 Legend: V classes, C numbers of an output, R rows (positions of all samples).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from gramian.curvature import fisher
 from gramian.errors import GramianError
+from gramian.linalg.operator import seen
 
 LossName = Literal["cross_entropy", "mse"]
 LOSSES = ("cross_entropy", "mse")
@@ -122,6 +123,8 @@ def listed(batches: Any) -> tuple[Any, ...]:
     Raises:
         GramianError: if there is none.
     """
+    if not isinstance(batches, Iterable):
+        raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
     found = tuple(batches)
     if not found:
         raise GramianError("batches: is empty; expected at least one batch")
