@@ -194,6 +194,7 @@ def test_drawn_factors_approach_the_exact_ones_as_one_over_root_n() -> None:
         assert many < 0.15
 
 
+@pytest.mark.full
 def test_intervals_of_drawn_fishers_cover_the_exact_one() -> None:
     """tr G of the head from 16 draws, mean ± t·s/√16 at 95 %: of 400 seeds 368 to 392 cover it, where a right interval leaves
     that range for 1 choice of seeds in 220."""
