@@ -319,6 +319,7 @@ def clipping_of_processes(rank: int, size: int) -> clipping_profile.Profile:
     return clipping_profile.profile_clipping(config, 8, 2, World(rank, size, torch.device("cpu"), "ddp"))
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.xdist_group("processes")
 def test_what_processes_send_is_a_phase():

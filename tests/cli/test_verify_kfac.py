@@ -105,6 +105,7 @@ def with_a_bug(rank: int, size: int, bug: str) -> list[str]:
         setattr(owner, name, plain)
 
 
+@pytest.mark.full
 @distributed(world_size=2)
 def test_two_processes_agree_with_the_oracle(rank: int, world_size: int) -> None:
     found = outcomes(rank, world_size, ("mlp",), fsdp=False, cases=FEWEST)

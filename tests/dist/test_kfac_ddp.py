@@ -149,6 +149,7 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
+@pytest.mark.full
 def test_an_object_made_before_the_process_group_joins_all_the_same() -> None:
     """Research 2A-8: the environment is looked at when sums are joined, never when the object is made."""
     context = torch.multiprocessing.get_context("spawn")

@@ -110,6 +110,7 @@ TRAPS = {
 }
 
 
+@pytest.mark.full
 @distributed(world_size=2)
 def test_traps_turn_it_red(rank: int, world_size: int) -> None:
     bodies.traps(rank, TRAPS)

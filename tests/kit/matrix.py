@@ -1,8 +1,13 @@
 """How much of a test matrix runs: all of it with ``GRAMIAN_FULL=1``, else a sample that leaves no case out."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+WHOLE = 8
+"""Matrices up to this size are not thinned."""
+SHARE = 0.3
+"""Of a larger one, what is left of it at least."""
 
 FULL = os.environ.get("GRAMIAN_FULL") == "1"
 
@@ -35,6 +40,34 @@ def sample(items: Sequence[Item], n: int, case: Callable[[Item], object] | None 
             if len(chosen) < n and k < len(turns):
                 chosen.add(turns[k])
     return [items[i] for i in sorted(chosen)]
+
+
+def thinned(cells: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Which cells of a matrix to run: every value of every axis is in one of them, and so is a share of all.
+
+    Args:
+        cells: {axis: value} of each.
+
+    Returns:
+        Their numbers, in order.
+    """
+    if len(cells) <= WHOLE:
+        return list(range(len(cells)))
+    stride, seen, chosen, others = _stride(len(cells)), set[Hashable](), [], []
+    for k in range(len(cells)):
+        i = k * stride % len(cells)
+        values = {(axis, _told_apart_by(value)) for axis, value in cells[i].items()}
+        (others if values <= seen else chosen).append(i)
+        seen |= values
+    return sorted([*chosen, *others[: max(0, round(SHARE * len(cells)) - len(chosen))]])
+
+
+def _told_apart_by(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
 
 
 def _first(item: object) -> object:

@@ -203,6 +203,7 @@ def test_learns_a_small_batch_by_heart(config: GooseConfig, rate: float) -> None
     raise AssertionError(f"{loss.item():.3f} nat after 200 steps")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", sample([TINY, TWIN], 1, case=lambda config: None))
 def test_compiles_to_one_graph_with_equal_logits_and_gradients(config: GooseConfig) -> None:
     model, tokens = model_of(replace(config, layers=1)), tokens_BT(2, 20)

@@ -85,7 +85,7 @@ def test_a_healthy_run_is_green(windows: Windows) -> None:
     "told",
     [
         {"model": {"tied": True, "dropout": 0.3}},
-        {"precision": {"kind": "bf16"}},
+        pytest.param({"precision": {"kind": "bf16"}}, marks=pytest.mark.full),
         {"precision": {"kind": "fp16"}},
         {"precision": {"kind": "fp64"}, "parallel": {"checkpoint_blocks": 1}},
         {"data": {"isolate": True, "micro_batch": 3}},

@@ -216,7 +216,9 @@ STUBS = {
 }
 
 
-@pytest.mark.parametrize(("event", "status", "again"), [("interrupted", 1, True), ("stopped", 1, False)])
+@pytest.mark.parametrize(
+    ("event", "status", "again"), [("interrupted", 1, True), pytest.param("stopped", 1, False, marks=pytest.mark.full)]
+)
 def test_the_slurm_script_requeues_a_run_that_was_asked_to_leave(
     event: str, status: int, again: bool, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tests.train.test_data_tokenizer import saved as tokenizer_folder
 pytestmark = pytest.mark.xdist_group("distill")
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("gpt", True), ("goose", False)])
+@pytest.mark.parametrize(("kind", "tied"), [("gpt", True), pytest.param("goose", False, marks=pytest.mark.full)])
 def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,7 +47,7 @@ def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(
     )
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_run_without_an_evaluation_has_its_newest(precision: str, tmp_path: Path) -> None:
     trainer, _ = train(small(tmp_path / "run", data=data(), run={"steps": 10}, precision={"kind": precision}))
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 1)
