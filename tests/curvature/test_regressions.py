@@ -145,6 +145,7 @@ def test_a_state_that_is_not_finite_is_refused_and_changes_nothing() -> None:
     assert kfac.kfac_factors["0"] is before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_long_average_in_half_precision_keeps_moving(dtype: str) -> None:
     model = net(6, 4).float()

@@ -237,6 +237,7 @@ def test_mixed_precision_of_layers_without_a_formula(rank: int, world_size: int,
     private.engine.detach()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["lstm", "attention", "raw"] if FULL else ["raw"])
 @distributed(world_size=2, timeout=300)
 def test_a_compiled_model_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:

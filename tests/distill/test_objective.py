@@ -142,6 +142,7 @@ def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weig
         assert p.grad is not None and bool(p.grad.any()) == (weight > 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_compiled_student_has_its_features_when_they_begin(family: str) -> None:
     """A step without them, an evaluation, then a step with them: forwards that were compiled before."""

@@ -89,6 +89,7 @@ print("agree")
 """
 
 
+@pytest.mark.full
 def test_triton_kernels_give_the_same_words_and_normals():
     """In a process of its own: the interpreter is chosen when triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

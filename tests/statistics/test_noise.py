@@ -69,6 +69,7 @@ def test_both_moments_are_unbiased_over_all_draws_of_three_from_four() -> None:
     assert sum(d.squared_gradient for d in draws) / len(draws) == pytest.approx(float(mean.square().sum()), rel=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("samples, signal", [(2, 0.3), (8, 0.3), (8, 2.0)])
 def test_both_moments_are_unbiased_over_draws_from_a_gaussian(samples: int, signal: float) -> None:
     # Gradients ~ N(μ, σ² per coordinate): the data of a linear model whose loss is its output. The mean of D independent

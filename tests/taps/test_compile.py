@@ -117,6 +117,7 @@ def test_coverage_counts_uses_under_compile() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_autocast_inside_a_compiled_graph_is_within_half_precision() -> None:
     model, batch, loss = problem(CASES["tied_gpt"], dtype=torch.float32)
     compiled = _compile(model)
@@ -127,6 +128,7 @@ def test_autocast_inside_a_compiled_graph_is_within_half_precision() -> None:
     assert_norms(norms.values, loop_norms(model, loss, batch), 1e-2)
 
 
+@pytest.mark.full
 def test_hugging_face_models_called_by_keyword_compile_and_are_exact() -> None:
     model, (ids, _), _ = problem(CASES["hf_gpt2"])
 

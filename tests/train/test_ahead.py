@@ -178,6 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Parts], None], str, int]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_with_and_without_it_is_the_same_bit_for_bit(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -316,6 +316,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("kind", RESUMED if FULL else list(RESUMED)[:1])
