@@ -105,9 +105,8 @@ class Audit:
             (magnitude, dtype), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
             told = torch.finfo(dtype)
-            rounding = told.eps * (
-                magnitude + told.smallest_normal * got.numel() ** 0.5
-            )  # of numbers below the normal ones
+            below_normal = told.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
+            rounding = told.eps * (magnitude + below_normal)
             allowed = AGREES[dtype] * got.norm() + 8 * rounding
             error = (got - total).norm()
             if not bool(error <= allowed):

@@ -433,15 +433,15 @@ def test_windows_that_do_not_exist_are_refused(built: Callable[[str], Path]) -> 
             cache({"windows": torch.tensor([0, window])})
 
 
-def test_only_some_windows_may_be_measured(built: Callable[[str], Path], teacher: LiveTeacher, tmp_path: Path) -> None:
-    manifest = build_cache(tmp_path, teacher, DATA, small("topk", measure_every=5))
+def test_only_some_windows_may_be_measured(teacher: LiveTeacher, tmp_path: Path) -> None:
+    # Both are built here: a bfloat16 product on a processor without it makes torch take other products from then on.
+    full = build_cache(tmp_path / "all", teacher, DATA, small("topk"))
+    manifest = build_cache(tmp_path / "some", teacher, DATA, small("topk", measure_every=5))
     assert manifest.measured_windows == 5 == len(range(0, len(DATA), 5))
-    full = opened(built("topk"))
     assert manifest.errors.counts["logit"] == 5 * DATA.length * 8
-    assert 0 < manifest.errors.worst["log_normaliser"] <= 1.001 * full.manifest.errors.worst["log_normaliser"]
-    batch = batch_of(DATA, [*range(len(DATA))])  # some processors round a product by where it lies in memory
-    for one, other in zip(tensors_of(opened(tmp_path)(batch)), tensors_of(full(batch)), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+    assert 0 < manifest.errors.worst["log_normaliser"] <= full.errors.worst["log_normaliser"]
+    for name in full.files:
+        assert manifest.files[name] == full.files[name], name
 
 
 def test_the_manifest_tells_all(built: Callable[[str], Path], teacher: LiveTeacher) -> None:
