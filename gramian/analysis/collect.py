@@ -17,10 +17,10 @@ from gramian.curvature.fisher import (
     summed_cross_entropy,
     token_weights,
 )
-from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
+from gramian.taps.preserve_state import preserve_state
 from gramian.taps.statistic import Withheld
 
 
@@ -55,7 +55,7 @@ def collect(
     found = [positions(one, None) for one in asked]
     rows, nats = 0, 0.0
     with ExitStack() as around:
-        around.enter_context(untouched(root))
+        around.enter_context(preserve_state(root))
         around.enter_context(_evaluation_mode(root))
         around.enter_context(hub_of(root).governed_by(Withheld()))
         capture = kfac.capture(root, loss_reduction="sum", num_terms=found[0].terms, force=True)

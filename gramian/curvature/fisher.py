@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from gramian.curvature.capture import KFACCapture, global_ids
 from gramian.curvature.keyed import token_uniforms
-from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters
+from gramian.taps.preserve_state import preserve_state
 from gramian.taps.statistic import Withheld
 
 IGNORE = -100
@@ -208,7 +208,7 @@ def run_passes(
         GramianError: if labels and logits do not fit, or a gradient reaches a parameter past its layer.
     """
     with ExitStack() as around:
-        around.enter_context(untouched(root))
+        around.enter_context(preserve_state(root))
         shape = None
         if asked.labels is None and not asked.shifted:
             with torch.no_grad():

@@ -22,11 +22,11 @@ from gramian.curvature.fisher import (
 )
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_seed
-from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
 from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces
 from gramian.taps import Capture
 from gramian.taps.hub import hub_of
+from gramian.taps.preserve_state import preserve_state
 from gramian.taps.statistic import Withheld
 
 
@@ -141,7 +141,7 @@ def token_importance(
     size = asked.inputs.shape[0]
     if not size:
         raise GramianError("batch: has no rows; expected at least one")
-    with untouched(root), hub_of(root).governed_by(Withheld()):
+    with preserve_state(root), hub_of(root).governed_by(Withheld()):
         shape = None
         if asked.labels is None and not asked.shifted:
             with torch.no_grad():

@@ -146,6 +146,8 @@ class ClippingPlan:
     budget: int | None
     two_pass: bool
     """True if not even the leanest ways fit, so that nothing may be held: norms first, then a second backward."""
+    proof: str = ""
+    """What was shown of the attribution of rows, in words."""
 
     @property
     def held(self) -> int:
@@ -181,9 +183,10 @@ class ClippingPlan:
         mode = "two passes, nothing held" if self.two_pass else f"held {megabytes(self.held)}"
         lines.append(("total", "", "", mode, f"budget {budget}", f"{total * 1e3:.3f} ms"))
         widths = [max(len(line[i]) for line in lines) for i in range(6)]
-        return "\n".join(
+        table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
+        ]
+        return "\n".join([*table, *([self.proof] if self.proof else [])])
 
 
 def plan_clipping(

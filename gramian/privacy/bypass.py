@@ -1,6 +1,6 @@
 """Gradients that reach a trained parameter past its tap: an error, on every step, before anything is added to `p.grad`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor, nn
@@ -12,9 +12,14 @@ from gramian.errors import GramianError
 class Bypass:
     """Watches the parameters, and under FSDP2 the unsharded tensors that stand for them in a forward."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Put a hook on every parameter."""
-        self._names = set(trained)
+    def __init__(self, trained: Mapping[str, nn.Parameter], listens: Callable[[], bool] = lambda: True) -> None:
+        """Put a hook on every parameter.
+
+        Args:
+            trained: the parameters.
+            listens: False while a proof runs the model untapped.
+        """
+        self._names, self._listens = set(trained), listens
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for name, p in trained.items():
@@ -24,7 +29,7 @@ class Bypass:
         """See what reaches this tensor, too."""
         if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
             self._watched[id(tensor)] = tensor
-            self._handles.append(tensor.register_hook(partial(_refuse, name)))
+            self._handles.append(tensor.register_hook(partial(self._refuse, name)))
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -33,11 +38,10 @@ class Bypass:
         self._handles.clear()
         self._watched.clear()
 
-
-def _refuse(name: str, gradient: Tensor | None) -> None:
-    if gradient is None:  # a compiled backward calls hooks of weights that get nothing, too
-        return
-    raise GramianError(
-        f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight to be "
-        'used through its own module only, or max_physical_batch=1 with clipping="keep"'
-    )
+    def _refuse(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None or not self._listens():  # a compiled backward calls hooks of weights that get nothing, too
+            return
+        raise GramianError(
+            f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight "
+            'to be used through its own module only, or max_physical_batch=1 with clipping="keep"'
+        )

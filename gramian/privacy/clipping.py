@@ -160,6 +160,7 @@ class Clipping:
     batch_size: int | None = None
     takes_shares = False
     statistics = ()
+    sample_ids: Tensor | None = None
 
     def __init__(
         self,
@@ -175,6 +176,7 @@ class Clipping:
         budget: int | None = None,
         tuning: Tuning | None = None,
         stopwatch: Stopwatch | None = None,
+        proof: str | int = "auto",
     ) -> None:
         """Nothing is installed yet.
 
@@ -190,7 +192,13 @@ class Clipping:
             budget: bytes that may be held; None: as much as the step's own activations.
             tuning: optimisations to leave out.
             stopwatch: where times go.
+            proof: whether it is shown that each row depends on its sample alone.
         """
+        self.proof = proof
+        self.on_proof_due: Callable[[], bool] = lambda: False
+        """Asked before every forward whether one run of the proof is to be repeated."""
+        self.on_proof_failed: Callable[[], None] = lambda: None
+        """Called when a repeated run failed."""
         self._hub, self._trained, self._sink = hub, dict(trained), sink
         self.max_grad_norm, self.loss_reduction, self.loss_scale = max_grad_norm, loss_reduction, loss_scale
         self.storage, self.budget = storage, budget
@@ -248,6 +256,25 @@ class Clipping:
                 "gradient; expected a call of the module on its own parameters"
             )
         self.on_watch(parameter, tensor)
+
+    def proof_is_due(self) -> bool:
+        """True on the steps that the engine draws."""
+        return self.on_proof_due()
+
+    def proof_failed(self) -> None:
+        """A repeated run failed."""
+        self.on_proof_failed()
+
+    def proof_stays_open(self) -> None:
+        """Nothing may be released of a batch that proves nothing.
+
+        Raises:
+            GramianError: always.
+        """
+        raise GramianError(
+            "batch: all its samples are equal, so that it cannot be shown whose row is which; expected samples that differ, or "
+            'proof="off"'
+        )
 
     def failed_pass(self, info: PassInfo) -> None:
         """A backward broke off: nothing of it was written, and nothing is held any longer."""

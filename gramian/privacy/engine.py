@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sized
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ from gramian.privacy.noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, is_number
 from gramian.privacy.parameters import trained_parameters
 from gramian.privacy.population import population
+from gramian.privacy.proof_log import ProofLog
 from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
+from gramian.taps.proof.prover import Lone
+from gramian.taps.proof.row_proof import check_proof
+from gramian.taps.proof.samples import Samples
 
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
@@ -95,6 +100,7 @@ class PrivacyEngine:
         expected_batch: float | None = None,
         sample_rate: float | None = None,
         tuning: Tuning | None = None,
+        proof: str | int = "auto",
     ) -> tuple[nn.Module, Optimizer, Any]:
         """Install taps on the model and a hook before the optimizer's step; both stay the user's objects.
 
@@ -114,6 +120,9 @@ class PrivacyEngine:
             expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
             sample_rate: probability of a record to be in a step; None: expected_batch over the data set's length.
             tuning: optimisations to switch off.
+            proof: "auto": before the first batch of every structure of inputs is used, show that each row depends on its sample
+                alone, and repeat one run of that on one step in a thousand; a number: on one step in so many; "off": trust the
+                shapes, which is recorded.
 
         Returns:
             The module, the optimizer, and the loader to iterate over.
@@ -135,6 +144,7 @@ class PrivacyEngine:
             loss_scale=loss_scale,
         )
         options.check_optimizer(module, optimizer)
+        check_proof(proof)
         if tuning is not None and not isinstance(tuning, Tuning):
             raise GramianError(f"tuning: expected a gramian.privacy.Tuning, got {type(tuning).__name__}")
         root = unwrap(module)
@@ -149,6 +159,11 @@ class PrivacyEngine:
             )
         trained = trained_parameters(root, optimizer)
         device = next(iter(trained.values())).device
+        if proof == "off":
+            warnings.warn(
+                'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=2
+            )
+        self._proof = ProofLog(proof)
         self._options, self._parallel, self._rate_given = options, parallel, sample_rate is not None
         self._expected_batch, self._sample_rate = batch_and_rate(
             data_loader, parallel.world, expected_batch, sample_rate, poisson_sampling
@@ -268,8 +283,11 @@ class PrivacyEngine:
                 budget=options.budget,
                 tuning=tuning,
                 stopwatch=self.stopwatch,
+                proof=self._proof.option,
             )
-            bypass = Bypass(trained)
+            self._clipping.on_proof_due, self._clipping.on_proof_failed = self._proof_is_due, self._proof_failed
+            hub.proof.lone = self._sample_alone
+            bypass = Bypass(trained, lambda: hub.live)
             stack.callback(bypass.remove)
             self._clipping.on_watch = bypass.watch
             if self._parallel.kind == "fsdp2":
@@ -280,6 +298,7 @@ class PrivacyEngine:
             stack.enter_context(hub.governed_by(self._clipping))
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
+            stack.callback(hub.proof.forget_loader)
         self._clipping.on_begin, self._clipping.on_done = self._before_sums, self._after_backward
         handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step, reason=EAGER))
         hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -438,6 +457,25 @@ class PrivacyEngine:
             raise GramianError("loss_scale: the gradients are still scaled; expected scaler.step(optimizer)")
         return Scaling(inside=inside, undone=scaler.get_scale() if inside is None else 1.0)
 
+    # ---- the row proof -----------------------------------------------------------------------------------------------
+
+    def _proof_is_due(self) -> bool:
+        """True once in the steps that the secret key draws."""
+        return self._proof.is_due(self.released, self._ledger.secrets.sampling_key)
+
+    def _proof_failed(self) -> None:
+        self._proof.fail(self.released)
+
+    def _sample_alone(self, samples: Samples) -> Lone | None:
+        return None if self._loader is None else self._loader.sample_alone(samples)
+
+    @property
+    def proof(self) -> dict[str, Any]:
+        """What was shown of the attribution of rows, for the record: rows, loss, and releases that it does not cover."""
+        hub = hub_of(self._root)
+        rows = "one sample a batch" if isinstance(self._clipping, WholeGradient) else None
+        return self._proof.record(list(hub.proof.proven.values()), rows)
+
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def get_epsilon(self, delta: float, releases: int | None = None) -> float:
@@ -480,28 +518,33 @@ class PrivacyEngine:
     @property
     def plan(self) -> ClippingPlan | None:
         """How the last backward was carried out, as a table; None before the first, and for batches of one sample."""
-        return self._clipping.plan if isinstance(self._clipping, Clipping) else None
+        plan = self._clipping.plan if isinstance(self._clipping, Clipping) else None
+        return None if plan is None else replace(plan, proof=self._proof_line())
+
+    def _proof_line(self) -> str:
+        shown = self.proof
+        return f"rows: {shown['rows']}; loss: {shown['loss']}"
 
     @property
     def last(self) -> Clipped | None:
         """Norms and factors of the last backward's samples. Not covered by ε."""
         return None if self._clipping is None else self._clipping.last
 
-    def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any, tolerance: float | None = None) -> None:
-        """Replace samples, and require every other sample's norm unchanged.
+    def check_independence(self, loss_fn: Callable[..., Tensor], batch: Any) -> None:
+        """Prove that a loss keeps samples apart, by the row proof with the user's own loss.
 
         Args:
             loss_fn: the loss of a batch: `loss_fn(*batch)` for a tuple or list, `loss_fn(batch)` else; with one more argument
                 it is given the model first.
             batch: tensors with the samples on dim 0, in any structure.
-            tolerance: relative; None: by dtype.
 
         Raises:
-            GramianError: if another sample's norm changes.
+            GramianError: naming the layer whose rows change when other samples are replaced.
         """
         clipping = self._active()
         if isinstance(clipping, Clipping):  # else every sample is alone
-            check_independence(clipping, self._root, self._trained, loss_fn, batch, tolerance)
+            check_independence(hub_of(self._root), self._root, loss_fn, batch)
+            self._proof.loss = True
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -106,6 +106,7 @@ def per_sample_norms(
     sample_ids: Tensor | None = None,
     loss_scale: "float | torch.amp.GradScaler" = 1.0,
     audit: bool = True,
+    proof: str | int = "auto",
 ) -> NormCapture:
     """Norms of per-sample gradients from an ordinary backward.
 
@@ -123,6 +124,8 @@ def per_sample_norms(
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
         loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
         audit: compare with autograd's gradients on the model's first batch.
+        proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone; a
+            number: and again after so many forwards; "off": trust the shapes.
 
     Returns:
         A context manager with `values` ([B], float32, float64 for a float64 model; with "mean", B × the norm of sample i's
@@ -136,4 +139,5 @@ def per_sample_norms(
         sample_ids=sample_ids,
         loss_scale=loss_scale,
         audit=audit,
+        proof=proof,
     )

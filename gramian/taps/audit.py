@@ -6,7 +6,7 @@ comparison. Cost: one more weight gradient, once per model; the comparison needs
 model, whose backward is one anyway.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -26,14 +26,20 @@ AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 class Audit:
     """Collects both sides of the comparison during one backward."""
 
-    def __init__(self, parameters: Mapping[str, ParameterInfo], spread: TensorParallel | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, ParameterInfo],
+        spread: TensorParallel | None = None,
+        listens: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Watch nothing yet.
 
         Args:
             parameters: to be compared.
+            listens: False while a proof runs the model untapped.
             spread: the processes that took a share of the samples each; what they explain is added up.
         """
-        self._spread = spread
+        self._spread, self._listens = spread, listens
         self._rounding: dict[str, tuple[Tensor, torch.dtype]] = {}
         """{parameter: how large the terms of its sum are, and their narrowest dtype}, of its last record."""
         self._totals: dict[str, Tensor] = {}
@@ -71,6 +77,8 @@ class Audit:
         self._rounding[record.parameter] = (record.gradient.magnitude(), record.gradient.dtype)
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
+        if not self._listens():
+            return
         gradient = gradient.detach()
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 

@@ -15,6 +15,7 @@ from gramian.taps.audit import Audit
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.names import named_parameters
+from gramian.taps.proof.row_proof import check_proof
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.statistic import AdditiveStatistic, Forgets, HasAlgorithm, Statistic
 from gramian.taps.units import Units
@@ -46,6 +47,7 @@ class Capture:
         loss_scale: "float | torch.amp.GradScaler" = 1.0,
         process_group: Any = None,
         audit: bool = True,
+        proof: str | int = "auto",
     ) -> None:
         """Check the arguments; the model is not touched before the block is entered.
 
@@ -60,10 +62,13 @@ class Capture:
             loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
             audit: compare with autograd's gradients on the model's first batch.
+            proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone,
+                where a statistic tells samples apart; a number: and again after so many backwards; "off": trust the shapes.
 
         Raises:
             GramianError: for an argument that is not one of these.
         """
+        check_proof(proof)
         if not isinstance(model, nn.Module):
             raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
         check_arguments(loss_reduction, batch_size, sample_ids, token_weights, loss_scale)
@@ -79,7 +84,8 @@ class Capture:
         self._model: nn.Module | None = model  # the hub holds it weakly
         self.statistics = list(statistics)
         self._loss_reduction, self._loss_scale = loss_reduction, loss_scale
-        self.batch_size, self._sample_ids, self._token_weights = batch_size, sample_ids, token_weights
+        self.batch_size, self.sample_ids, self._token_weights = batch_size, sample_ids, token_weights
+        self.proof, self._forwards = proof, 0
         self._group, self._audit_wanted = process_group, audit
         self._audit: Audit | None = None
         self._sums: list[Any] = []
@@ -106,7 +112,7 @@ class Capture:
         left = {name: p for name, p in self._hub.parameters.items() if name not in self._hub.audited}
         if not left or not self._audit_wanted or self._hub.rule.withholds:
             return None
-        audit = Audit(left, self._hub.tensor_parallel)
+        audit = Audit(left, self._hub.tensor_parallel, lambda: self._hub.live)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit
@@ -136,7 +142,7 @@ class Capture:
 
     def next(self, *, sample_ids: Tensor | None = None, token_weights: Tensor | None = None) -> None:
         """Say whose rows and tokens the next forward of this block has."""
-        self._sample_ids, self._token_weights = sample_ids, token_weights
+        self.sample_ids, self._token_weights = sample_ids, token_weights
 
     # ---- results ------------------------------------------------------------------------------------------------------
 
@@ -204,13 +210,13 @@ class Capture:
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
         """How this capture reads the gradients of a pass."""
-        units = None if self._sample_ids is None else Units.of(self._sample_ids, batch)
+        units = None if self.sample_ids is None else Units.of(self.sample_ids, batch)
         reduction = self._loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
         weights = self._token_weights
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
-        return PassInfo(number, batch, units, self._sample_ids, weights, factor, self._loss_scale)
+        return PassInfo(number, batch, units, self.sample_ids, weights, factor, self._loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
         """Hand a layer's use to the statistics that want it."""
@@ -240,6 +246,17 @@ class Capture:
                 statistic.forget(sums, info.number)
             else:
                 self._failed.append(statistic)
+
+    def proof_is_due(self) -> bool:
+        """True after every so many forwards, where a period was asked for."""
+        self._forwards += 1
+        return isinstance(self.proof, int) and self._forwards % self.proof == 0
+
+    def proof_failed(self) -> None:
+        """The error says it all."""
+
+    def proof_stays_open(self) -> None:
+        """A later batch may tell."""
 
     def end_of_pass(self, info: PassInfo) -> None:
         """One backward is over."""

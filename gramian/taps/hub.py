@@ -1,24 +1,24 @@
 """The hub of one model: its taps, who listens, and the rule that governs weight gradients."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.parallel.gradients import Gathered
-from gramian.parallel.gradients import local as part_of
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps import names
-from gramian.taps.blank import with_a_row
+from gramian.taps.blank import apart, with_a_row, without_a_row
 from gramian.taps.discover import discover
 from gramian.taps.passes import (
     SECOND_BACKWARD,
@@ -27,9 +27,9 @@ from gramian.taps.passes import (
     Pass,
     PassBook,
     in_backward,
-    refuse_unbatched_indices,
-    spreads,
 )
+from gramian.taps.proof.recorder import Recorder
+from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.record import LayerRecord
 from gramian.taps.sites.site import first_tensor
 from gramian.taps.statistic import GradientRule, Ordinary, ParameterInfo
@@ -40,7 +40,18 @@ SPREADS = ("linear", "embedding", "norm")
 PASSED_ON = ("View", "Reshape", "Alias", "ToCopy", "Squeeze", "Redistribute", "ToTorchTensor", "FromTorchTensor")
 """Autograd nodes behind which an output is still the same numbers."""
 
+Call = tuple[str, int, int]
+"""A call of a tapped layer: its name, its ordinal in the forward, and its rows over B (0: one row for all samples)."""
+
 _hub_of: weakref.WeakKeyDictionary[nn.Module, "Hub"] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Rehearsal:
+    """A run of a proof: the calls of tapped layers, and those whose one row was expanded to a row for each sample."""
+
+    calls: list[Call] = field(default_factory=list)
+    expanded: set[str] = field(default_factory=set)
 
 
 class Hub:
@@ -67,7 +78,15 @@ class Hub:
         self._taps: weakref.WeakKeyDictionary[nn.Module, Tap] = weakref.WeakKeyDictionary()
         self._installed: list[Tap] = []
         self._holders = 0
-        self._grouped: set[str] = set()
+        self.proof = RowProof(self)
+        self.calls: list[Call] = []
+        """Calls of tapped layers in the forward under way (eager mode)."""
+        self.shared: set[str] = set()
+        """Layers that were shown to see one row for all samples: their output is expanded to a row for each."""
+        self.rehearsing: Rehearsal | None = None
+        """The run of a proof that is under way."""
+        self.weights: dict[str, Tensor] | None = None
+        """Where an untapped run of a proof collects the weights that the layers read."""
         self._gathered: Gathered | None = None
         self.tensor_parallel: TensorParallel | None = None
         """The processes that the model is spread over by features, and that deal its samples out among themselves while those
@@ -196,6 +215,29 @@ class Hub:
             self.batch = first.shape[0]
             self.ticket = torch.tensor([self.open_pass(first)])
 
+    def run_root(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of the root in eager mode: a pass, proven where samples are told apart."""
+
+        def forward(args: Any, kwargs: Any) -> Any:
+            if not self.live:  # an untapped run of a proof
+                return plain(*args, **kwargs)
+            self.enter_root(args, kwargs)
+            if self.blank:
+                args, kwargs = with_a_row((args, kwargs))
+            output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, module, plain, args, kwargs)
+            self.leave_root(output)
+            if self.blank:
+                return without_a_row(output)
+            return apart(output) if self.rule.withholds and isinstance(module, FSDPModule) else output
+
+        batch = self.batch_size
+        if batch is None:
+            first = first_tensor(args, kwargs)
+            batch = first.shape[0] if first.dim() else 0
+        if self.rehearsing is not None or in_backward() or batch < 2 or self.tensor_parallel is not None:
+            return forward(args, kwargs)
+        return self.proof.guard(forward, args, kwargs, batch)
+
     def open_pass(self, first: Tensor) -> int:
         """Open a pass for a batch whose first tensor is this one, and return its number."""
         new = not self.audited.issuperset(self.parameters)
@@ -214,14 +256,15 @@ class Hub:
         if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
         if isinstance(output, Tensor):
-            if output.dim() and output.shape[0] == 1:
+            rows = output.shape[0] if output.dim() else 0
+            if rows == 1:
                 output = self._expanded(tap, output)
             if not (output.requires_grad or self.rule.withholds):
                 return output
         self._refuse_spread(tap, module, [*kept, *([output] if isinstance(output, Tensor) else [])])
         if not torch.compiler.is_compiling():
             self._show(tap)
-            if self.rule.withholds and not in_backward():
+            if self.rule.withholds and not in_backward() and self.rehearsing is None:
                 self.rule.foresee(tap, kept, output)
         return tap.observe(output, kept, extra)
 
@@ -260,13 +303,19 @@ class Hub:
         return self._passes.current.leaves
 
     def _expanded(self, tap: Tap, output: Tensor) -> Tensor:
-        """One row that stands for all samples, as B rows, so that each sample sends its own gradient back."""
+        """One row that stands for all samples, as B rows, so that each sample sends its own gradient back.
+
+        In eager mode only where a proof tries it or has shown that the model returns the same; a compiled graph expands always,
+        and is proven before it runs.
+        """
         batch = self.batch
         if not torch.compiler.is_compiling():
+            if self.rehearsing is None and tap.name not in self.shared:
+                return output
             if in_backward():
                 batch = self._passes.batch_of_second_run(tap.name)
-            elif self._passes.current is not None and batch != 1:
-                self._passes.current.expanded.append(tap.name)
+            elif self.rehearsing is not None and batch != 1:
+                self.rehearsing.expanded.add(tap.name)
         return output if batch == 1 else output.expand(batch, *output.shape[1:])
 
     def leave_root(self, output: Any) -> None:
@@ -285,15 +334,6 @@ class Hub:
                 for listener in self._listeners:
                     listener.watch(name, names.parameter(module, local))
 
-    def explain(self, error: Exception) -> None:
-        """Tell the reader of an error in the user's forward which outputs have more rows than without a capture."""
-        names_ = self._passes.current.expanded if self._passes.current is not None else []
-        if names_ and not isinstance(error, GramianError):
-            error.add_note(
-                f"gramian: the one-row outputs of {', '.join(dict.fromkeys(names_))} were expanded to {self.batch} rows for "
-                "this capture, so that samples can be told apart; code behind them must broadcast (docs/concepts)"
-            )
-
     def _run_site(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert tap.site is not None
         reason = tap.site.check_per_sample(module) if self.per_sample else None
@@ -301,7 +341,7 @@ class Hub:
             raise GramianError(f"{tap.name or 'model'} ({type(module).__name__}) {reason}")
         return tap.site.run(module, plain, args, kwargs)
 
-    def open_use(self, tap: Tap, extra: Any) -> Use:
+    def open_use(self, tap: Tap, extra: Any, kept: Sequence[Tensor], outputs: Sequence[Tensor]) -> Use:
         """A tapped layer runs in eager mode: count the use."""
         if in_backward():  # a checkpoint's second run, which gets no backward of its own
             return Use(tap, None, None, inside_backward=True)
@@ -317,7 +357,11 @@ class Hub:
         assert pass_ is not None
         for name in tap.parameters.values():
             pass_.uses[name] = pass_.uses.get(name, 0) + 1
-        return Use(tap, pass_, extra, inside_backward=False)
+        ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
+        rows = _rows_over_batch(kept, outputs, pass_.batch)
+        calls = self.calls if self.rehearsing is None else self.rehearsing.calls
+        calls.append((tap.name, ordinal, rows))
+        return Use(tap, pass_, extra, inside_backward=False, ordinal=ordinal)
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
@@ -334,7 +378,7 @@ class Hub:
         pass_, extra = use.pass_, use.extra
         if not self.rule.again:
             use.pass_ = use.extra = None  # the graph outlives the backward
-        self._receive(pass_, use.tap, kept, gradients, extra, borrowed=False)
+        self._receive(pass_, use.tap, use.ordinal, kept, gradients, extra, borrowed=False)
 
     def report_compiled(self, tap: Tap, number: int, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""
@@ -344,20 +388,22 @@ class Hub:
         for name in tap.parameters.values():
             tied = sum(name in other.parameters.values() for other in self._installed) - 1
             pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
-        self._receive(pass_, tap, kept, gradients, None, borrowed=True)
+        self._receive(pass_, tap, ordinal, kept, gradients, None, borrowed=True)
 
     def _receive(
-        self, pass_: Pass, tap: Tap, kept: list[Tensor], output_gradients: list[Tensor], extra: Any, borrowed: bool
+        self,
+        pass_: Pass,
+        tap: Tap,
+        ordinal: int,
+        kept: list[Tensor],
+        output_gradients: list[Tensor],
+        extra: Any,
+        borrowed: bool,
     ) -> None:
         module, audience = tap.owner(), self._passes.audience(pass_)
         if module is None or not audience:
             return
         assert tap.site is not None
-        kept_here, gradients_here = [part_of(t) for t in kept], [part_of(t) for t in output_gradients]
-        refuse_unbatched_indices(pass_, tap.name, kept_here)
-        tap.spreads = tap.spreads or spreads(pass_, tap.name, kept_here, gradients_here)
-        if self.rule.withholds:
-            self._warn_of_groups(pass_, tap, output_gradients[0])
         device = output_gradients[0].device.type
         self._passes.begin(pass_, device)
         batch = pass_.batch
@@ -389,24 +435,90 @@ class Hub:
                     )
             for listener, info in audience:
                 sides = partial(tap.site.sides, module, kept, output_gradients, batch)
-                record = LayerRecord(tap.name, tap.site.kind, kept, output_gradients, gradients, info, sides, borrowed)
+                record = LayerRecord(
+                    tap.name, tap.site.kind, ordinal, kept, output_gradients, gradients, info, sides, borrowed
+                )
                 listener.layer(record)
             if self.rule.withholds and not tap.site.compiles:
                 for name, gradient in gradients.items():
                     pass_.explained[name] = Explained.of(gradient, pass_.explained.get(name))
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)
 
-    def _warn_of_groups(self, pass_: Pass, tap: Tap, gradient: Tensor) -> None:
-        """Say once which layer's rows are shared out to samples by their order alone."""
-        rows = gradient.shape[0] if gradient.dim() else 0
-        if rows > pass_.batch > 1 and not rows % pass_.batch and tap.name not in self._grouped:
-            self._grouped.add(tap.name)
-            warnings.warn(
-                f"{tap.name or 'model'}: sees {rows} rows for a batch of {pass_.batch}, so rows next to each other are taken "
-                "for one sample's; expected that order (not torch.cat of views, not time first), which "
-                "engine.check_independence(loss_fn, batch) can tell",
-                stacklevel=2,
-            )
+    # ---- proofs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tells_samples_apart(self) -> bool:
+        """True if somebody needs to know whose row is which, and has not switched the proof off."""
+        return any(listener.per_sample and listener.proof != "off" for listener in self._listeners)
+
+    def groupings(self) -> list[Tensor | None]:
+        """How those who listen group rows or tokens into units; None: each row is one."""
+        found: list[Tensor | None] = []
+        for listener in self._listeners:
+            ids = listener.sample_ids if listener.per_sample else None
+            if not any(ids is other for other in found):
+                found.append(ids)
+        return found
+
+    @property
+    def passes_begun(self) -> int:
+        """Passes of the model so far."""
+        return self._passes.begun
+
+    def proof_is_due(self) -> bool:
+        """True if somebody wants one run of the proof again on this batch."""
+        return any([listener.proof_is_due() for listener in self._listeners])
+
+    def proof_failed(self) -> None:
+        """A repeated run failed: what was computed since the last proof is not proven."""
+        for listener in self._listeners:
+            listener.proof_failed()
+
+    def proof_stays_open(self) -> None:
+        """All samples of a batch are equal, so that it proves nothing; whoever cannot accept that raises."""
+        for listener in self._listeners:
+            listener.proof_stays_open()
+
+    @contextmanager
+    def rehearsal(self, recorder: Recorder) -> Iterator[Rehearsal]:
+        """Let a proof alone listen."""
+        listeners, current, per_sample, batch = list(self._listeners), self._passes.current, self.per_sample, self.batch
+        output_layer = self.output_layer
+        self._listeners[:] = [recorder]
+        self.per_sample, self.rehearsing = True, Rehearsal()
+        try:
+            yield self.rehearsing
+        finally:
+            self._passes.settle()
+            self._listeners[:] = listeners
+            self._passes.current, self.per_sample, self.batch, self.rehearsing = current, per_sample, batch, None
+            self.output_layer = output_layer
+
+    @contextmanager
+    def untapped(self) -> Iterator[dict[str, Tensor]]:
+        """Let the model run as if nothing were installed; collects the weights that its layers read."""
+        self.live, self.weights = False, {}
+        try:
+            yield self.weights
+        finally:
+            self.live, self.weights = True, None
+
+    def collect_weights(self, tap: Tap, module: nn.Module) -> None:
+        """An untapped run of a proof came to a layer."""
+        if self.weights is not None:
+            for local, name in tap.parameters.items():
+                weight = names.parameter(module, local)
+                if weight.requires_grad and name in self.parameters:
+                    self.weights[name] = weight
+
+
+def _rows_over_batch(kept: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
+    """Rows of a call over B: 0 for one row that stands for all samples, negative if they are no multiple of B."""
+    first = next((t for t in (*kept, *outputs) if t.dim()), None)
+    rows = 0 if first is None else first.shape[0]
+    if rows == 1 and batch != 1:
+        return 0
+    return rows // batch if batch and rows % batch == 0 else -rows
 
 
 def _maker(output: Any) -> str | None:

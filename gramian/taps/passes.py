@@ -35,6 +35,12 @@ class Listener(Protocol):
     batch_size: int | None
     """B, where the user gave it."""
 
+    proof: "str | int"
+    """"auto": rows are proven before they are used; a number: and one run of it again after so many steps; "off"."""
+
+    sample_ids: Tensor | None
+    """The unit of each row or token of the next forward; None: row i is sample i."""
+
     takes_shares: bool
     """True if it takes this process's share of the samples where processes see the same ones (tensor parallelism)."""
 
@@ -60,6 +66,15 @@ class Listener(Protocol):
     def failed_pass(self, info: PassInfo) -> None:
         """The backward of a pass broke off."""
 
+    def proof_is_due(self) -> bool:
+        """True if one run of the proof is to be repeated on this batch."""
+
+    def proof_failed(self) -> None:
+        """A repeated run showed that rows are not attributed rightly."""
+
+    def proof_stays_open(self) -> None:
+        """All samples of the batch are equal; raises where that cannot be accepted."""
+
 
 @dataclass
 class Pass:
@@ -83,8 +98,8 @@ class Pass:
     closed: bool = False
     repeated: bool = False
     """True in the second of two backwards through this forward."""
-    expanded: list[str] = field(default_factory=list)
-    """Layers whose one-row output was expanded to B rows."""
+    ordinals: dict[str, int] = field(default_factory=dict)
+    """{layer: ordinal of its last call}."""
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
     """Weights that layers without a formula ran on, where gradients are withheld from the parameters themselves."""
     explained: dict[str, "Explained"] = field(default_factory=dict)
@@ -125,6 +140,8 @@ class PassBook:
         self._listeners, self._rule = listeners, rule
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
+        self.begun = 0
+        """Passes opened so far."""
         self._task = -1
         self._touched: dict[int, Pass] = {}
 
@@ -143,6 +160,7 @@ class PassBook:
         while len(self._passes) >= FORWARDS_WITHOUT_BACKWARD:
             del self._passes[next(iter(self._passes))]
         number = next(self._numbers)
+        self.begun += 1
         infos = [(listener, listener.pass_info(number, batch)) for listener in self._listeners]
         self.current = self._passes[number] = Pass(number, batch, length, first, infos, tokens=tokens)
         return number
@@ -295,54 +313,3 @@ def accumulates(leaf: Any) -> bool:
 def in_backward() -> bool:
     """True while autograd runs a backward in this thread (as in the second run of a checkpointed forward)."""
     return torch._C._current_graph_task_id() != -1
-
-
-def refuse_unbatched_indices(pass_: Pass, layer: str, kept: Sequence[Tensor]) -> None:
-    """Indices without a batch axis (positions [T], relative positions [T, T]) must not be read as rows of samples.
-
-    A vector as long as the batch's rows are is refused by its shape. Where the number of rows would fit, shapes cannot tell:
-    on a model's first batch, vectors that count up or down and tables that depend on the distance from the diagonal alone
-    are taken for positions (one look at the values, so one wait for the device).
-    """
-    index, batch, length = kept[0] if kept else None, pass_.batch, pass_.length
-    if index is None or index.is_floating_point() or batch < 2 or not index.dim() or index.shape[0] == 1:
-        return
-    if index.data_ptr() == pass_.tokens:
-        return
-    rows = index.shape[0]
-    bare = index.dim() == 1 and rows == length != batch
-    short = index.dim() == 1 and rows == batch and rows < 4 and rows != length  # as likely two or three labels
-    doubtful = pass_.first and length is not None and rows % batch == 0 and not short
-    if bare or (doubtful and _looks_like_positions(index)):
-        raise GramianError(
-            f"{layer or 'model'}: saw indices of shape {list(index.shape)} for a batch of {batch}, "
-            "which look like positions without a batch axis; expected the batch first, or one row for all, such as [1, T]"
-        )
-
-
-def _looks_like_positions(index: Tensor) -> bool:
-    if index.dim() == 1 and index.shape[0] > 1:
-        steps = index.diff()
-        return bool((steps == 1).all()) or bool((steps == -1).all())
-    if index.dim() == 2 and min(index.shape) > 1:
-        return bool((index[1:, 1:] == index[:-1, :-1]).all()) and not bool((index == index[0, 0]).all())
-    return False
-
-
-def spreads(pass_: Pass, layer: str, kept: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """True if one shared row, expanded to B, is seen to be used by others than sample 0; False if nothing can be said yet.
-
-    Looking waits for the device, so a layer is asked only until it was seen once.
-
-    Raises:
-        GramianError: if user code took row 0 out again, which would give sample 0 all of the gradient.
-    """
-    if pass_.batch < 2 or not kept or kept[0].shape[:1] != (1,) or gradients[0].shape[:1] != (pass_.batch,):
-        return False
-    first, others = torch.stack([gradients[0][0].any(), gradients[0][1:].any()]).tolist()
-    if first and not others:
-        raise GramianError(
-            f"{layer}: sees one row for all samples, and only sample 0 sends a gradient back; "
-            "expected the row to be broadcast over the batch, not picked out of it"
-        )
-    return bool(others)

@@ -63,6 +63,8 @@ class LayerRecord:
 
     layer: str
     kind: str
+    ordinal: int
+    """Earlier calls of the layer in this forward."""
     inputs: list[Tensor]
     """What the site kept: usually the one input; empty where only a bias is trained."""
     output_gradients: list[Tensor]

@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
-from gramian.taps.blank import apart, with_a_row, without_a_row
 from gramian.taps.discover import Found
 from gramian.taps.sites.site import Site, observed
 
@@ -55,11 +53,12 @@ def register_hub(hub: "Hub") -> int:
 class Use:
     """One call of a tapped layer in one pass (eager mode)."""
 
-    __slots__ = ("extra", "inside_backward", "pass_", "tap")
+    __slots__ = ("extra", "inside_backward", "ordinal", "pass_", "tap")
 
-    def __init__(self, tap: "Tap", pass_: Any, extra: Any, inside_backward: bool) -> None:
-        """Remember who was called, in which pass, and whether that was while a backward was running."""
+    def __init__(self, tap: "Tap", pass_: Any, extra: Any, inside_backward: bool, ordinal: int = 0) -> None:
+        """Remember who was called, how often before in which pass, and whether that was while a backward was running."""
         self.tap, self.pass_, self.extra, self.inside_backward = tap, pass_, extra, inside_backward
+        self.ordinal = ordinal
 
 
 class Observe(torch.autograd.Function):
@@ -139,8 +138,6 @@ class Tap:
         self.parameters: dict[str, str] = {}
         """{local name: the user's name} of the parameters this tap explains; tied ones under their first name."""
         self.is_root = False
-        self.spreads = False
-        """True once samples other than the first were seen to use a row that this layer gives to all."""
         self.run: Callable[..., Any] = hub.run
         self._original: Callable[..., Any] | None = None
         self.traced_uses = 0
@@ -154,7 +151,7 @@ class Tap:
             GramianError: if a tap of another hub stands on it.
         """
         self.name, self.site, self.parameters, self.is_root = found.name, found.site, found.parameters, is_root
-        self.run, self.spreads = self.hub.run, False
+        self.run = self.hub.run
         if self.site is not None and not self.site.compiles:
             layer = f"{self.name or 'model'} ({type(found.module).__name__})"
             reason = f"{layer} has no compiled tap; expected a registered site, or fullgraph=False"
@@ -210,7 +207,7 @@ class Tap:
                 hub.probe, hub.ticket, self.key, ordinal, len(outputs), *outputs, *kept
             )
         else:
-            use = hub.open_use(self, extra)
+            use = hub.open_use(self, extra, kept, outputs)
             seen = Observe.apply(  # type: ignore[no-untyped-call]
                 hub.probe, use, len(outputs), *outputs, *kept
             )
@@ -244,23 +241,15 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
     def listened(self: nn.Module, args: Any, kwargs: Any) -> Any:
         plain = _plain(self, original, owner)
         if not hub.live or owner() is not self or not torch.is_grad_enabled():
+            if hub.weights is not None:
+                hub.collect_weights(tap, self)
             return plain(*args, **kwargs)
         if not tap.is_root:
             return tap.run(tap, self, plain, args, kwargs)
+        if not torch.compiler.is_compiling():
+            return hub.run_root(tap, self, plain, args, kwargs)
         hub.enter_root(args, kwargs)
-        if torch.compiler.is_compiling():
-            return plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
-        if hub.blank:
-            args, kwargs = with_a_row((args, kwargs))
-        try:
-            output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
-        except Exception as error:
-            hub.explain(error)
-            raise
-        hub.leave_root(output)
-        if hub.blank:
-            return without_a_row(output)
-        return apart(output) if hub.rule.withholds and isinstance(self, FSDPModule) else output
+        return plain(*args, **kwargs) if tap.site is None else tap.run(tap, self, plain, args, kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if LISTENERS.anywhere:  # one object for all taps: idle ones cost a compiled graph one guard

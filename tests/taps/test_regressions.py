@@ -361,7 +361,7 @@ def test_a_backward_that_failed_half_way_spoils_the_sums_loudly() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last, self.broken = nn.Linear(3, 3), nn.Linear(3, 2), True
+            self.first, self.last, self.broken = nn.Linear(3, 3), nn.Linear(3, 2), False
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
@@ -369,6 +369,8 @@ def test_a_backward_that_failed_half_way_spoils_the_sums_loudly() -> None:
 
     model, fisher = Breaks(), gramian.DiagonalFisher()
     with gramian.observe(model, fisher, loss_reduction="sum") as seen:
+        squares(model, torch.randn(4, 3)).backward()
+        model.broken = True
         with pytest.raises(OSError, match="out of something"):
             squares(model, torch.randn(4, 3)).backward()
         model.broken = False

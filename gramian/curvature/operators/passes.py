@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from gramian.curvature.consistency import unique_parameters
 from gramian.curvature.parameter_space import ParameterSpace
-from gramian.curvature.untouched import untouched
 from gramian.errors import GramianError
 from gramian.taps.hub import hub_of
 from gramian.taps.names import is_compiled, named_modules
+from gramian.taps.preserve_state import preserve_state
 
 EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
@@ -36,7 +36,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in root.modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as around:
-        around.enter_context(untouched(root))
+        around.enter_context(preserve_state(root))
         around.enter_context(torch.inference_mode(False))
         around.enter_context(torch.enable_grad())
         around.enter_context(ExactEmbeddings())

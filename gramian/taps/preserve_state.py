@@ -1,0 +1,188 @@
+"""Extra forwards and backwards that leave no trace in the user's model."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Undo = Callable[[], None]
+
+
+@contextmanager
+def preserve_state(root: nn.Module) -> Iterator[None]:
+    """Gradients, buffers, random states, and counters kept by modules and their hooks are afterwards what they were.
+
+    Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating; modes are
+    left as they are, so dropout drops as the user set it. Also restores after an error. Memory: a copy of every buffer.
+    """
+    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in sharded for group in _groups(module)]
+    syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    gradients = [(p, p.grad) for p in root.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
+    counters, generators = _python_state(root), Generators(root)
+    random_states = generators.states()
+    for p, _ in gradients:
+        p.grad = None
+    for group, _, _ in syncs:
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        generators.restore(random_states)
+        for undo in counters:
+            undo()
+        for group, reduces, all_reduces in syncs:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        for p, gradient in gradients:
+            p.grad = gradient
+        restore_buffers(buffers)
+
+
+def restore_buffers(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write the copied values back into those buffers that have changed."""
+    with torch.no_grad():
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):  # writing would spoil a backward of the user's that is still to come
+                buffer.copy_(value)
+
+
+class Generators:
+    """Every random generator that a forward may draw from: torch's, CUDA's, numpy's, Python's, and modules' own."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Find the generators of a model."""
+        self._cuda = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
+        self._owned = [
+            value
+            for module in root.modules()
+            for value in vars(module).values()
+            if isinstance(value, torch.Generator | np.random.Generator | random.Random)
+        ]
+
+    def states(self) -> list[Any]:
+        """All states now. Nothing waits for the device."""
+        states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state(index) for index in self._cuda]
+        for owned in self._owned:
+            if isinstance(owned, torch.Generator):
+                states.append(owned.get_state())
+            else:
+                states.append(owned.bit_generator.state if isinstance(owned, np.random.Generator) else owned.getstate())
+        return states
+
+    def restore(self, states: list[Any]) -> None:
+        """Set every generator to a state that was read before."""
+        python, numpy_state, cpu, *rest = states
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        for index, state in zip(self._cuda, rest, strict=False):
+            torch.cuda.set_rng_state(state, index)
+        for owned, state in zip(self._owned, rest[len(self._cuda) :], strict=True):
+            if isinstance(owned, torch.Generator):
+                owned.set_state(state)
+            elif isinstance(owned, np.random.Generator):
+                owned.bit_generator.state = state
+            else:
+                owned.setstate(state)
+
+    def moved(self, states: list[Any]) -> bool:
+        """True if any generator was drawn from since these states were read."""
+        return any(not _same(before, now) for before, now in zip(states, self.states(), strict=True))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, tuple):
+        return all(_same(left, right) for left, right in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return all(_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)
+
+
+PLAIN = (int, float, bool, str, bytes, type(None))
+"""Types of attributes that a forward or a hook may count in."""
+
+
+def _python_state(root: nn.Module) -> list[Undo]:
+    """How to put back numbers and containers that modules, hook objects and the closures of hooks hold."""
+    undo: list[Undo] = []
+    seen: set[int] = set()
+    for module in root.modules():
+        undo += _attributes(module, seen)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for hook in hooks.values():
+                undo += _callable_state(hook, seen)
+    return undo
+
+
+def _callable_state(function: Any, seen: set[int]) -> list[Undo]:
+    """Of a user's hook; torch's own hooks (FSDP2) look after themselves."""
+    if (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "gramian"):
+        return []
+    owner = getattr(function, "__self__", None if hasattr(function, "__code__") else function)
+    found = [] if owner is None or isinstance(owner, nn.Module) else _attributes(owner, seen)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        if isinstance(value, PLAIN):
+            found.append(lambda cell=cell, value=value: setattr(cell, "cell_contents", value))
+        else:
+            found += _container(value, seen)
+    return found
+
+
+def _attributes(owner: Any, seen: set[int]) -> list[Undo]:
+    found: list[Undo] = []
+    attributes = getattr(owner, "__dict__", {})
+    if id(owner) in seen:
+        return found
+    seen.add(id(owner))
+    for name, value in attributes.items():
+        if name.startswith("_") and isinstance(owner, nn.Module):
+            continue  # torch's own
+        if isinstance(value, PLAIN):
+            found.append(lambda name=name, value=value: attributes.__setitem__(name, value))
+        else:
+            found += _container(value, seen)
+    return found
+
+
+def _container(value: Any, seen: set[int]) -> list[Undo]:
+    if id(value) in seen or type(value) not in (list, dict, set):
+        return []
+    seen.add(id(value))
+    content = value.copy()
+
+    def put_back() -> None:
+        if isinstance(value, list):
+            value[:] = content
+        elif value.keys() != content.keys() or any(value[k] is not v for k, v in content.items()):
+            value.clear()
+            value.update(content)
+
+    def put_back_set() -> None:
+        value.clear()
+        value.update(content)
+
+    return [put_back_set if isinstance(value, set) else put_back]
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers and reduces at once: several of a unit, in older releases of torch one or none."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,0 +1,83 @@
+"""Fingerprints of rows: a hash that tells equal bits, and random projections that measure how far rows are apart.
+
+Legend: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S, D].
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import pieces
+
+PROJECTIONS = 4
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is remembered of a tensor of R rows: some 40 bytes a row."""
+
+    hashes_R: Tensor
+    """64 bits of each row's own bits, on the CPU: equal rows have equal hashes, others with probability 2⁻⁶⁴."""
+    projections_RK: Tensor
+    """Each row on K random directions of expected squared length 1, float64, on the CPU: a row off by δ everywhere moves each
+    projection by about δ."""
+    largest: float
+    """Largest absolute value."""
+    eps: float
+    """Of the tensor's dtype; 0 for integers."""
+    shape: tuple[int, ...]
+    """Of one row."""
+
+    @classmethod
+    def of(cls, t: Tensor, seed: int) -> "Fingerprint":
+        """Fingerprint of [R, …] under a seed. One pass over the tensor, in pieces; nothing of its size is stored."""
+        t = t.detach()
+        if t.is_complex():
+            t = torch.view_as_real(t)
+        rows = t.reshape(t.shape[0], torch.Size(t.shape[1:-1]).numel() if t.dim() > 1 else 1, -1 if t.numel() else 0)
+        count, positions, width = rows.shape
+        weights_D, directions_DK = _weights(seed, width, t.device), _directions(seed, width, t.device)
+        weights_S, directions_SK = _weights(~seed, positions, t.device), _directions(~seed, positions, t.device)
+        flat = rows.reshape(count * positions, width)
+        eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
+        hashes, projections, largest = [], [], t.new_zeros((), dtype=torch.float64)
+        for piece in pieces(count * positions, width):
+            part = flat[piece].contiguous() if eps == 0.0 else flat[piece] + 0.0  # -0 is 0
+            bits = part.view(BITS[part.element_size()]).long()
+            hashes.append(_mixed((bits * weights_D).sum(1)))
+            real = part.double()
+            projections.append(real @ directions_DK)
+            if part.numel():
+                largest = torch.maximum(largest, real.abs().max())
+        hashes_RS = torch.cat(hashes).view(count, positions) if hashes else flat.new_zeros(0, 1, dtype=torch.int64)
+        hashes_R = (hashes_RS * weights_S).sum(1) if hashes else flat.new_zeros(count, dtype=torch.int64)
+        stacked = torch.cat(projections) if projections else directions_DK.new_zeros(0, PROJECTIONS)
+        found_RK = (stacked.view(count, positions, PROJECTIONS) * directions_SK).sum(1)
+        return cls(hashes_R.cpu(), found_RK.cpu(), float(largest), eps, tuple(t.shape[1:]))
+
+    def moved(self, other: "Fingerprint") -> Tensor:
+        """Root mean square over the projections of the difference of every row: [R]."""
+        return (self.projections_RK - other.projections_RK).square().mean(1).sqrt().nan_to_num(torch.inf)
+
+
+def _mixed(hashes: Tensor) -> Tensor:
+    """Spread the bits, so that sums of hashes depend on each of them."""
+    return (hashes ^ (hashes >> 29)) * 0x2545F4914F6CDD1D
+
+
+@lru_cache(maxsize=64)
+def _weights(seed: int, count: int, device: torch.device) -> Tensor:
+    """Odd random integers: [N]."""
+    generator = torch.Generator().manual_seed(seed & (2**63 - 1))
+    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1).to(device)
+
+
+@lru_cache(maxsize=64)
+def _directions(seed: int, count: int, device: torch.device) -> Tensor:
+    """Normal numbers over √N: [N, K]."""
+    generator = torch.Generator().manual_seed((seed ^ 0x5DEECE66D) & (2**63 - 1))
+    drawn = torch.randn(count, PROJECTIONS, generator=generator, dtype=torch.float64)
+    return (drawn / max(count, 1) ** 0.5).to(device)
