@@ -1,5 +1,6 @@
 """What 11 000 collected tests leave behind lives as long as the process: the garbage collector need not look at it."""
 
+import functools
 import gc
 
 import pytest
@@ -31,3 +32,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many random programs were exact and how many refused (tests/taps/test_programs.py)."""
+    reports = [r for found in terminalreporter.stats.values() for r in found if getattr(r, "when", "") == "call"]
+    tallies = [value for report in reports for name, value in report.user_properties if name == "programs"]
+    if tallies:
+        from tests.kit.programs import merged, table  # not before torch is needed
+
+        found = functools.reduce(merged, tallies)
+        terminalreporter.section("random programs")
+        terminalreporter.write_line(table(found if FULL else {"all": found["all"]}))
