@@ -48,6 +48,7 @@ NAMED: dict[str, Named] = {
     "two views stacked": _named("stacked_views(linear)", "rows", norms="exact"),
     "windows of all samples in turn": _named("windows_first(linear)", "rows", norms="refused"),
     "windows of each sample": _named("windows(linear)", "rows", norms="exact"),
+    "a recurrent layer on windows": _named("windows(recurrent_layer)", "rows", norms="exact"),
     "time first, T = B": _named("time_first(linear)", "rows", norms="refused", samples=4),
     "time first, T = 2 B": _named("time_first(linear)", "rows", norms="refused", samples=2),
     "time-first convolution, T = B": _named("time_first(convolution)", "rows", norms="refused", samples=4),
