@@ -25,6 +25,7 @@ from gramian.privacy.clipping import Clipped, Clipping, Tuning
 from gramian.privacy.independence import check_independence
 from gramian.privacy.ledger import Ledger
 from gramian.privacy.loader import PrivateLoader, fingerprint
+from gramian.privacy.lone import RememberingCollate
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, is_number
 from gramian.privacy.parameters import trained_parameters
@@ -35,7 +36,7 @@ from gramian.privacy.timing import Stopwatch
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
-from gramian.taps.proof.prover import Lone
+from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.row_proof import check_proof
 from gramian.taps.proof.samples import Samples
 
@@ -184,6 +185,7 @@ class PrivacyEngine:
             self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device)
             self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
             self._loader = self._private_loader(data_loader) if poisson_sampling else None
+            self._collate = None if poisson_sampling else self._remember(stack, data_loader)
             self._install(stack, module, root, optimizer, trained, tuning or Tuning())
             _private.add(root)
             stack.callback(_private.discard, root)
@@ -229,6 +231,15 @@ class PrivacyEngine:
         steps = math.ceil(max(epochs / rate, yielded))
         noise = find_noise_multiplier(target_epsilon, target_delta, rate, steps, self._ledger.accounting.mechanism)
         return self.make_private(data_loader=data_loader, noise_multiplier=noise, **options)
+
+    def _remember(self, stack: ExitStack, data_loader: Any) -> RememberingCollate | None:
+        """Let a loader that stays as it is remember its last batch, until the engine is detached."""
+        collate = getattr(data_loader, "collate_fn", None)
+        if collate is None or not isinstance(data_loader, DataLoader):
+            return None
+        data_loader.collate_fn = remembering = RememberingCollate(collate)
+        stack.callback(setattr, data_loader, "collate_fn", collate)
+        return remembering
 
     def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
         return PrivateLoader(
@@ -467,7 +478,9 @@ class PrivacyEngine:
         self._proof.fail(self.released)
 
     def _sample_alone(self, samples: Samples) -> Lone | None:
-        return None if self._loader is None else self._loader.sample_alone(samples)
+        remembers = self._loader if self._loader is not None else self._collate
+        last = None if remembers is None else remembers.last_batch()
+        return None if last is None else last.sample_alone(samples)
 
     @property
     def proof(self) -> dict[str, Any]:

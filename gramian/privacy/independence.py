@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 from gramian.errors import GramianError
 from gramian.taps.hub import Hub
 from gramian.taps.preserve_state import preserve_state
-from gramian.taps.proof.prover import Prover, Refuted
-from gramian.taps.proof.row_proof import refuse
+from gramian.taps.proof.prover import Prover
+from gramian.taps.proof.row_proof import eager, refuse
+from gramian.taps.proof.runs import Refuted
 from gramian.taps.proof.samples import Samples
 
 FEW = 32
@@ -47,12 +48,12 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
 
     samples = Samples.of(batch, rows)
     for seed in range(4 if rows < FEW else 1):
-        with preserve_state(root):
+        with preserve_state(root), eager():
             prover = Prover(hub, execute, samples, seed=seed)
             if prover.open:
                 raise GramianError("batch: all its samples are equal; expected samples that differ")
             try:
-                found = prover.prove([0])
+                found = prover.prove(lambda _: [0])
             except Refuted as failure:
                 refuse(failure)
         if not found.calls:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.errors import GramianError
+from gramian.privacy.lone import LastBatch
 from gramian.privacy.sampling import Piece, PoissonBatchSampler
-from gramian.taps.proof.prover import Lone
-from gramian.taps.proof.samples import Samples
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -136,38 +134,15 @@ class PrivateLoader(DataLoader[Any]):
         self._last, self._handed = piece.last, (list(piece.indices), batch)
         return batch
 
-    def sample_alone(self, samples: Samples) -> Lone | None:
-        """The shortest sample of the last batch, collated alone; None if a model's arguments are not of that batch.
-
-        Cost: one record read and collated for each sample of the batch.
-
-        Args:
-            samples: the arguments of a forward.
-        """
+    def last_batch(self) -> LastBatch:
+        """The batch that was handed over last, and how its records are collated alone."""
         indices, batch = self._handed
-        if len(indices) != samples.batch:
-            return None
-        whole = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        places = {
-            number: next((i for i, leaf in enumerate(whole) if _same(leaf, mine)), None)
-            for number, mine in enumerate(samples.leaves)
-            if samples.rows[number] and isinstance(mine, Tensor)
-        }
-        if not places or any(place is None for place in places.values()):
-            return None
-        with _untouched_generators():
-            alone = [pytree.tree_leaves(self.collate_fn([self.dataset[index]])) for index in indices]
-        tensors = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in alone]
-        row = min(range(len(tensors)), key=lambda i: sum(leaf.numel() for leaf in tensors[i]))
-        taken, left = list(samples.leaves), False
-        for number, place in places.items():
-            own, mine = tensors[row][place], samples.leaves[number]
-            side = _where(own[0], whole[place][row])
-            if side is None:
-                return None  # read anew, the record is another one (random augmentation)
-            left = left or side
-            taken[number] = own.to(mine.device, mine.dtype)
-        return Lone(row, pytree.tree_unflatten(taken, samples.spec), left)
+
+        def singles() -> list[Any]:
+            with _untouched_generators():
+                return [self.collate_fn([self.dataset[index]]) for index in indices]
+
+        return LastBatch(batch, len(indices), singles)
 
 
 class _FilledPieces:
@@ -311,21 +286,6 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
             update(pickle.dumps(value, protocol=4))
         except Exception:  # whatever cannot be pickled counts by its type alone
             update(b"?")
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.to(other.device, other.dtype), other)
-
-
-def _where(alone: Tensor, row: Tensor) -> bool | None:
-    """Whether a record's tokens end a row of the batch (True) or begin it (False); None if they are not there."""
-    if alone.dim() != row.dim() or any(here > there for here, there in zip(alone.shape, row.shape, strict=True)):
-        return None
-    begins = row[tuple(slice(0, size) for size in alone.shape)]
-    ends = row[tuple(slice(there - here, there) for here, there in zip(alone.shape, row.shape, strict=True))]
-    if torch.equal(alone, begins):
-        return False
-    return True if torch.equal(alone, ends) else None
 
 
 @contextmanager

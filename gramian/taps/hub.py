@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32
 from gramian.parallel.gradients import Gathered
+from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps import names
 from gramian.taps.blank import apart, with_a_row, without_a_row
@@ -28,6 +30,7 @@ from gramian.taps.passes import (
     PassBook,
     in_backward,
 )
+from gramian.taps.proof.compiled import Written, apart_from_the_graph, read
 from gramian.taps.proof.recorder import Recorder
 from gramian.taps.proof.row_proof import RowProof
 from gramian.taps.record import LayerRecord
@@ -52,6 +55,29 @@ class Rehearsal:
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
+
+
+class BeforeRoot:
+    """A hook in front of FSDP2's own; copies and pickles of a module carry one that does nothing."""
+
+    def __init__(self, hub: "Hub | None") -> None:
+        """Remember the hub, weakly."""
+        self._hub: Any = (lambda: None) if hub is None else weakref.ref(hub)
+
+    @torch.compiler.disable
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward of the root begins."""
+        hub = self._hub()
+        if hub is not None:
+            hub.before_sharded_root(module, args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "BeforeRoot":
+        """One that does nothing."""
+        return BeforeRoot(None)
+
+    def __reduce__(self) -> Any:
+        """One that does nothing."""
+        return (BeforeRoot, (None,))
 
 
 class Hub:
@@ -81,6 +107,8 @@ class Hub:
         self.proof = RowProof(self)
         self.calls: list[Call] = []
         """Calls of tapped layers in the forward under way (eager mode)."""
+        self.lockstep = Lockstep()
+        """Keeps processes together that gather weights for each other's runs of a proof."""
         self.shared: set[str] = set()
         """Layers that were shown to see one row for all samples: their output is expanded to a row for each."""
         self.rehearsing: Rehearsal | None = None
@@ -88,6 +116,7 @@ class Hub:
         self.weights: dict[str, Tensor] | None = None
         """Where an untapped run of a proof collects the weights that the layers read."""
         self._gathered: Gathered | None = None
+        self._hook: RemovableHandle | None = None
         self.tensor_parallel: TensorParallel | None = None
         """The processes that the model is spread over by features, and that deal its samples out among themselves while those
         who listen take shares; None: every process sees all of its samples."""
@@ -106,6 +135,10 @@ class Hub:
             assert root is not None
             layers, self.parameters = discover(root)
             self._gathered = Gathered(root)
+            if isinstance(root, FSDPModule):
+                hook = BeforeRoot(self)
+                self._hook = root.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                self.lockstep = Lockstep(sharing_group(root))
             for found in layers:
                 tap = self._taps.get(found.module)
                 if tap is None:
@@ -125,6 +158,9 @@ class Hub:
                 tap.uninstall()
             self._installed.clear()
             self._passes.clear()
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
             self._gathered = None  # it holds on to parameters
 
     # ---- listening -------------------------------------------------------------------------------------------------
@@ -202,7 +238,10 @@ class Hub:
         first = first_tensor(args, kwargs) if given is None else torch.empty(given, 0)
         if torch.compiler.is_compiling():
             self.batch = first.shape[0]
-            self.ticket = torch.ops.gramian.begin(self.key, first)
+            written = Written()
+            text = written.write((tuple(args), kwargs))
+            tensors, integers, reals = written.tensors, written.integers, written.reals
+            self.ticket = torch.ops.gramian.begin(self.key, first, text, tensors, integers, reals)
         elif not in_backward():  # else it is a checkpoint's second run of the forward
             if first.dim() == 0:
                 raise GramianError(
@@ -217,26 +256,39 @@ class Hub:
 
     def run_root(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of the root in eager mode: a pass, proven where samples are told apart."""
-
-        def forward(args: Any, kwargs: Any) -> Any:
-            if not self.live:  # an untapped run of a proof
-                return plain(*args, **kwargs)
-            self.enter_root(args, kwargs)
-            if self.blank:
-                args, kwargs = with_a_row((args, kwargs))
-            output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, module, plain, args, kwargs)
-            self.leave_root(output)
-            if self.blank:
-                return without_a_row(output)
-            return apart(output) if self.rule.withholds and isinstance(module, FSDPModule) else output
-
-        batch = self.batch_size
-        if batch is None:
-            first = first_tensor(args, kwargs)
-            batch = first.shape[0] if first.dim() else 0
+        forward = partial(self._forward_root, tap, module, plain)
+        batch = self._samples_of(args, kwargs)
         if self.rehearsing is not None or in_backward() or batch < 2 or self.tensor_parallel is not None:
             return forward(args, kwargs)
-        return self.proof.guard(forward, args, kwargs, batch)
+        return self.proof.guard(forward, args, kwargs, batch, proven_before=isinstance(module, FSDPModule))
+
+    def _samples_of(self, args: Any, kwargs: Any) -> int:
+        if self.batch_size is not None:
+            return self.batch_size
+        first = first_tensor(args, kwargs)
+        return first.shape[0] if first.dim() else 0
+
+    def before_sharded_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """FSDP2 is about to gather a root's weights for a forward: the proof runs before, whole forwards with all hooks.
+
+        Every process comes here for every forward, and runs along if any of them has something to prove.
+        """
+        listens = self.live and torch.is_grad_enabled() and self.rehearsing is None and self.weights is None
+        if listens and not in_backward() and self.tensor_parallel is None and module is self.root():
+            self.proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
+
+    def _forward_root(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.live:  # an untapped run of a proof
+            self.collect_weights(tap, module)
+            return plain(*args, **kwargs)
+        self.enter_root(args, kwargs)
+        if self.blank:
+            args, kwargs = with_a_row((args, kwargs))
+        output = plain(*args, **kwargs) if tap.site is None else tap.run(tap, module, plain, args, kwargs)
+        self.leave_root(output)
+        if self.blank:
+            return without_a_row(output)
+        return apart(output) if self.rule.withholds and isinstance(module, FSDPModule) else output
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass for a batch whose first tensor is this one, and return its number."""
@@ -445,6 +497,33 @@ class Hub:
             self._passes.arrive(pass_, tap.site.kind, gradients, borrowed)
 
     # ---- proofs ----------------------------------------------------------------------------------------------------
+
+    def prove_compiled(
+        self, batch: int, text: str, tensors: list[Tensor], integers: list[int], reals: list[float]
+    ) -> None:
+        """A compiled forward begins: the eager module is proven on its arguments.
+
+        Raises:
+            GramianError: if the proof fails, or arguments cannot be passed through a graph.
+        """
+        root = self.root()
+        assert root is not None
+        tap = self._taps[root]
+        if batch < 2:
+            return
+        try:
+            args, kwargs = read(text, tensors, integers, reals)
+        except ValueError:
+            raise GramianError(
+                "model: is compiled and gets an argument that no graph can pass to the row proof; expected tensors, numbers, "
+                "strings and None in tuples, lists and dicts"
+            ) from None
+        apart_from_the_graph(
+            partial(self.proof.before_compiled, partial(self._eagerly, tap, root), args, kwargs, batch)
+        )
+
+    def _eagerly(self, tap: Tap, root: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._forward_root(tap, root, partial(type(root).forward, root), args, kwargs)
 
     @property
     def tells_samples_apart(self) -> bool:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,7 @@ def _callable_state(function: Any, seen: set[int]) -> list[Undo]:
         except ValueError:  # not assigned yet
             continue
         if isinstance(value, PLAIN):
-            found.append(lambda cell=cell, value=value: setattr(cell, "cell_contents", value))
+            found.append(partial(setattr, cell, "cell_contents", value))
         else:
             found += _container(value, seen)
     return found
@@ -154,7 +155,7 @@ def _attributes(owner: Any, seen: set[int]) -> list[Undo]:
         if name.startswith("_") and isinstance(owner, nn.Module):
             continue  # torch's own
         if isinstance(value, PLAIN):
-            found.append(lambda name=name, value=value: attributes.__setitem__(name, value))
+            found.append(partial(attributes.__setitem__, name, value))
         else:
             found += _container(value, seen)
     return found

@@ -100,13 +100,18 @@ class ObserveCompiled(torch.autograd.Function):
 
 
 @torch.library.custom_op("gramian::begin", mutates_args=())
-def _begin(hub: Tensor, first: Tensor) -> Tensor:
-    """Open a pass when a compiled root runs; the ticket names it in the backward."""
-    return torch.tensor([_hubs[int(hub)].open_pass(first)])
+def _begin(
+    hub: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: list[int], reals: list[float]
+) -> Tensor:
+    """Prove and open a pass when a compiled root runs; the ticket names it in the backward."""
+    own = _hubs[int(hub)]
+    if own.live:
+        own.prove_compiled(first.shape[0], text, tensors, integers, reals)
+    return torch.tensor([own.open_pass(first)])
 
 
 @_begin.register_fake
-def _(hub: Tensor, first: Tensor) -> Tensor:
+def _(hub: Tensor, first: Tensor, text: str, tensors: list[Tensor], integers: list[int], reals: list[float]) -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 

@@ -60,19 +60,21 @@ class Fingerprint:
 
     def moved(self, other: "Fingerprint") -> Tensor:
         """Root mean square over the projections of the difference of every row: [R]."""
-        return (self.projections_RK - other.projections_RK).square().mean(1).sqrt().nan_to_num(torch.inf)
+        apart: Tensor = (self.projections_RK - other.projections_RK).square().mean(1).sqrt()
+        return apart.nan_to_num(torch.inf)
 
 
 def _mixed(hashes: Tensor) -> Tensor:
     """Spread the bits, so that sums of hashes depend on each of them."""
-    return (hashes ^ (hashes >> 29)) * 0x2545F4914F6CDD1D
+    return hashes.bitwise_xor(hashes >> 29).mul(0x2545F4914F6CDD1D)
 
 
 @lru_cache(maxsize=64)
 def _weights(seed: int, count: int, device: torch.device) -> Tensor:
     """Odd random integers: [N]."""
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
-    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1).to(device)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+    return drawn.bitwise_or(1).to(device)
 
 
 @lru_cache(maxsize=64)

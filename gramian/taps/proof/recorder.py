@@ -1,7 +1,8 @@
 """The listener of a proof's runs: it keeps fingerprints of what the taps attribute to each sample, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ class Recorder:
     """Rows of the unit whose own gradient is to be sketched; none: of nobody."""
     per_sample: bool = True
     takes_shares: bool = False
-    statistics: tuple[()] = ()
-    proof: str = "off"
+    statistics: Sequence[Any] = ()
+    proof: str | int = "off"
     sample_ids: Tensor | None = None
     rows: dict[Key, Fingerprint] = field(default_factory=dict)
     sides: dict[Key, str] = field(default_factory=dict)
@@ -105,6 +106,16 @@ class Recorder:
 
     def failed_pass(self, info: PassInfo) -> None:
         """The run is given up."""
+
+    def proof_is_due(self) -> bool:
+        """One proof at a time."""
+        return False
+
+    def proof_failed(self) -> None:
+        """One proof at a time."""
+
+    def proof_stays_open(self) -> None:
+        """One proof at a time."""
 
 
 def disagreement(

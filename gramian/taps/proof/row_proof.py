@@ -1,7 +1,9 @@
 """When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -11,7 +13,10 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 from gramian.taps.preserve_state import Generators, preserve_state
-from gramian.taps.proof.prover import Lone, Proven, Prover, Refuted, output_tensors, rows_of
+from gramian.taps.proof.alone import Lone
+from gramian.taps.proof.prover import Proven, Prover
+from gramian.taps.proof.recorder import Recorder
+from gramian.taps.proof.runs import Execute, Refuted, Runs, output_tensors, rows_of
 from gramian.taps.proof.samples import Samples
 from gramian.taps.units import Units
 
@@ -42,17 +47,29 @@ class RowProof:
     """One sample as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
     _calls: set[Any] = field(default_factory=set)
+    _summed: set[Any] = field(default_factory=set)
+    """Structures of sharded models of which part 1 alone was shown."""
+    _sizes: set[Any] = field(default_factory=set)
+    """Sizes of arguments of compiled forwards whose calls are known."""
 
     def forget_loader(self) -> None:
         """No loader is known any more."""
         self.lone = lambda samples: None
 
-    def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> Any:
-        """Run the user's forward, proven before or after, whichever comes first."""
+    def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int, proven_before: bool = False) -> Any:
+        """Run the user's forward: proven before, and once more if it made calls that no proof has seen.
+
+        Args:
+            forward: of the root.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            batch: B.
+            proven_before: True if `together` has proven it.
+        """
         key, samples = self._key(args, kwargs, batch)
         tells_apart = self.hub.tells_samples_apart
         execute = partial(_execute, forward)
-        if tells_apart and batch > 1:
+        if tells_apart and not proven_before:
             if key not in self.proven:
                 self._prove(key, samples, execute)
             elif self.hub.proof_is_due():
@@ -63,8 +80,14 @@ class RowProof:
         states = self._generators.states()
         self.hub.calls = []
         output = forward(args, kwargs)
-        unseen = [call for call in self.hub.calls if call not in self._calls] if batch > 1 else []
+        unseen = [call for call in self.hub.calls if call not in self._calls]
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
+            if proven_before:
+                raise GramianError(
+                    f"{unseen[0][0] or 'model'}: is called in a way that no proof has seen (call {unseen[0][1]}, "
+                    f"{unseen[0][2]} rows a sample), and a sharded model cannot be proven by one process alone; expected the "
+                    "same calls in every batch"
+                )
             self._prove(key, samples, execute, whole=tells_apart)
             if any(rows == 0 for _, _, rows in unseen):  # it ran without the row of each sample
                 self._generators.restore(states)
@@ -72,6 +95,77 @@ class RowProof:
         if key in self.proven:
             self._refuse_backward_through(output, self.proven[key].open_outputs)
         return output
+
+    def together(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
+        """Prove on all processes that gather weights for each other, or on none; those with less to do run along.
+
+        Raises:
+            GramianError: on every process, if the proof fails on one.
+        """
+        hub, root = self.hub, self.hub.root()
+        assert root is not None
+        key, samples, wanted, due = None, list[Samples](), False, False
+        if batch > 1:
+            key, samples = self._key(args, kwargs, batch)
+            wanted = key not in self.proven and (hub.tells_samples_apart or key not in self._summed)
+            due = not wanted and hub.tells_samples_apart and hub.proof_is_due()
+        if not hub.lockstep.any(wanted or due):
+            return
+        failure: GramianError | None = None
+        try:
+            if wanted:
+                self._prove(key, samples, partial(_execute, forward), whole=hub.tells_samples_apart)
+                self._summed.add(key)
+            elif due:
+                self.repeat(key, samples, partial(_execute, forward))
+        except GramianError as error:
+            failure = error
+        with preserve_state(root):
+            hub.lockstep.keep_company(partial(self._run_along, forward, args, kwargs))
+        if hub.lockstep.any(failure is not None):
+            raise failure or GramianError(
+                "model: the row proof failed on another process; expected what its error says"
+            )
+
+    def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
+        """A forward and a backward that gather what the other processes need; nothing is looked at."""
+        with self.hub.rehearsal(Recorder(0, None, self.hub.batch_size)):
+            outputs = [y for y in output_tensors(forward(args, kwargs)) if y.requires_grad]
+            if outputs:
+                ones = [torch.ones_like(y) for y in outputs]
+                torch.autograd.grad(outputs, [self.hub.probe], ones, allow_unused=True)
+
+    def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
+        """Prove a compiled forward before it runs: of every size of arguments the calls are listed by an eager forward.
+
+        Raises:
+            GramianError: if the proof fails, or leaves an output open, which a graph cannot watch.
+        """
+        key, samples = self._key(args, kwargs, batch)
+        tells_apart, execute = self.hub.tells_samples_apart, partial(_execute, forward)
+        sizes = (key, *(tuple(leaf.shape) for leaf in samples[0].leaves if isinstance(leaf, Tensor)))
+        if tells_apart and key not in self.proven:
+            self._prove(key, samples, execute)
+        elif tells_apart and self.hub.proof_is_due():
+            self.repeat(key, samples, execute)
+        elif sizes not in self._sizes:
+            unseen = self._calls_of(samples[0], execute) - self._calls
+            if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
+                self._prove(key, samples, execute, whole=tells_apart)
+        self._sizes.add(sizes)
+        reasons = self.proven[key].open_outputs if key in self.proven else {}
+        for number, reason in reasons.items():
+            raise GramianError(
+                f"output {number} of the model {reason}, which a compiled graph cannot keep a backward from; expected eager "
+                "mode, or a model that does not return it"
+            )
+
+    def _calls_of(self, samples: Samples, execute: Execute) -> set[Any]:
+        root = self.hub.root()
+        assert root is not None
+        with preserve_state(root), eager():
+            runs = Runs(self.hub, execute, samples, 0)
+            return set(runs.tapped(runs.everyone).calls)
 
     def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[Samples]]:
         root, hub = self.hub.root(), self.hub
@@ -84,7 +178,7 @@ class RowProof:
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
         return (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters)), found
 
-    def _prove(self, key: Any, groupings: Sequence[Samples], execute: Callable[[Any], Any], whole: bool = True) -> None:
+    def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
 
         Raises:
@@ -102,7 +196,7 @@ class RowProof:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
                 self.proven[key] = found
 
-    def _attempt(self, samples: Samples, execute: Callable[[Any], Any], whole: bool) -> Proven | None:
+    def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
         """Prove on one batch; where an input may have B rows by chance, a second time with that input left alone.
 
         Returns:
@@ -110,7 +204,7 @@ class RowProof:
         """
         root = self.hub.root()
         assert root is not None
-        with preserve_state(root):
+        with preserve_state(root), eager():
             try:
                 return self._run(samples, execute, whole)
             except Refuted as failure:
@@ -124,60 +218,57 @@ class RowProof:
                     refuse(failure)
                 return None if found is None else replace(found, fixed=tuple(fixed))
 
-    def _run(self, samples: Samples, execute: Callable[[Any], Any], whole: bool) -> Proven | None:
+    def _run(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
         prover = Prover(self.hub, execute, samples, seed=self._seed(), lone=partial(self.lone, samples))
         if whole and prover.open:
             self.open_batches += 1
             self.hub.proof_stays_open()
             return None
-        outputs = prover.outputs()
-        differentiable = [i for i, y in enumerate(outputs) if y.requires_grad]
-        rows = [i for i in differentiable if rows_of(outputs[i], samples.batch)]
-        scalars = [i for i in differentiable if outputs[i].numel() == 1 and i not in rows]
-        odd = {
-            i: f"has the shape {list(outputs[i].shape)}, whose first axis is not the batch of {samples.batch}"
-            for i in differentiable
-            if i not in rows and i not in scalars
-        }
-        del outputs
+        outputs = Outputs(samples.batch)
         if not whole:
-            return prover.prove([*rows, *scalars], whole=False)
-        found = prover.prove(rows) if rows else None
-        for scalar in scalars:
+            return prover.prove(outputs.choose_all, whole=False)
+        found, failure = None, None
+        try:
+            found = prover.prove(outputs.choose_rows)
+        except Refuted as refuted:
+            if outputs.rows:
+                raise
+            failure = refuted
+        reasons = dict(outputs.odd)
+        if failure is not None and outputs.scalars:
+            reasons[outputs.scalars[0]] = f"couples samples ({failure})"
+        for scalar in outputs.scalars[0 if outputs.rows else 1 :]:
             try:
-                alone = prover.prove([scalar])
-                found = found or alone
-                found = replace(found, calls=found.calls | alone.calls)
-            except Refuted as failure:
-                odd[scalar] = f"couples samples ({failure})"
-        if found is None:
-            reason = next(iter(odd.values()), "no output is differentiable")
+                alone = prover.prove(partial(_only, scalar))
+                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+            except Refuted as refuted:
+                failure, reasons[scalar] = refuted, f"couples samples ({refuted})"
+        if found is None and failure is not None:
+            raise failure
+        if found is None or not (outputs.rows or outputs.scalars):
+            reason = next(iter(reasons.values()), "returns nothing that is differentiable")
             raise Refuted(f"model: {reason}; expected an output with one row for each sample")
-        return replace(found, open_outputs=odd, runs=prover.runs)
+        return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
-    def repeat(self, key: Any, groupings: Sequence[Samples], execute: Callable[[Any], Any]) -> None:
+    def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
         """One separating run more, on the batch at hand.
 
         Raises:
             GramianError: if rows changed; the hub's listeners are told before.
         """
-        root = self.hub.root()
+        root, proven = self.hub.root(), self.proven[key]
         assert root is not None
         for samples in groupings:
-            fixed = self.proven[key].fixed
-            rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-            with preserve_state(root):
+            rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
+            with preserve_state(root), eager():
                 prover = Prover(self.hub, execute, replace(samples, rows=rows), seed=self._seed())
+                outputs = Outputs(samples.batch)
                 if prover.open:
                     continue
-                outputs = prover.outputs()
-                chosen = [
-                    i for i, y in enumerate(outputs) if y.requires_grad and i not in self.proven[key].open_outputs
-                ]
-                del outputs
                 try:
+                    prover.runs.untapped(partial(outputs.choose_all, but=proven.open_outputs))
                     sets = prover.separating_sets()
-                    prover.separate(prover.base(chosen), sets[self._seed() % len(sets)])
+                    prover.separate(prover.runs.tapped(prover.runs.everyone), sets[self._seed() % len(sets)])
                 except Refuted as failure:
                     self.hub.proof_failed()
                     refuse(failure)
@@ -193,6 +284,47 @@ class RowProof:
         for number, tensor in enumerate(output_tensors(output)):
             if number in reasons and tensor.requires_grad:
                 tensor.register_hook(partial(_refuse_gradient, number, reasons[number]))
+
+
+@dataclass
+class Outputs:
+    """The differentiable outputs of a model by kind: rows of samples, single numbers, and whatever else."""
+
+    batch: int
+    rows: list[int] = field(default_factory=list)
+    scalars: list[int] = field(default_factory=list)
+    odd: dict[int, str] = field(default_factory=dict)
+
+    def choose_all(self, outputs: list[Tensor], but: Collection[int] = ()) -> list[int]:
+        """All that can have a cotangent, but for some."""
+        self.choose_rows(outputs)
+        return [i for i in (*self.rows, *self.scalars) if i not in but]
+
+    def choose_rows(self, outputs: list[Tensor]) -> list[int]:
+        """Those with rows of samples, which are proven together; where there is none, the first single number."""
+        differentiable = [i for i, y in enumerate(outputs) if y.requires_grad]
+        self.rows = [i for i in differentiable if rows_of(outputs[i], self.batch)]
+        self.scalars = [i for i in differentiable if outputs[i].numel() == 1 and i not in self.rows]
+        self.odd = {
+            i: f"has the shape {list(outputs[i].shape)}, whose first axis is not the batch of {self.batch}"
+            for i in differentiable
+            if i not in self.rows and i not in self.scalars
+        }
+        return self.rows or self.scalars[:1]
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Compiled modules run as they were written."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _only(number: int, outputs: list[Tensor]) -> list[int]:
+    return [number]
 
 
 def _execute(forward: Forward, arguments: Any) -> Any:

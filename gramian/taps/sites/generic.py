@@ -27,8 +27,8 @@ from gramian.taps.sites.site import Site, observed
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference between the first run and the run by samples."""
 
-Layout = Literal["shared", "first", "second", "grouped"]
-"""Where a tensor has its samples: nowhere, on axis 0, on axis 1, or on axis 0 as k·B rows of which k belong to a sample."""
+Layout = Literal["shared", "first", "second", "grouped", "grouped_second"]
+"""Where a tensor has its samples: nowhere, on axis 0, on axis 1, or there as k·B rows, k of each sample."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +264,8 @@ def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
     """All samples, on axis 0."""
     if layout == "grouped":
         return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
+    if layout == "grouped_second":
+        return t.unflatten(1, (batch, t.shape[1] // batch)).movedim(1, 0)
     return t.movedim(1, 0) if layout == "second" else t
 
 
@@ -271,17 +273,19 @@ def _merged(t: Tensor, layout: Layout) -> Tensor:
     """Samples from axis 0 back to where the layer has them."""
     if layout == "grouped":
         return t.flatten(0, 1)
+    if layout == "grouped_second":
+        return t.movedim(0, 1).flatten(1, 2)
     return t.movedim(0, 1) if layout == "second" else t
 
 
 def _whole(t: Tensor, layout: Layout) -> Tensor:
     """One sample as a batch of one."""
-    return t if layout in ("shared", "grouped") else t.unsqueeze(1 if layout == "second" else 0)
+    return t if layout in ("shared", "grouped", "grouped_second") else t.unsqueeze(1 if layout == "second" else 0)
 
 
 def _single(t: Tensor, layout: Layout) -> Tensor:
     """A batch of one as one sample."""
-    return t if layout in ("shared", "grouped") else t.squeeze(1 if layout == "second" else 0)
+    return t if layout in ("shared", "grouped", "grouped_second") else t.squeeze(1 if layout == "second" else 0)
 
 
 def _digest(y: Tensor) -> Tensor:

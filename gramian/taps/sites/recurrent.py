@@ -22,12 +22,17 @@ class Recurrent(Generic):
         return super().check(module)
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """The sequence comes first; initial states are [layers, B, H]."""
-        return [["first" if name in ("input", "0") else "second" for name in names]]
+        """The sequence comes first; initial states are [layers, B, H]. Rows of windows: k·B of them, states likewise."""
+        grouped = any(x.shape[0] != batch for name, x in zip(names, inputs, strict=True) if name in ("input", "0"))
+        first: Layout = "grouped" if grouped else "first"
+        second: Layout = "grouped_second" if grouped else "second"
+        return [[first if name in ("input", "0") else second for name in names]]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """The sequence comes first; final states are [layers, B, H]."""
-        return "first" if index == 0 else "second"
+        """The sequence comes first; final states are [layers, B, H], or [layers, k·B, H]."""
+        if index == 0:
+            return "first" if value.shape[0] == batch else "grouped"
+        return "second" if value.shape[1] == batch else "grouped_second"
 
 
 for _layer in (nn.RNN, nn.LSTM, nn.GRU):

@@ -1,0 +1,99 @@
+"""One sample as the loader would collate it alone: what shows that padding leaks from one sample into another."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gramian.taps.proof.alone import Lone
+from gramian.taps.proof.samples import Samples
+
+
+@dataclass(frozen=True)
+class LastBatch:
+    """What a loader handed over last."""
+
+    batch: Any
+    records: int
+    singles: Callable[[], list[Any]]
+    """Collates each of its records alone."""
+
+    def sample_alone(self, samples: Samples) -> Lone | None:
+        """The shortest sample alone, as arguments of the model; None if the arguments are not those of this batch.
+
+        Cost: one record read and collated for each sample of the batch.
+
+        Args:
+            samples: the arguments of a forward.
+        """
+        whole = _tensors(self.batch)
+        places = {
+            number: next((i for i, leaf in enumerate(whole) if _same(leaf, mine)), None)
+            for number, mine in enumerate(samples.leaves)
+            if samples.rows[number] and isinstance(mine, Tensor)
+        }
+        if self.records != samples.batch or not places or None in places.values():
+            return None
+        singles = [_tensors(single) for single in self.singles()]
+        row = min(range(len(singles)), key=lambda i: sum(leaf.numel() for leaf in singles[i]))
+        taken, left = list(samples.leaves), False
+        for number, place in places.items():
+            assert place is not None
+            own, mine = singles[row][place], samples.leaves[number]
+            at_end = _ends(own[0], whole[place][row]) if own.shape[:1] == (1,) else None
+            if at_end is None:
+                return None  # read anew, the record is another one (random augmentation)
+            left = left or at_end
+            taken[number] = own.to(mine.device, mine.dtype)
+        return Lone(row, pytree.tree_unflatten(taken, samples.spec), left)
+
+
+class RememberingCollate:
+    """A loader's collate function that remembers the records of the batch that it collated last, in this process.
+
+    Under workers it remembers nothing here, and a slice of the batch stands in for the sample alone.
+    """
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
+        """Remember nothing yet."""
+        self.collate = collate
+        self.last: tuple[Sequence[Any], Any] | None = None
+
+    def __call__(self, records: Sequence[Any]) -> Any:
+        """Collate, and remember."""
+        batch = self.collate(records)
+        self.last = (records, batch)
+        return batch
+
+    def __reduce__(self) -> Any:
+        """Without the records."""
+        return (RememberingCollate, (self.collate,))
+
+    def last_batch(self) -> LastBatch | None:
+        """The last batch, if it was collated here."""
+        if self.last is None:
+            return None
+        records, batch = self.last
+        return LastBatch(batch, len(records), lambda: [self.collate([record]) for record in records])
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other.device, other.dtype), other)
+
+
+def _ends(alone: Tensor, row: Tensor) -> bool | None:
+    """Whether a record's tokens end a row of the batch (True) or begin it (False); None if they are not there."""
+    if alone.dim() != row.dim() or any(here > there for here, there in zip(alone.shape, row.shape, strict=True)):
+        return None
+    begins = row[tuple(slice(0, size) for size in alone.shape)]
+    ends = row[tuple(slice(there - here, there) for here, there in zip(alone.shape, row.shape, strict=True))]
+    if torch.equal(alone, begins):
+        return False
+    return True if torch.equal(alone, ends) else None

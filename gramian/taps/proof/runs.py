@@ -1,0 +1,221 @@
+"""Single runs of a row proof: one forward and one backward each, from the same random state, under random cotangents."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gramian.errors import GramianError
+from gramian.taps.preserve_state import Generators
+from gramian.taps.proof.fingerprint import Fingerprint
+from gramian.taps.proof.recorder import Key, Recorder
+from gramian.taps.proof.samples import Samples
+
+if TYPE_CHECKING:
+    from gramian.taps.hub import Hub
+
+Source = Sequence[int] | Tensor
+"""Which sample, or which token [B, T], stands in each place."""
+Execute = Callable[[Any], Any]
+"""Runs the model, or a loss behind it, on arguments."""
+
+
+class Refuted(Exception):  # noqa: N818
+    """A run showed that rows cannot be attributed; the message names the layer and what was seen."""
+
+
+@dataclass
+class TappedRun:
+    """What one run of the tapped model brought."""
+
+    rows: dict[Key, Fingerprint]
+    sides: dict[Key, str]
+    outputs: list[Fingerprint]
+    calls: list[Any]
+    drew: bool
+    """True if a random number was drawn."""
+    recorder: Recorder
+
+
+class Runs:
+    """Runs one call of a model on other samples."""
+
+    def __init__(self, hub: "Hub", execute: Execute, samples: Samples, seed: int) -> None:
+        """Nothing runs yet; every run begins with the random states of now.
+
+        Args:
+            hub: of the model.
+            execute: runs the model, or the loss.
+            samples: the arguments.
+            seed: of the cotangents and fingerprints.
+        """
+        root = hub.root()
+        assert root is not None
+        self._hub, self._execute, self._samples, self._seed = hub, execute, samples, seed
+        self._generators = Generators(root)
+        self._states = self._generators.states()
+        self.count = 0
+        self.cotangents: list[Tensor | None] = []
+        """Of every output, in the order of the batch; None: no backward through it."""
+        self.row_outputs: set[int] = set()
+        """Numbers of the outputs that have rows of samples."""
+        self.shared: set[str] = set()
+        """Layers whose one row was expanded to a row for each sample."""
+
+    @property
+    def everyone(self) -> range:
+        """The batch as it is."""
+        return range(self._samples.batch)
+
+    def rows_of(self, output: Tensor) -> int:
+        """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B."""
+        return rows_of(output, self._samples.batch)
+
+    def untapped(
+        self, choose: Callable[[list[Tensor]], Sequence[int]]
+    ) -> tuple[list[Fingerprint], dict[str, Tensor | None]]:
+        """Run the untapped model, and set the cotangents of the outputs that are chosen.
+
+        Args:
+            choose: gives numbers of the outputs.
+
+        Returns:
+            Fingerprints of all outputs, and the gradient of every weight.
+        """
+        self._begin()
+        with self._hub.untapped() as weights:
+            outputs = output_tensors(self._execute(self._samples.take(self.everyone)))
+            chosen = set(choose(outputs))
+            self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
+            self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
+            pairs = [(y, g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
+            return [self._fingerprint(y) for y in outputs], _gradients(pairs, weights)
+
+    def on(
+        self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
+    ) -> dict[str, Tensor | None] | None:
+        """The gradients of the untapped model on other arguments.
+
+        Args:
+            arguments: of the call.
+            cotangents: gives pairs of outputs and cotangents; None: the outputs do not fit.
+        """
+        self._begin()
+        with self._hub.untapped() as weights:
+            pairs = cotangents(output_tensors(self._execute(arguments)))
+            return None if pairs is None else _gradients(pairs, weights)
+
+    def tapped(self, source: Source, *, sums: bool = False, alone: Sequence[int] = ()) -> TappedRun:
+        """Run the tapped model on other samples, each with its own cotangent.
+
+        Args:
+            source: who stands in each place.
+            sums: sketch the sums of the parameters' gradients.
+            alone: rows of the unit whose own gradient is sketched.
+
+        Raises:
+            Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
+        """
+        self._begin()
+        tokens = isinstance(source, Tensor)
+        arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
+        recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=list(alone))
+        with self._hub.rehearsal(recorder) as rehearsal:
+            try:
+                outputs = output_tensors(self._execute(arguments))
+                drew = self._generators.moved(self._states)
+                prints = [self._fingerprint(y) for y in outputs]
+                pairs = self._pairs(outputs, source)
+                if pairs:
+                    torch.autograd.grad(
+                        [y for y, _ in pairs], [self._hub.probe], [g for _, g in pairs], allow_unused=True
+                    )
+            except GramianError:
+                raise
+            except Exception as error:
+                if not rehearsal.expanded:
+                    raise
+                layers = ", ".join(sorted(rehearsal.expanded))
+                raise Refuted(
+                    f"{layers}: returns one row for all samples, and the code behind it fails once that row stands for each of "
+                    f"them ({type(error).__name__}); expected code that broadcasts the row over the batch"
+                ) from error
+        self.shared |= rehearsal.expanded
+        return TappedRun(recorder.rows, recorder.sides, prints, list(rehearsal.calls), drew, recorder)
+
+    def _begin(self) -> None:
+        self._hub.lockstep.announce()
+        self.count += 1
+        self._generators.restore(self._states)
+
+    def _pairs(self, outputs: list[Tensor], source: Source) -> list[tuple[Tensor, Tensor]]:
+        pairs = []
+        for number, (y, g) in enumerate(zip(outputs, self.cotangents, strict=False)):
+            if g is None or not y.requires_grad:
+                continue
+            moved = self._moved(g, source)
+            if y.shape != moved.shape:
+                raise Refuted(
+                    f"output {number}: has another shape when other samples are there; expected rows of samples"
+                )
+            pairs.append((y, moved))
+        return pairs
+
+    def _fingerprint(self, output: Tensor) -> Fingerprint:
+        rows, units = self.rows_of(output), self._samples.units
+        if units is not None and units.ids.dim() == 2 and output.shape[:2] == units.ids.shape:
+            return Fingerprint.of(units.gather_tokens(output.detach()), self._seed)
+        shape = (output.shape[0] // rows, rows, *output.shape[1:]) if rows else (-1, *output.shape[1:])
+        return Fingerprint.of(output.detach().reshape(shape), self._seed)
+
+    def _cotangent(self, number: int, output: Tensor) -> Tensor:
+        if not self.rows_of(output):
+            return torch.ones_like(output)
+        generator = torch.Generator(output.device).manual_seed(self._seed * 7919 + number)
+        return torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+
+    def _moved(self, cotangent: Tensor, source: Source) -> Tensor:
+        if not self.rows_of(cotangent):
+            return cotangent
+        if isinstance(source, Tensor):
+            moved: Tensor = self._samples.tokens_of(cotangent, source)
+            return moved
+        return self.samples_of(cotangent, list(source))
+
+    def samples_of(self, cotangent: Tensor, samples: Sequence[int]) -> Tensor:
+        """The rows of some samples, in their order."""
+        index = torch.tensor(list(samples), device=cotangent.device)
+        grouped = cotangent.reshape(self._samples.batch, -1, *cotangent.shape[1:])
+        return grouped.index_select(0, index).flatten(0, 1)
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    names = list(weights)
+    pairs = [(y, g) for y, g in pairs if y.requires_grad]
+    if not pairs or not names:
+        return dict.fromkeys(names)
+    found = torch.autograd.grad(
+        [y for y, _ in pairs], [weights[name] for name in names], [g for _, g in pairs], allow_unused=True
+    )
+    return dict(zip(names, found, strict=True))
+
+
+def rows_of(output: Tensor, batch: int) -> int:
+    """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B."""
+    if not output.dim() or not output.shape[0] or output.shape[0] % batch:
+        return 0
+    return output.shape[0] // batch
+
+
+def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
+    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found += [leaf] if leaf.is_floating_point() else []
+        elif depth and hasattr(leaf, "__dict__") and not callable(leaf):
+            found += [t for value in vars(leaf).values() for t in output_tensors(value, depth - 1)]
+    return found
