@@ -1,5 +1,6 @@
 """A preconditioner in front of any optimizer: the same optimizer object, with a hook before its step."""
 
+import inspect
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -38,10 +39,15 @@ def precondition(
         The optimizer.
 
     Raises:
-        GramianError: if it is preconditioned already, or kl_clip is not positive.
+        GramianError: if it is preconditioned already, its step cannot do without a closure (LBFGS), or kl_clip is not positive.
     """
     if not isinstance(optimizer, Optimizer):
         raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if _needs_closure(optimizer):
+        raise GramianError(
+            f"optimizer: {type(optimizer).__name__} computes gradients itself, in a closure, after they were to be "
+            "preconditioned; expected an optimizer whose step() takes no closure, such as SGD or AdamW"
+        )
     number = isinstance(kl_clip, int | float) and not isinstance(kl_clip, bool)
     if kl_clip is not None and not (number and kl_clip > 0):
         raise GramianError(f"kl_clip: expected a number above 0 or None, got {kl_clip!r}")
@@ -102,6 +108,14 @@ def _scale(
     if loss_scale is not None:
         kl = kl / loss_scale.double().to(kl.device) ** 2
     return (kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step()` is an error: it has an argument without a default."""
+    return any(
+        given.default is given.empty and given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)
+        for given in inspect.signature(optimizer.step).parameters.values()
+    )
 
 
 def _first_names(trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -57,6 +57,21 @@ def test_a_step_is_the_optimizers_own_on_natural_gradients(kind: type[Any], opti
     assert optimizer.state_dict().keys() == plain.state_dict().keys()
 
 
+def test_optimizers_that_need_a_closure_are_refused_at_once() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any, /, scale: float = 1.0) -> Any:
+            return super().step(closure)
+
+    model, kfac = net(), make()
+    for optimizer in (torch.optim.LBFGS(model.parameters()), Own(model.parameters(), lr=0.1)):
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # which wraps step
+        with pytest.raises(gramian.GramianError, match=f"^optimizer: {type(optimizer).__name__} .* in a closure") as no:
+            gramian.precondition(optimizer, model, kfac)
+        assert "\n" not in str(no.value)
+    for kind in (torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD):
+        gramian.precondition(kind(model.parameters()), model, kfac)
+
+
 def test_steps_between_refreshes_use_the_factors_there_are() -> None:
     model, kfac = net(), make(update_freq=3)
     optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac, kl_clip=None)
