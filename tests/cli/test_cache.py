@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gramian.cli import main
 from gramian.distill.cache.reader import open_cache
@@ -17,8 +18,8 @@ from gramian.train.saved import find_checkpoint
 from tests.distill.teachers import contents
 from tests.kit.matrix import FULL
 from tests.train.conftest import untouched_process  # noqa: F401
-from tests.train.distilled import evaluations, metrics, student, teacher_run
-from tests.train.test_distill_doctor import padded
+from tests.train.distilled import cache_of, evaluations, metrics, student, teacher_run
+from tests.train.test_distill_doctor import padded, taught
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -146,6 +147,45 @@ def test_a_cache_of_a_teacher_that_was_trained_further_is_refused(
     assert "is not, or no longer, what the cache" in capsys.readouterr().err
     shutil.rmtree(teacher)  # a cache needs no teacher
     assert main(["train", config]) == 0
+
+
+@pytest.mark.parametrize("place", [0.37, *(pytest.param(end, marks=pytest.mark.full) for end in (0.0, 1.0))])
+def test_one_flipped_bit_of_a_shard_is_refused_by_file_name(
+    place: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, told = tmp_path / "cache", {"source": "hidden", "cache": str(tmp_path / "cache")}
+    shutil.copytree(cache_of("hidden"), folder)
+    config = written(tmp_path, teacher=told, run={"steps": 10})
+    for file in sorted(path for path in folder.glob("shards/*") if path.suffix != ".json"):
+        whole = bytearray(file.read_bytes())
+        at = round(place * (8 * len(whole) - 1))
+        whole[at // 8] ^= 1 << at % 8
+        file.write_bytes(whole)
+        for command in ("train", "cache"):
+            capsys.readouterr()
+            assert main([command, config]) == 2
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and f"{file} its checksum differs; expected it as it was" in error
+        (check,) = taught(teacher=told).values()
+        assert check.name == "cache files" and not check.ok and f"{file} its checksum differs" in check.hint
+        file.unlink()  # as the line says
+        assert main(["cache", config]) == 0
+    assert main(["train", config]) == 0
+    assert all(check.ok for check in taught(teacher=told).values())
+
+
+def test_the_checksum_of_a_shard_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def refuse(folder: Path, records: dict[str, Any], *, content: bool) -> None:
+        compared.extend(name for name in records if content and name.startswith("shards/"))
+
+    monkeypatch.setattr("gramian.distill.cache.reader.refuse_damage", refuse)
+    cache = open_cache(cache_of("hidden"))
+    assert compared == []
+    for _ in range(2):
+        cache({"windows": torch.arange(cache.manifest.identity.count)})
+    assert cache.verify() == len(compared) == len(set(compared)) > 0
 
 
 def test_marks_follow_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Legend: B windows of a forward, T tokens.
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gramian.distill.cache.errors import Errors, added
-from gramian.distill.cache.files import FileRecord, damage, told_in_one_line, write_whole
+from gramian.distill.cache.files import FileRecord, damage, refuse_damage, told_in_one_line, write_whole
 from gramian.distill.cache.hidden import Hidden, stored_dtype
 from gramian.distill.cache.kinds import Kind
 from gramian.distill.cache.layout import Layout, shard_windows_for
@@ -248,8 +248,12 @@ def _missing_shards(path: Path, identity: Identity, teacher: LiveTeacher, world:
                 )
             if before is None and any(path.glob("shards/*")):
                 raise GramianError(f"cache: {path} holds shards without a manifest; expected another folder")
-            found = [shard for shard in range(layout.shards) if _shard_record(path, layout, shard) is None]
+            records = {shard: _shard_record(path, layout, shard) for shard in range(layout.shards)}
+            found = [shard for shard, record in records.items() if record is None]
             whole = before is not None and before.complete and _head_is_whole(path, before)
+            _refuse_damaged(
+                path, [record for record in records.values() if record is not None], before if whole else None
+            )
             if found or not whole:
                 _prepare(path, identity, teacher, found)
             missing[found] = 1.0
@@ -291,6 +295,23 @@ def _shard_record(path: Path, layout: Layout, shard: int) -> dict[str, Any] | No
         if damage(path / name, FileRecord(*told), content=False) is not None:
             return None
     return record
+
+
+def _refuse_damaged(path: Path, shards: Iterable[Mapping[str, Any]], manifest: Manifest | None) -> None:
+    """Raise for a file of the right size whose content is not what was written. Cost: reads these files once.
+
+    Args:
+        path: of the cache.
+        shards: records of those that are there.
+        manifest: of a finished cache, whose head is there.
+
+    Raises:
+        GramianError: naming the file.
+    """
+    for record in shards:
+        refuse_damage(path, {name: FileRecord(*told) for name, told in record["files"].items()}, content=True)
+    if manifest is not None and HEAD in manifest.files:
+        refuse_damage(path, {HEAD: manifest.files[HEAD]}, content=True)
 
 
 def _head_is_whole(path: Path, manifest: Manifest) -> bool:

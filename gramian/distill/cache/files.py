@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,12 +96,29 @@ def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
         if content:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                    return "its checksum differs; expected the file as it was written"
+                    return "its checksum differs; expected it as it was written: remove it, and gramian cache makes it again"
     except FileNotFoundError:
         return "is missing; expected the file as it was written"
     except OSError as problem:
         return f"cannot be read ({problem.strerror}); expected the file as it was written"
     return None
+
+
+def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: bool) -> None:
+    """Raise for the first file that differs from its record.
+
+    Args:
+        folder: of the cache.
+        records: {path inside the cache: its record}.
+        content: as of `damage`.
+
+    Raises:
+        GramianError: naming the file.
+    """
+    for name, record in records.items():
+        problem = damage(folder / name, record, content=content)
+        if problem is not None:
+            raise GramianError(f"cache: {folder / name} {problem}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gramian.distill.cache.files import damage
+from gramian.distill.cache.files import refuse_damage
 from gramian.distill.cache.layout import Column
 from gramian.distill.cache.manifest import HEAD, KINDS, MANIFEST, Manifest, read_manifest, short
 from gramian.distill.head import Head
@@ -31,7 +31,8 @@ class Cache:
 
     Rows are read from memory maps into page-locked memory and copied without waiting, where there is a GPU. Every read has
     memory of its own, which torch gives to no other before the copies from it are over. Cost of a call:
-    `manifest.bytes_per_token` for every token.
+    `manifest.bytes_per_token` for every token. The first read of a file compares its checksum, once in the life of this object:
+    it streams the file through SHA-256, one or two GB per second.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, head: Head | None) -> None:
@@ -90,6 +91,20 @@ class Cache:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher-cache")
         self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
+    def verify(self) -> int:
+        """Compare the checksums of all files of shards that were not read before.
+
+        Returns:
+            Number of files; all of them are as they were written.
+
+        Raises:
+            GramianError: naming the first that is not.
+        """
+        for shard in range(self._layout.shards):
+            for column in self._layout.columns:
+                self._map(column, shard)
+        return len(self._maps)
+
     def close(self) -> None:
         """End the thread, and let go of the files."""
         if self._thread is not None:
@@ -120,12 +135,10 @@ class Cache:
     def _map(self, column: Column, shard: int) -> Bytes:
         key = (column.name, shard)
         if key not in self._maps:
-            path = self.folder / self._layout.files(shard)[column.name]
+            name = self._layout.files(shard)[column.name]
+            refuse_damage(self.folder, {name: self.manifest.files[name]}, content=True)
             shape = (len(self._layout.rows(shard)), self._layout.stride(column))
-            try:
-                self._maps[key] = np.memmap(path, dtype=np.uint8, mode="r", shape=shape)
-            except (OSError, ValueError):  # it was whole when the cache was opened
-                raise GramianError(f"cache: {path} is gone or too short; expected the file as it was") from None
+            self._maps[key] = np.memmap(self.folder / name, dtype=np.uint8, mode="r", shape=shape)
         return self._maps[key]
 
     def _signal(self, raw: _Rows, rows: int, device: torch.device) -> Signal:
@@ -154,13 +167,13 @@ def open_cache(
     vocabulary: int | None = None,
     kind: str | None = None,
     layers: tuple[int, ...] = (),
-    verify: Literal["sizes", "full"] = "sizes",
+    verify: Literal["first use", "full"] = "first use",
 ) -> Cache:
     """Open a finished cache, refusing one that was made from something else.
 
-    The manifest and the head are always compared with their checksums, every shard with its size. Checksums of shards are
-    compared by `verify="full"` alone, which reads the whole cache once, at the speed of the disk or a GB or two per second:
-    shuffled training touches every shard in its first steps, so doing that lazily would only move the same wait there.
+    The manifest and the head are compared with their checksums, every shard with its size; with its checksum at its first use,
+    or here by `verify="full"`. Either reads the whole cache once per process, at the speed of the disk or a GB or two per
+    second: shuffled training touches every shard in its first steps.
 
     Args:
         folder: of the cache.
@@ -170,7 +183,7 @@ def open_cache(
         vocabulary: ids that are needed; a cache may know more.
         kind: "hidden", "topk" or "sampled".
         layers: of the residual stream that are needed.
-        verify: how files are compared with the manifest.
+        verify: when the checksums of shards are compared.
 
     Raises:
         GramianError: naming the field or the file.
@@ -203,10 +216,11 @@ def open_cache(
                 f"layers: the cache {path} holds {list(identity.layers)}, not {layer}; expected one of them"
             )
     for name, record in manifest.files.items():
-        problem = damage(path / name, record, content=verify == "full" or name == HEAD)
-        if problem is not None:
-            raise GramianError(f"cache: {path / name} {problem}")
-    return Cache(path, manifest, _read_head(path, manifest) if HEAD in manifest.files else None)
+        refuse_damage(path, {name: record}, content=name == HEAD)
+    cache = Cache(path, manifest, _read_head(path, manifest) if HEAD in manifest.files else None)
+    if verify == "full":
+        cache.verify()
+    return cache
 
 
 def _read_head(path: Path, manifest: Manifest) -> Head:

@@ -15,8 +15,10 @@ from gramian.distill.objective import TOLD, DistillObjective, LossOptions
 from gramian.distill.signal import Dense
 from gramian.distill.teacher import linear_of
 from gramian.distill.teaching import Teaching
+from gramian.errors import GramianError
 from gramian.models.goose.layers import Memory
 from gramian.models.goose.scan import sequential_scan
+from gramian.plan.clipping import megabytes
 from gramian.train import teach
 from gramian.train.checks.check import Check, named
 from gramian.train.checks.subject import Subject
@@ -40,7 +42,12 @@ def teacher(subject: Subject) -> list[Check]:
     config = subject.config
     assert config.teacher is not None
     source = teach.build_source(config, subject.world, subject.numbers, subject.windows)
-    checks = [frozen(source)] if isinstance(source, LiveTeacher) else [cached(subject, source)]
+    if isinstance(source, LiveTeacher):
+        checks = [frozen(source)]
+    elif not (whole := files(source)).ok:
+        return [whole]  # every other check reads rows
+    else:
+        checks = [whole, cached(subject, source)]
     model = subject.model()
     objective = teach.build_objective(config, model, source)
     options = dataclasses.replace(config.teacher, features="none", feature_pairs=())
@@ -59,6 +66,16 @@ def frozen(live: LiveTeacher) -> Check:
     loose += [name for name, module in live.model.named_modules() if module.training]
     hint = f"teacher.path: its model was thawed: {named(loose)}" if loose else ""
     return Check("teacher frozen", f"{len(loose)} parts not frozen", "0", not loose, hint, len(loose))
+
+
+def files(cache: Cache) -> Check:
+    """Every file of the cache is as it was written. Reads all of it once, one or two GB per second."""
+    size = sum(record.bytes for record in cache.manifest.files.values())
+    try:
+        count = cache.verify()
+    except GramianError as problem:
+        return Check("cache files", "damaged", "checksums", False, str(problem))
+    return Check("cache files", f"{count} files, {megabytes(size)}", "checksums", True, value=float(count))
 
 
 def cached(subject: Subject, cache: Cache) -> Check:
