@@ -77,8 +77,8 @@ class Data:
     """None: every twentieth document validates, chosen by its hash."""
     field: str = "text"
     """Of a JSONL line."""
-    tokenizer: str = "bytes"
-    """"bytes", or the folder of a Hugging Face tokenizer."""
+    tokenizer: str = "auto"
+    """"bytes", or the folder of a Hugging Face tokenizer; "auto": that of model.path for a Hugging Face model, else "bytes"."""
     limit_bytes: Count = 8_000_000
     """Of the embedded corpus."""
     length: Count = 128
@@ -334,7 +334,9 @@ class Config:
                 _refuse_odd(f"{section}.{key}", value)
         if not self.run.folder:
             raise GramianError("run.folder: is empty; expected a folder")
-        model, data, schedule, privacy = self.model, self.data, self.schedule, self.privacy
+        model, schedule, privacy = self.model, self.schedule, self.privacy
+        data = dataclasses.replace(self.data, tokenizer=_tokenizer(model, self.data))
+        object.__setattr__(self, "data", data)
         if self.precision.kind == "fp8":
             raise GramianError("precision.kind: fp8 is not available; expected auto, bf16, fp16, fp32 or fp64")
         if model.kind == "gpt" and model.width % model.heads:
@@ -498,6 +500,31 @@ SECTIONS: dict[str, type] = {
     "compile": Compile, "parallel": Parallel, "checkpoint": Checkpoint, "guard": Guard, "eval": Eval, "doctor": Doctor,
     "kfac": Kfac, "privacy": Privacy, "teacher": Teacher,
 }  # fmt: skip
+
+
+def _tokenizer(model: Model, data: Data) -> str:
+    """What "auto" means: the text of a Hugging Face model is never cut into bytes unless the config says so.
+
+    Raises:
+        GramianError: if the model's folder holds no tokenizer, and text has to be read.
+    """
+    folder = Path(model.path or "")
+    if data.tokenizer != "auto":
+        return data.tokenizer
+    if (
+        model.kind != "huggingface" or not (folder / "config.json").is_file()
+    ):  # a folder that is no model is refused as such
+        return "bytes"
+    from gramian.train.data.tokenizer import holds_tokenizer
+
+    if holds_tokenizer(folder):
+        return str(folder)
+    if data.source == "tokens":
+        return "bytes"  # no text is read: what is said of the token files decides
+    raise GramianError(
+        f'data.tokenizer: none given, and {folder} (model.path) holds none; expected "bytes" or the folder of a Hugging Face '
+        "tokenizer"
+    )
 
 
 def _value(text: str) -> Any:

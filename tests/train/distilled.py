@@ -65,7 +65,7 @@ def data(documents: int = 120) -> dict[str, Any]:
         name: [str(folder / f"{split}.jsonl")]
         for name, split in (("files", "training"), ("validation_files", "validation"))
     }
-    return {"source": "jsonl", **files, "length": 24}
+    return {"source": "jsonl", **files, "length": 24, "tokenizer": "bytes"}
 
 
 @functools.cache

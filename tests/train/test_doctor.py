@@ -633,7 +633,8 @@ def test_a_hugging_face_model_is_examined(tmp_path: Path) -> None:
     )
     transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     told = {"kind": "huggingface", "path": str(tmp_path)}
-    fresh = doctor.examine(config_of(model=told | {"fresh": True}, compile={"mode": "default"}))
+    data = {"tokenizer": "bytes"}
+    fresh = doctor.examine(config_of(model=told | {"fresh": True}, compile={"mode": "default"}, data=data))
     assert [check.name for check in fresh if not check.ok] == []
 
     def make() -> nn.Module:
@@ -643,7 +644,7 @@ def test_a_hugging_face_model_is_examined(tmp_path: Path) -> None:
         return model
 
     # As if the weights in the folder were not those of its tokenizer.
-    loaded = doctor.examine(config_of(model=told, doctor={"overfit_steps": 1}), make=make)
+    loaded = doctor.examine(config_of(model=told, doctor={"overfit_steps": 1}, data=data), make=make)
     assert not outcome(loaded, "initial loss")
 
 

@@ -1,6 +1,7 @@
 """Folders of Hugging Face models: whatever is wrong with one is a line, and a run of one resumes bit for bit."""
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from gramian.cli import main
 from gramian.errors import GramianError
-from gramian.train.config import load_config
+from gramian.train.config import load_config, parse_config
+from gramian.train.data import load_tokenizer
 from gramian.train.huggingface import load_huggingface
 from gramian.train.needs import huggingface_shape
 from gramian.verify.runs.resume import differences
 from tests.train.runs import small
+from tests.train.test_data_tokenizer import saved
 from tests.train.test_faults import ask_to_leave, run
 
 
@@ -82,12 +85,46 @@ def test_a_broken_config_is_one_line_for_the_planner(model: Path, tmp_path: Path
 def test_the_command_trains_a_folder_without_another_word(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = small(
-        tmp_path / "run", run={"steps": 2}, schedule={"warmup": 1}, model={"kind": "huggingface", "path": str(model)}
-    )
+    sections: dict[str, Any] = {
+        "model": {"kind": "huggingface", "path": str(model)},
+        "data": {"tokenizer": "bytes"},
+        "schedule": {"warmup": 1},
+    }
+    config = small(tmp_path / "run", run={"steps": 2}, **sections)
     (tmp_path / "run.toml").write_text(config.toml())
     assert main(["train", str(tmp_path / "run.toml")]) == 0
     assert capfd.readouterr().err == ""
+
+
+def test_the_tokenizer_is_that_of_the_models_folder_unless_another_is_named(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "both", told(vocab_size=300))
+    told_model = {"kind": "huggingface", "path": str(folder), "fresh": True}
+    with pytest.raises(
+        GramianError, match=r"^data.tokenizer: none given, and .*both .* expected \"bytes\" or the folder"
+    ) as no:
+        small(model=told_model)
+    assert "\n" not in str(no.value)
+    assert small(model=told_model, data={"tokenizer": "bytes"}).data.tokenizer == "bytes"
+    saved(folder)
+    config = small(tmp_path / "run", run={"steps": 2}, schedule={"warmup": 1}, model=told_model)
+    assert config.data.tokenizer == str(folder)
+    assert parse_config(tomllib.loads(config.toml())) == config
+    assert (
+        config.hash
+        == small(model=told_model, schedule={"warmup": 1}, run={"steps": 2}, data={"tokenizer": str(folder)}).hash
+    )
+    trainer, _ = run(config)
+    assert trainer.parts.training.stream.tokenizer == load_tokenizer(str(folder)).digest
+    assert small(model=told_model, data={"tokenizer": "bytes"}).data.tokenizer == "bytes"
+    assert small().data.tokenizer == "bytes"
+
+
+def test_token_files_need_no_tokenizer_and_take_the_models_where_there_is_one(model: Path, tmp_path: Path) -> None:
+    folder = copied(model, tmp_path / "model", lambda folder: None)
+    sections = {"model": {"kind": "huggingface", "path": str(folder)}, "data": {"source": "tokens", "files": ["a.bin"]}}
+    assert parse_config(sections).data.tokenizer == "bytes"
+    saved(folder)
+    assert parse_config(sections).data.tokenizer == str(folder)
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -97,6 +134,7 @@ def test_a_run_of_a_folder_with_tied_weights_and_dropout_resumes_bitwise(
     sections: dict[str, Any] = {
         "run": {"steps": 16},
         "model": {"kind": "huggingface", "path": str(model), "fresh": fresh},
+        "data": {"tokenizer": "bytes"},
         "parallel": {"checkpoint_blocks": 1},
         "checkpoint": {"snapshot_every": 5, "every": 5},
     }

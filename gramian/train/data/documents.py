@@ -132,7 +132,7 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
             raise GramianError(
                 f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {first[0]} and {first[1]} as in {path}"
             )
-        if name != "bytes" and kind != ours:
+        if name not in ("auto", "bytes") and kind != ours:
             raise GramianError(
                 f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {ours[0]} and {ours[1]} as data.tokenizer has"
             )

@@ -54,12 +54,18 @@ def token_type(vocabulary: int) -> np.dtype[Any]:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes", or a folder.
+    """The tokenizer that `data.tokenizer` names: "bytes" (as "auto" without a model is), or a folder.
 
     Raises:
         GramianError: if there is no such folder, or no tokenizer in it.
     """
-    return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
+    return ByteTokenizer() if name in ("auto", "bytes") else HuggingFaceTokenizer(name)
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file with a vocabulary; what is wrong with it is said when it is read."""
+    vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt")
+    return any(path.name in vocabularies or path.suffix in _SUFFIXES for path in folder.iterdir())
 
 
 class ByteTokenizer:
