@@ -58,10 +58,20 @@ class Parts:
         return self.stepper.batches()
 
     @property
-    def digest(self) -> list[str]:
-        """Of all data that decides a step: a run is resumed on the same."""
+    def digests(self) -> dict[str, str]:
+        """{part of the data: its digest}, of all that decides a step or what is the best: a run is resumed on the same."""
         curvature = self.stepper.curvature if isinstance(self.stepper, PrivateStepper) else None
-        return [self.training.digest] + ([] if curvature is None else [curvature.windows.digest])
+        found = {"training": self.training.digest, "validation": self.validation.digest}
+        return found if curvature is None else {**found, "curvature": curvature.windows.digest}
+
+    def field_of(self, part: str) -> str:
+        """The key of the config that names a part of the data."""
+        data = self.config.data
+        if part == "curvature":
+            return "kfac.public_files"
+        if part == "validation" and data.validation_files:
+            return "data.validation_files"
+        return "data.source" if data.source == "embedded" else "data.files"
 
     def close(self) -> None:
         """End the data workers, and let go of the teacher's files."""

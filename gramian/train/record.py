@@ -27,7 +27,7 @@ def write_record(folder: Path, parts: Parts) -> None:
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "vocabulary": parts.training.vocabulary,
         "windows": {"training": len(parts.training), "validation": len(parts.validation)},
-        "data_digest": {"training": parts.training.digest, "validation": parts.validation.digest},
+        "data_digest": parts.digests,
     }
     if isinstance(parts.stepper, PrivateStepper):
         engine = parts.stepper.engine

@@ -318,7 +318,7 @@ class Trainer:
         scaler = parts.stepper.scaler
         facts: dict[str, Any] = {
             "config_hash": self.config.hash,
-            "data": parts.digest,
+            "data": parts.digests,
             "teacher": None if parts.teaching is None else parts.teaching.teacher,
             "step": self.step,
             "position": self.position,
@@ -395,10 +395,7 @@ class Trainer:
             self.log.begin(None)
             return
         facts = found.facts
-        if facts["data"] != self.parts.digest:
-            raise GramianError(
-                f"data: is not what {found.folder} was trained on; expected the same files, or another run.folder"
-            )
+        self._refuse_other_data(facts["data"], str(found.folder))
         if self.parts.teaching is not None and facts["teacher"] != self.parts.teaching.teacher:
             raise GramianError(
                 f"teacher: is not the one of {found.folder}; expected the same model, or another run.folder"
@@ -419,6 +416,20 @@ class Trainer:
         self.log.begin(self.attempt - 1)
         self.log.event({"event": "resumed", "folder": found.folder.name})
         self._snapshot()
+
+    def _refuse_other_data(self, saved: Any, folder: str) -> None:
+        """Raise for data that a checkpoint was not made of, by the key that names it.
+
+        Raises:
+            GramianError: naming the key.
+        """
+        before = saved if isinstance(saved, dict) else {}  # versions before noted training data alone
+        for part, digest in self.parts.digests.items():
+            if before.get(part) != digest:
+                raise GramianError(
+                    f"{self.parts.field_of(part)}: the {part} data is not, or not known to be, that of {folder}; expected "
+                    "the same data, or another run.folder"
+                )
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
 

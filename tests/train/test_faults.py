@@ -23,6 +23,7 @@ from gramian.train import checkpoint
 from gramian.train.build import Parts, build
 from gramian.train.checkpoint import CheckpointStore
 from gramian.train.config import Config
+from gramian.train.data import load_windows
 from gramian.train.evaluate import evaluate
 from gramian.train.run_folder import RunFolder, read_lines
 from gramian.train.stepper import Stepper
@@ -529,8 +530,31 @@ def test_other_data_than_a_run_was_trained_on_is_refused(tmp_path: Path) -> None
     files = {"source": "text", "files": [str(tmp_path / "a.txt")], "validation_files": [str(tmp_path / "b.txt")]}
     config = small(tmp_path / "run", run={"steps": 12}, data=files)
     run(config)
-    (tmp_path / "a.txt").write_text("abc " * 2999 + "abd ")
-    with pytest.raises(GramianError, match="data: is not what .* was trained on"):
+    for name, field in (("a.txt", "data.files: the training"), ("b.txt", "data.validation_files: the validation")):
+        before = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(before[:-2] + "d ")
+        with pytest.raises(
+            GramianError, match=f"^{field} data is not, or not known to be, that of .*; expected the same"
+        ) as no:
+            run(config)
+        assert "\n" not in str(no.value)
+        (tmp_path / name).write_text(before)
+    run(config)
+
+
+def test_a_document_more_that_validates_by_its_hash_is_refused(tmp_path: Path) -> None:
+    """Training data is the same then: "best" would compare losses of two different sets."""
+    lines = [f'{{"text": "{i} {"abc " * 60}"}}\n' for i in range(160)]
+    path = tmp_path / "a.jsonl"
+    config = small(tmp_path / "run", run={"steps": 12}, data={"source": "jsonl", "files": [str(path)]})
+    path.write_text("".join(lines[:120]))
+    run(config)
+    training, _ = load_windows(config.data)
+    for more in lines[120:]:
+        path.write_text("".join([*lines[:120], more]))
+        if load_windows(config.data)[0].digest == training.digest:
+            break
+    with pytest.raises(GramianError, match="^data.files: the validation data is not"):
         run(config)
 
 
@@ -623,5 +647,5 @@ def test_other_public_data_than_a_private_run_had_is_refused(tmp_path: Path) -> 
     )
     run(config)
     (tmp_path / "public.txt").write_text("abd " * 3000)
-    with pytest.raises(GramianError, match="data: is not what .* was trained on"):
+    with pytest.raises(GramianError, match="^kfac.public_files: the curvature data is not"):
         run(config)
