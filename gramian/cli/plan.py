@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
     from gramian.curvature.planning import CurvaturePlan
     from gramian.parallel.strategy import Decision
+    from gramian.plan.host import HostPlan
     from gramian.plan.memory import Kind, Needs
     from gramian.train.config import Config
 
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 110
+GPUS_PER_HOST = 8
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,6 +41,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)"
+    )
+    parser.add_argument(
+        "--gpus-per-host", type=_count, metavar="N", help="processes that share a host's memory (default: at most 8)"
+    )
+    parser.add_argument(
+        "--host-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of a host (default: what is available here)"
     )
     parser.set_defaults(run=run)
 
@@ -61,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(_table(decision))
     if config.privacy is not None:
         console.print("What [privacy] holds on top is not counted.", markup=False)
-    curvature = None if config.kfac is None else _curvature(config, vocabulary, place)
+    curvature = None if config.kfac is None else _curvature(config, vocabulary, place, max(place.gpus, 1))
     if curvature is not None:
         tokens = config.data.batch * config.data.length
         heading = f"[kfac] on top of that, for a refresh of {tokens:,} tokens:"
@@ -69,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(line, markup=False, soft_wrap=True)
     if not decision.fits or decision.strategy is None:
         raise RunFailed(f"plan: {decision.why}")
+    host = _host(config, vocabulary, place, decision, needs, arguments)
+    console.print(str(host), markup=False, soft_wrap=True)
+    if not host.fits:
+        raise RunFailed(f"plan: {host.refusal}")
     console.print(decision.why, markup=False, soft_wrap=True)
     if curvature is not None:
         line, fits = _together(decision.held(decision.strategy), curvature.total(place.device), decision.usable)
@@ -76,6 +88,33 @@ def run(arguments: argparse.Namespace) -> int:
             raise RunFailed(f"plan: {line}")
         console.print(line, markup=False, soft_wrap=True)
     return 0
+
+
+def _host(
+    config: Config, vocabulary: int, place: _Place, decision: Decision, needs: Needs, arguments: argparse.Namespace
+) -> HostPlan:
+    """The copies of the state in host memory, under the strategy that was decided on."""
+    from gramian.plan.host import copy_bytes, plan_host
+    from gramian.train.host import available_memory, factor_bytes
+
+    assert decision.strategy is not None
+    factors = 0 if config.kfac is None else factor_bytes(_curvature(config, vocabulary, place, 1))
+    sharded = decision.student == "fsdp2" and place.gpus > 1
+    copy = copy_bytes(
+        needs.shape.parameter_shapes,
+        needs.stored,
+        needs.states,
+        shards=place.gpus if sharded else 1,
+        pinned=place.device == "cuda",
+        factors=factors,
+    )
+    available = arguments.host_memory
+    if available is None and not place.simulated:
+        available = available_memory()
+        if place.device == "cpu":  # where the run itself is
+            available = max(0, available - decision.held(decision.strategy))
+    processes = min(place.gpus, arguments.gpus_per_host or GPUS_PER_HOST)
+    return plan_host(copy, config.checkpoint.snapshots, processes, sharded, available)
 
 
 def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
@@ -163,8 +202,8 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
     return lines
 
 
-def _curvature(config: Config, vocabulary: int, place: _Place) -> CurvaturePlan:
-    """What [kfac] holds on top of the table above, on each process."""
+def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:
+    """What [kfac] holds on top of the table above, on each of so many processes."""
     import torch
 
     from gramian.train.build import build_kfac
@@ -184,7 +223,7 @@ def _curvature(config: Config, vocabulary: int, place: _Place) -> CurvaturePlan:
         tokens=config.data.batch * config.data.length,
         activations=numbers.activations,
         device=place.device,
-        world_size=max(place.gpus, 1),
+        world_size=processes,
     )
 
 

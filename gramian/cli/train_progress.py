@@ -18,6 +18,7 @@ TOLD = {
     "checkpoint_failed": "{error}",
     "data_worker_died": "{problem}; started again",
     "rollback": "step {from}: {reason}; back to step {to}, batches left out: {skipped}",
+    "fewer_snapshots": "{plan}",
     "advice": "{text}",
     "data_starved": "{text}",
     "temperature_stuck": "{text}",

@@ -69,6 +69,8 @@ class Transformer:
     """False: activations can be recomputed block by block alone."""
     counted: int | None = None
     """Parameters, where they were counted; None: from the formula, exact for the reference GPT and for Llama."""
+    parameter_shapes: tuple[tuple[int, ...], ...] = ()
+    """Of all parameters, in the model's order, shared ones once."""
     kept: float | None = None
     """What a block keeps for the backward, in stored numbers per token and width, where it was counted; None: by the table."""
 
@@ -115,7 +117,18 @@ def gpt(
     vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = False, dropout: float = 0.0
 ) -> Transformer:
     """The reference GPT."""
-    return Transformer(layers, width, heads, vocabulary, 4 * width, context, tied=tied, dropout=dropout)
+    D, F = width, 4 * width
+    norm = ((D,), (D,))
+    block = (*norm, (3 * D, D), (3 * D,), (D, D), (D,), *norm, (F, D), (F,), (D, F), (D,))
+    shapes = ((vocabulary, D), (context, D), *(layers * block), *norm, *(((vocabulary, D),) * (not tied)))
+    return Transformer(
+        layers, width, heads, vocabulary, F, context, tied=tied, dropout=dropout, parameter_shapes=shapes
+    )
+
+
+def optimizer_states(optimizer: str, momentum: float) -> int:
+    """Numbers that an optimizer keeps per parameter: AdamW two, SGD one with momentum."""
+    return 2 if optimizer == "adamw" else int(momentum > 0)
 
 
 @dataclass(frozen=True)
@@ -195,7 +208,7 @@ class Needs:
     @property
     def states(self) -> int:
         """Numbers that the optimizer keeps per parameter."""
-        return 2 if self.optimizer == "adamw" else int(self.momentum)
+        return optimizer_states(self.optimizer, self.momentum)
 
     @property
     def weights(self) -> int:

@@ -18,9 +18,11 @@ from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
 from gramian.parallel.wrap import spread
+from gramian.plan.host import HostPlan
 from gramian.train.ahead import announced
 from gramian.train.config import Config
 from gramian.train.data import Batches, StepBatch, Windows, load_windows
+from gramian.train.host import plan_snapshots
 from gramian.train.models import build_model, recompute
 from gramian.train.objective import Objective
 from gramian.train.optimizers import build_optimizer
@@ -47,6 +49,8 @@ class Parts:
     stepper: Stepper | PrivateStepper
     batches: Batches | None
     """None of a private run, whose stepper draws its own."""
+    host: HostPlan
+    """Copies of the state in host memory."""
 
     def batches_from(self, position: int, skipped: Collection[int]) -> Iterator[StepBatch] | Iterator[Draw]:
         """Batches from a position of the data on; rows of a cached teacher are read a step ahead."""
@@ -92,6 +96,7 @@ def build(config: Config, world: World) -> Parts:
     numbers = numbers_for(config.precision, world.device)
     training, validation = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
+    host = plan_snapshots(config, world, numbers, model, None if config.kfac is None else build_kfac(config))
     recompute(model, config.parallel.checkpoint_blocks)
     if config.compile.mode != "off":
         compile_model(model, config.compile.mode, hidden=config.teacher is not None)
@@ -117,7 +122,9 @@ def build(config: Config, world: World) -> Parts:
             prefetch=data.prefetch,
             device=world.device,
         )
-    return Parts(config, world, numbers, training, validation, model, module, teaching, optimizer, stepper, batches)
+    return Parts(
+        config, world, numbers, training, validation, model, module, teaching, optimizer, stepper, batches, host
+    )
 
 
 def build_objective(

@@ -161,6 +161,8 @@ class Checkpoint:
     """Steps from one written checkpoint to the next, rounded up to a snapshot."""
     keep: Count = 2
     """Newest ones that are kept, beside the best."""
+    snapshots: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 3
+    """Copies of the state in host memory that a rollback can go to, one more while it is written; fewer if these do not fit."""
 
 
 @dataclass(frozen=True)
@@ -429,6 +431,7 @@ RUN_ONLY = (
     ("run", "wandb"),
     ("data", "workers"),
     ("data", "prefetch"),
+    ("checkpoint", "snapshots"),
     ("doctor", "overfit_steps"),
     ("doctor", "overfit_windows"),
     ("teacher", "cache"),
@@ -437,7 +440,7 @@ RUN_ONLY = (
     ("eval", "dead"),
     ("eval", "saturated"),
 )
-"""Keys that cannot change a run's numbers. Those of [checkpoint] can: they say where a rollback goes."""
+"""Keys that cannot change a run's numbers. Most of [checkpoint] can: they say where a rollback goes."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -25,7 +25,7 @@ from gramian.train.checks.invariance import invariance
 from gramian.train.checks.loss import initial_loss, targets
 from gramian.train.checks.overfit import overfit
 from gramian.train.checks.reach import reach, schedule_end
-from gramian.train.checks.resources import duration, memory
+from gramian.train.checks.resources import duration, host_memory, memory
 from gramian.train.checks.subject import Subject, rows_of
 from gramian.train.config import Config
 from gramian.train.data.files import find_files
@@ -64,7 +64,7 @@ def examine(
     """
     device = device_of(config)
     with _as_in_a_run(config, device):
-        progress = _Progress(on_progress, 12 + config.doctor.overfit_steps)
+        progress = _Progress(on_progress, 13 + config.doctor.overfit_steps)
         checks = [schedule_end(config)]
         progress.next("data")
         _refuse_missing(config)
@@ -111,6 +111,7 @@ def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Call
     config, numbers, vocabulary = subject.config, subject.numbers, subject.windows.vocabulary
     yield "memory", partial(memory, config, vocabulary, numbers)
     model = subject.model()
+    yield "host memory", partial(host_memory, config, numbers, model)
     stepper = subject.stepper(model)
     batches = [subject.batch(position=position) for position in range(LOOKS)]
     rows = rows_of(batches[0])

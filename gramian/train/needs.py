@@ -1,6 +1,7 @@
 """What a config asks of a device's memory: its model as shapes, nothing allocated."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def shape_of(config: Config, vocabulary: int) -> Transformer:
         return shape
     with torch.device("meta"):
         goose = build_model(config, vocabulary)
-    count = sum(parameter.numel() for parameter in goose.parameters())
-    return replace(shape, heads=1, positions=0, counted=count, kept=GOOSE_KEPT[model.spikes])
+    shapes = _shapes(goose)
+    count = sum(map(prod, shapes))
+    return replace(shape, heads=1, positions=0, counted=count, parameter_shapes=shapes, kept=GOOSE_KEPT[model.spikes])
 
 
 def teacher_of(told: Teacher, precision: Kind) -> memory.Teacher | None:
@@ -126,4 +128,9 @@ def _shape(told: Any, model: nn.Module) -> Transformer:
         gelu_tensors=5 if any(name in WRITTEN_OUT for name in modules) else 2,
         whole_segments=False,
         counted=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_shapes=_shapes(model),
     )
+
+
+def _shapes(model: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(parameter.shape) for parameter in model.parameters())

@@ -27,6 +27,11 @@ def write_record(folder: Path, parts: Parts) -> None:
         "parameters": sum(p.numel() for p in parts.model.parameters()),
         "vocabulary": parts.training.vocabulary,
         "windows": {"training": len(parts.training), "validation": len(parts.validation)},
+        "host_memory": {
+            "snapshots": parts.host.snapshots,
+            "bytes_of_one": parts.host.copy,
+            "bytes": parts.host.process,
+        },
         "data_digest": parts.digests,
     }
     if isinstance(parts.stepper, PrivateStepper):

@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gramian.errors import GramianError
+from gramian.plan.host import packed
 
 STAGED_SHARE = 0.25
 """A state that takes at most this share of a device's free memory is copied there first: it may change again at once."""
-PIECE = 2**28
-"""Most bytes of a piece of host memory that holds several tensors; torch rounds pinned ones up to a power of two."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,8 @@ class Snapshots:
     it: tensors that are steady are copied on a stream of their own, beside the next forward and backward, and whoever changes
     them calls `settle` before, which waits for the transfer; or, where the device has room for it, for a copy on the device
     alone, which takes a hundredth of the time. Memory of copies that nobody holds any longer is used again: with `keep` copies,
-    one in the writer and one best, there is room for `keep` + 2.
+    the newest of which may still wait to be kept, and an older one in the writer, `keep` + 1 are allocated
+    (`gramian.plan.host`).
 
     Args:
         keep: how many are kept; taking one more drops the oldest first.
@@ -171,6 +171,11 @@ class Snapshots:
     def steps(self) -> list[int]:
         """Of the copies, oldest first."""
         return [snapshot.step for snapshot in self._ring]
+
+    @property
+    def newest(self) -> Snapshot:
+        """There must be one."""
+        return self._ring[-1]
 
     def take(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str] = ()
@@ -321,18 +326,13 @@ def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor]
 
 def _allocate(shape: _Shape) -> list[_Piece]:
     """Room for a state."""
-    groups: dict[Any, list[list[tuple[str, torch.Size]]]] = {}
-    filled: dict[Any, int] = {}
+    groups: dict[Any, list[tuple[str, torch.Size]]] = {}
     for name, size, dtype, device, steady in shape:
-        key, nbytes = (device, dtype, steady), size.numel() * dtype.itemsize
-        if key not in groups or filled[key] + nbytes > PIECE:
-            groups.setdefault(key, []).append([])
-            filled[key] = 0
-        groups[key][-1].append((name, size))
-        filled[key] += nbytes
+        groups.setdefault((device, dtype, steady), []).append((name, size))
     pieces = []
     for (device, dtype, steady), found in groups.items():
-        for members in found:
+        for places in packed([size.numel() * dtype.itemsize for _, size in found]):
+            members = [found[place] for place in places]
             counts = [size.numel() for _, size in members]
             memory = torch.empty(sum(counts), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
             buffers = {name: flat.view(size) for (name, size), flat in zip(members, memory.split(counts), strict=True)}

@@ -36,8 +36,6 @@ from gramian.train.schedule import learning_rate
 from gramian.train.snapshot import Copied, Part, Snapshot, Snapshots
 from gramian.train.state import extents, facts_of, load, tensors_of
 
-SNAPSHOTS = 3
-"""Copies in memory that a rollback can go to."""
 TRAIL = 200
 """Attempts of which is remembered where their data was."""
 DEATHS = 3
@@ -90,7 +88,7 @@ class Trainer:
         self.skipped: set[int] = set()
         self.trail: list[tuple[int, int]] = []
         self.best: dict[str, Any] | None = None
-        self.guard, self.snapshots = Guard(self.config.guard), Snapshots(SNAPSHOTS)
+        self.guard, self.snapshots = Guard(self.config.guard), Snapshots(parts.host.snapshots)
         self.late = Late(EXTRA if parts.teaching is not None else ())
         self.meter = StarvationMeter()
         self.log: RunLog = RunLog(self, on_event)
@@ -113,6 +111,8 @@ class Trainer:
         try:
             with Interrupts() as interrupts:
                 self._resume()
+                if (host := self.parts.host).snapshots < host.wish:
+                    self.log.event({"event": "fewer_snapshots", "wish": host.wish, "plan": str(host)})
                 return self._loop(interrupts)
         finally:
             settled.remove()
@@ -124,9 +124,9 @@ class Trainer:
     def _loop(self, interrupts: Interrupts) -> Ended:
         self._batches = self.parts.batches_from(self.position, self.skipped)
         if not len(self.snapshots):
-            snapshot = self._snapshot()
+            self._snapshot()
             if isinstance(self.parts.stepper, PrivateStepper):  # the key is on disk before the first release
-                self.store.write(snapshot)
+                self.store.write(self.snapshots.newest)  # not a variable: it would hold a copy for the whole run
                 lost = self.store.wait()
                 if self.world.most(float(bool(lost))):
                     return Ended(
@@ -140,7 +140,7 @@ class Trainer:
             while not self._ends():
                 self._attempt(interrupts.requested is not None)
                 due = self._due()
-                if self._snapshot_due and not due:
+                if self._snapshot_due and not due and not self._copies:  # one waits to be judged: the next after it
                     self._copies.append(_Pending(*self._copy()))
                     self._snapshot_due = False
                 went_on, ended = self._look(wait=due)
@@ -353,7 +353,8 @@ class Trainer:
         return {**facts, **more}
 
     def _snapshot(self) -> Snapshot:
-        """The state now, when all numbers were read."""
+        """The state now, when all numbers were read; it takes the place of a copy that waits to be judged."""
+        self._copies.clear()
         copied, facts = self._copy()
         return self.snapshots.keep_copy(copied, self._with_heard(facts))
 

@@ -43,14 +43,14 @@ def test_a_healthy_run_passes_and_nothing_is_written(small: str, capsys: pytest.
     for name in ("initial loss", "overfit", "causality", "gradients", "micro-batches", "data: windows", "time"):
         assert name in printed
     assert "FAILED" not in printed
-    assert "18 of 18 checks passed in" in printed
+    assert "19 of 19 checks passed in" in printed
     assert [path.name for path in Path().iterdir()] == ["small.toml"]
 
 
 def test_a_failed_check_is_exit_1_with_its_name_and_a_hint(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", small, "doctor.overfit_steps=1"]) == 1
     told = capsys.readouterr()
-    assert told.err == "gramian: doctor: 1 of 18 checks failed: overfit\n"
+    assert told.err == "gramian: doctor: 1 of 19 checks failed: overfit\n"
     assert "FAILED" in told.out and "doctor.overfit_steps" in " ".join(told.out.split())
 
 

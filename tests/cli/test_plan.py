@@ -76,6 +76,36 @@ def test_what_does_not_fit_exits_1_with_what_would(seven: str, capsys: pytest.Ca
     assert "recomputed in segments of 3" in lines[1]
 
 
+def test_copies_in_host_memory_are_counted_for_all_processes_of_a_host(
+    seven: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """82.4 GB of weights and AdamW's state, in page-locked pieces; a host of eight GPUs holds 25 of them under DDP."""
+
+    def planned(*told: str) -> tuple[int, str, str]:
+        code = main(["plan", seven, *told, "--gpus", "16", "--gpu-memory", "400"])
+        lines, errors = output(capsys)
+        return code, next((line for line in lines if line.startswith("host memory")), ""), errors
+
+    code, line, _ = planned()
+    found = re.fullmatch(
+        r"host memory: 3 snapshots and one being written, ([\d.]+) GB each: ([\d.]+) GB on a process, ([\d.]+) GB on a host of "
+        r"8 processes",
+        line,
+    )
+    assert code == 0 and found is not None, line
+    one, process, host = map(float, found.groups())
+    assert 82.4 < one < 1.5 * 82.4
+    assert process == pytest.approx(4 * one, abs=0.1) and host == pytest.approx(25 * one, abs=0.5)
+
+    code, line, _ = planned("--host-memory", "2100")
+    assert code == 0 and "2 snapshots and one" in line and "checkpoint.snapshots=3 would take too much" in line
+    code, _, errors = planned("--host-memory", "1000")
+    assert code == 1 and errors.count("\n") == 1
+    assert errors.startswith("gramian: plan: checkpoint.snapshots: not even 2 and the one being written fit: ")
+    assert planned("parallel.strategy=fsdp2", "--host-memory", "1000")[0] == 0
+    assert planned("--host-memory", "1000", "--gpus-per-host", "4")[0] == 0
+
+
 def test_a_strategy_of_the_config_is_planned_as_it_is(seven: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", seven, "parallel.strategy=ddp", "--gpus", "8", "--gpu-memory", "141"]) == 1
     lines, errors = output(capsys)

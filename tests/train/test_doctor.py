@@ -73,8 +73,8 @@ def test_a_healthy_run_is_green(windows: Windows) -> None:
     assert [check.name for check in checks if not check.ok] == []
     assert [check.name for check in checks] == [
         "schedule", "data: empty documents", "data: repeated documents", "data: validation documents trained on",
-        "data: windows", "memory", "scalars", "targets", "objective", "initial loss", "initial logits", "graph breaks",
-        "gradients", "causality", "rows apart", "micro-batches", "time", "overfit",
+        "data: windows", "memory", "host memory", "scalars", "targets", "objective", "initial loss", "initial logits",
+        "graph breaks", "gradients", "causality", "rows apart", "micro-batches", "time", "overfit",
     ]  # fmt: skip
     assert all(0 <= done <= total for done, total, _ in told)
     assert any("overfit: loss" in what for *_, what in told)

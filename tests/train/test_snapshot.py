@@ -224,7 +224,7 @@ def test_keep_is_a_number_of_at_least_one(keep: object) -> None:
 
 @pytest.mark.parametrize("piece", [1, 64, 10**9])
 def test_a_copy_is_the_same_in_pieces_of_any_size(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gramian.train.snapshot.PIECE", piece)
+    monkeypatch.setattr("gramian.plan.host.PIECE", piece)
     tensors = {
         "matrix": torch.arange(6.0).reshape(2, 3).T,
         "scalar": torch.tensor(7.0),

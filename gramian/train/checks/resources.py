@@ -5,13 +5,18 @@ import time
 from typing import cast
 
 import torch
+from torch import nn
 
+from gramian.errors import GramianError
 from gramian.parallel.strategy import decide
+from gramian.parallel.world import World
 from gramian.plan.clipping import megabytes
 from gramian.plan.memory import Kind
+from gramian.train.build import build_kfac
 from gramian.train.checks.check import Check
 from gramian.train.checks.subject import Subject
 from gramian.train.config import Config
+from gramian.train.host import plan_snapshots
 from gramian.train.needs import needs_of
 from gramian.train.precision import Numbers
 from gramian.train.stepper import Stepper
@@ -51,6 +56,17 @@ def planned(config: Config, vocabulary: int, numbers: Numbers, gpus: int, gpu_me
             decision, hint = several, f"with torchrun --nproc_per_node={gpus}: {several.why}"
     held = min(decision.rows[-1].held) if decision.strategy is None else decision.held(decision.strategy)
     return Check("memory", megabytes(held), megabytes(decision.usable), decision.fits, hint, held)
+
+
+def host_memory(config: Config, numbers: Numbers, model: nn.Module) -> Check:
+    """Whether the copies of the state fit into what this host has left; one process."""
+    kfac = None if config.kfac is None else build_kfac(config)
+    try:
+        plan = plan_snapshots(config, World(0, 1, torch.device(numbers.device), "one"), numbers, model, kfac)
+    except GramianError as problem:
+        return Check("host memory", "too much", "-", False, str(problem))
+    hint = str(plan) if plan.snapshots < plan.wish else ""
+    return Check("host memory", megabytes(plan.host), megabytes(plan.usable or 0), True, hint, plan.host)
 
 
 def duration(subject: Subject, stepper: Stepper) -> Check:
