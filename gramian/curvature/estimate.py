@@ -16,6 +16,7 @@ from torch import Tensor
 from gramian.curvature.blocks import Spec
 from gramian.curvature.ekfac import Samples, SoftmaxTokens, Use
 from gramian.curvature.keyed import token_keys
+from gramian.curvature.loss_coefficient import LOOKED, seen_coefficient
 from gramian.curvature.moments import Keep, Moment, Products, Tokens
 from gramian.curvature.options import Options
 from gramian.curvature.planning import Keeps, keeps_of
@@ -122,6 +123,10 @@ class KroneckerSums(SumsOfOneCapture):
     find_head: Any = None
     """Asked once, in the first backward, if `head` is not known before."""
     check_softmax: bool = True
+    check_coefficient: bool = True
+    """Whether the coefficient of a loss term is still to be looked at."""
+    coefficient: float | None = None
+    """Of one loss term, relative to the stated one, where the head shows that it is another."""
     needs: Needs = "layer"
     per_sample: bool = False
     _by_layer: dict[str, Spec] = field(default_factory=dict)
@@ -185,6 +190,9 @@ class KroneckerSums(SumsOfOneCapture):
             return
         chosen = self._choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        if is_head and sides is whole and sides.outputs is not None and info.spread is None and self.check_coefficient:
+            rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:LOOKED]
+            self._look_at_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
         block.gradients = block.gradients or Moment(spec.outputs, keep)
         block.gradients.add(gradients, Products())
 
@@ -257,8 +265,18 @@ class KroneckerSums(SumsOfOneCapture):
         if self.check_softmax:
             seen = _checked_softmax(info.spread, spec.name, p_TV, gradients)
             self.check_softmax = not seen
+        if info.spread is None and self.check_coefficient:
+            self._look_at_coefficient(p_TV[:LOOKED], gradients)
         block.probabilities = block.probabilities or Moment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
+
+    def _look_at_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
+        """Compare the first tokens' gradients with those of a cross entropy of the stated coefficient, once."""
+        self.check_coefficient = False
+        g_TV = wide(gradients.rows_TN[:LOOKED]) * gradients.scale
+        if gradients.weights_T is not None:
+            g_TV = g_TV * gradients.weights_T[:LOOKED, None].to(g_TV)
+        self.coefficient = seen_coefficient(p_TV, g_TV.to(p_TV))
 
     def _softmax_tokens(self, sides: Sides, info: RefreshPass, record: LayerRecord) -> SoftmaxTokens:
         """All tokens with a loss, whatever subset K-FAC takes."""

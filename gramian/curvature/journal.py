@@ -39,6 +39,7 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "refreshes": kfac.refreshes,
         "dropped": list(kfac.dropped),
         "padding_counted": {layer: list(counts) for layer, counts in kfac.padding.items()},
+        "loss_coefficient": kfac._coefficient,
         "head": kfac.head,
         "seconds": dict(kfac._seconds),
         "identity": sorted(kfac._identity),
@@ -240,6 +241,22 @@ def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool
     if strict:
         raise GramianError(line + " (strict=True)")
     logger.log(logging.DEBUG if again else logging.WARNING, "%s", line)
+
+
+def log_coefficient(seen: float, strict: bool) -> None:
+    """The head's gradients are those of a loss with another coefficient than was stated: a warning.
+
+    Raises:
+        GramianError: if `strict`.
+    """
+    line = (
+        f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
+        f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
+        "1 / (num_terms * accumulation steps) for (loss / accumulation steps).backward()"
+    )
+    if strict:
+        raise GramianError(line + " (strict=True)")
+    logger.warning("%s", line)
 
 
 def log_no_step(reason: str) -> None:

@@ -175,6 +175,9 @@ class KFACNaturalGradient:
         self._spread = Spread(None)
         self._warned = False
         self._softmax_checked = False
+        self._coefficient_checked = False
+        self._coefficient: float | None = None
+        """Of one loss term, relative to the stated one, where the first refresh has shown that it is another."""
         self._identity: set[str] = set()
         self._seconds: dict[str, float] = {}
 
@@ -259,7 +262,13 @@ class KFACNaturalGradient:
             )
         keeps_of(specs, self.options, found, exact_head)  # a budget that cannot be met is refused before any token
         kronecker = KroneckerSums(
-            specs, self.options, seed, exact_head, head=found, check_softmax=not self._softmax_checked
+            specs,
+            self.options,
+            seed,
+            exact_head,
+            head=found,
+            check_softmax=not self._softmax_checked,
+            check_coefficient=not self._coefficient_checked,
         )
         cap = KFACCapture(self, model, kronecker, RemainderSums(specs), estimate=estimate, others=others, **told)
         if found is None:

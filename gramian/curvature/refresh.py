@@ -44,6 +44,7 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
         abandon(kfac, agreed.problem or "no loss terms", lenient=True)
         return
     _note_padding(kfac, agreed.padded)
+    _note_coefficient(kfac, next((word["coefficient"] for word in words if word["coefficient"] is not None), None))
     reduction = "" if cap.others is None else "dense"
     builder = Builder(kfac.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
     place = Placement(kfac.options, agreed.free)
@@ -120,6 +121,7 @@ def _word(
         "samples": cap.samples,
         "head": cap.kronecker.head,
         "padded": cap.kronecker.padded,
+        "coefficient": cap.kronecker.coefficient,
         "free": free_memory(next(iter(kfac._specs.values())).device),
         **word_of(kronecker, remainder),
     }
@@ -133,6 +135,17 @@ def _note_padding(kfac: KFACNaturalGradient, padded: Mapping[str, tuple[int, flo
             abandon(kfac, f"{layer} counts {tokens} tokens for {terms:g} loss terms")
         journal.log_padding(layer, tokens, terms, again=bool(kfac.padding), strict=kfac.options.strict)
     kfac.padding = {layer: list(counts) for layer, counts in padded.items()}
+
+
+def _note_coefficient(kfac: KFACNaturalGradient, coefficient: float | None) -> None:
+    """Say that the loss is multiplied by something else than was stated; once, since it is looked at once."""
+    kfac._coefficient_checked = True
+    if coefficient is None:
+        return
+    kfac._coefficient = coefficient
+    if kfac.options.strict:
+        abandon(kfac, f"a loss term has {coefficient:.4g} times the stated coefficient")
+    journal.log_coefficient(coefficient, kfac.options.strict)
 
 
 def _refuse_uncovered(kfac: KFACNaturalGradient, fresh: Mapping[str, Block]) -> None:

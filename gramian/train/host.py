@@ -18,8 +18,8 @@ from gramian.train.precision import Numbers
 
 def available_memory() -> int:
     """Bytes that processes of this host can still allocate: of the machine, or of its container."""
-    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = 1024 * int(told["MemAvailable"].split()[0])
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = 1024 * int(fields["MemAvailable"].split()[0])
     group = Path("/sys/fs/cgroup")
     try:
         cached = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
