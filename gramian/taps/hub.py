@@ -64,11 +64,10 @@ class BeforeRoot:
         """Remember the hub, weakly."""
         self._hub: Any = (lambda: None) if hub is None else weakref.ref(hub)
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward of the root begins."""
         hub = self._hub()
-        if hub is not None:
+        if hub is not None and not torch.compiler.is_compiling():
             hub.before_sharded_root(module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> "BeforeRoot":

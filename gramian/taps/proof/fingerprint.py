@@ -82,4 +82,4 @@ def _directions(seed: int, count: int, device: torch.device) -> Tensor:
     """Normal numbers over √N: [N, K]."""
     generator = torch.Generator().manual_seed((seed ^ 0x5DEECE66D) & (2**63 - 1))
     drawn = torch.randn(count, PROJECTIONS, generator=generator, dtype=torch.float64)
-    return (drawn / max(count, 1) ** 0.5).to(device)
+    return drawn.div(max(count, 1) ** 0.5).to(device)

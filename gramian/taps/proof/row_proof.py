@@ -81,6 +81,7 @@ class RowProof:
         self.hub.calls = []
         output = forward(args, kwargs)
         unseen = [call for call in self.hub.calls if call not in self._calls]
+        tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be told
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
                 raise GramianError(

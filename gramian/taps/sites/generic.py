@@ -265,7 +265,7 @@ def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
     if layout == "grouped":
         return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
     if layout == "grouped_second":
-        return t.unflatten(1, (batch, t.shape[1] // batch)).movedim(1, 0)
+        return t.reshape(t.shape[0], batch, t.shape[1] // batch, *t.shape[2:]).movedim(1, 0)
     return t.movedim(1, 0) if layout == "second" else t
 
 

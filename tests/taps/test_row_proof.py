@@ -1,0 +1,403 @@
+"""The row proof: what it costs, when it runs, what it leaves behind, and what it finds that shapes cannot tell."""
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import gramian
+from gramian.errors import GramianError
+from gramian.taps.hub import hub_of
+from gramian.taps.proof.fingerprint import Fingerprint
+from gramian.taps.proof.prover import Proven, Prover
+from gramian.taps.proof.samples import Samples
+from tests.taps.checks import assert_exact, wave
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Net(nn.Module):
+    """Three layers and a forward that the test gives."""
+
+    def __init__(self, forward: Forward | None = None) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(4, 5), nn.Linear(5, 3), nn.Embedding(7, 5)
+        self.inner = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(torch.tanh(self.first(x))) if self.inner is None else self.inner(self, x)
+
+
+def norms(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    with gramian.per_sample_norms(model, **options) as found:
+        output = model(x)
+        (output if isinstance(output, Tensor) else output[0]).square().flatten(1).sum(1).mean().backward()
+    return found
+
+
+def proven(model: nn.Module) -> list[Proven]:
+    return list(hub_of(model).proof.proven.values())
+
+
+def private(model: nn.Module, x: Tensor, **options: Any) -> tuple[gramian.PrivacyEngine, torch.optim.Optimizer]:
+    engine, loader = gramian.PrivacyEngine(), DataLoader(TensorDataset(x), batch_size=len(x))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        **options,
+    )
+    return engine, optimizer
+
+
+# ---- when it runs, and what it costs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 8, 9, 33])
+def test_a_proof_takes_two_runs_for_each_bit_of_the_batch_and_four_more(samples: int) -> None:
+    model = Net()
+    norms(model, torch.randn(samples, 4))
+    assert proven(model)[0].runs == 2 * math.ceil(math.log2(samples)) + 4
+
+
+def test_a_batch_of_one_needs_no_proof() -> None:
+    model = Net()
+    norms(model, torch.randn(1, 4))
+    assert not proven(model)
+
+
+def test_a_model_is_proven_once_for_each_structure_of_its_inputs() -> None:
+    model, forwards = Net(), list[int]()
+    model.inner = lambda self, x: (forwards.append(0), self.last(torch.tanh(self.first(x))))[1]  # noqa: E731
+    norms(model, torch.randn(4, 4))
+    assert len(proven(model)) == 1
+    for rows in (4, 7, 4):
+        norms(model, torch.randn(rows, 4))
+    assert len(proven(model)) == 1
+    norms(model, torch.randn(4, 6, 4))  # another rank
+    assert len(proven(model)) == 2
+
+
+def test_a_call_that_no_proof_has_seen_is_proven_before_it_is_used() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.sum() < 0:
+            return self.last(torch.tanh(self.first(x)))
+        order = x[:, 0].argsort()
+        return self.last(
+            self.last.weight.new_ones(len(x), 5) * torch.tanh(self.first(self.again(x[order])))[order.argsort()]
+        )
+
+    model = Net(forward)
+    model.again = nn.Linear(4, 4)
+    norms(model, -torch.rand(4, 4))
+    with pytest.raises(GramianError, match=r"^again: the input of sample"):
+        norms(model, torch.rand(4, 4))
+
+
+@given(st.integers(2, 40), st.integers(0, 100))
+@settings(deadline=None, max_examples=20)
+def test_of_every_ordered_pair_of_samples_one_run_keeps_the_first_and_replaces_the_second(
+    count: int, seed: int
+) -> None:
+    model = Net()
+    with gramian.per_sample_norms(model, proof="off"):
+        prover = Prover(hub_of(model), lambda x: x, Samples.of(torch.randn(count, 4), count), seed=seed)
+        sets = prover.separating_sets()
+        model(torch.randn(1, 4)).sum().backward()
+    assert len(sets) == 2 * math.ceil(math.log2(count))
+    for kept in range(count):
+        for replaced in range(count):
+            assert kept == replaced or any(replaced in some and kept not in some for some in sets)
+
+
+# ---- no trace --------------------------------------------------------------------------------------------------------
+
+
+def test_a_proof_leaves_no_trace() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls, self.seen = nn.Linear(4, 3), 0, list[int]()
+            self.register_buffer("count", torch.zeros(()))
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen.append(len(x))
+            self.count += 1
+            random.random()
+            np.random.rand()
+            noise = torch.rand(len(x), 3, generator=self.generator)
+            return F.dropout(self.layer(x), 0.1) + 0 * noise
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+            self.count += 1
+
+    x, hooked, cell, counter = torch.randn(6, 4), list[int](), 0, Counter()
+
+    def count(module: nn.Module, args: Any) -> None:
+        nonlocal cell
+        cell += 1
+        hooked.append(0)
+
+    def state(model: Noisy) -> list[Any]:
+        states = [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+        return [
+            *states,
+            model.generator.get_state().tolist(),
+            model.calls,
+            model.seen,
+            float(model.count),
+            model.training,
+        ]
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    plain = Noisy()
+    plain(x).sum().backward()
+    expected = state(plain)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    model = Noisy()
+    model.layer.register_forward_pre_hook(count)
+    model.layer.register_forward_hook(counter)
+    with gramian.per_sample_norms(model, "sum"):
+        model(x).sum().backward()
+    assert state(model) == expected
+    assert (len(hooked), cell, counter.count) == (1, 1, 1)
+    assert proven(model)[0].alone == "random operations ran"
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_gradients_that_the_user_accumulates_stay() -> None:
+    model, x = Net(), torch.randn(4, 4)
+    model(x).sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with gramian.per_sample_norms(model, proof="auto"):
+        output = model(x)
+        assert all((p.grad is None) == (g is None) for p, g in zip(model.parameters(), before, strict=True))
+        assert all(g is None or torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+        output.sum().backward()
+
+
+# ---- what it accepts -------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_equal_for_all_samples_are_no_reason_to_refuse() -> None:
+    class Segments(nn.Module):
+        """BERT's segment ids: zeros for every sample."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.segments, self.head = nn.Embedding(11, 6), nn.Embedding(2, 6), nn.Linear(6, 3)
+
+        def forward(self, ids: Tensor, kinds: Tensor | None = None) -> Tensor:
+            kinds = torch.zeros_like(ids) if kinds is None else kinds
+            return self.head(torch.tanh(self.words(ids) + self.segments(kinds)))
+
+    torch.manual_seed(0)
+    assert_exact(Segments().double(), torch.randint(11, (5, 4)))
+    assert_exact(Segments().double(), torch.randint(11, (5, 4)), torch.zeros(5, 4, dtype=torch.long))
+    assert_exact(Segments().double(), torch.randint(11, (5, 4)), torch.randint(2, (5, 4)))
+
+
+def test_a_mask_whose_first_axis_is_the_batch_by_chance_is_left_alone_and_recorded() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = self.layer(x)
+            weights = (h @ h.mT).masked_fill(~mask, -torch.inf).softmax(-1)
+            return self.head(weights @ h)
+
+    torch.manual_seed(0)
+    model = Masked().double()
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    with gramian.per_sample_norms(model) as found:
+        wave(model, torch.randn(4, 4, 3).double(), mask).backward()
+    assert len(found.values) == 4
+    assert proven(model)[0].fixed == (1,)
+
+
+def test_a_scalar_that_couples_samples_is_an_error_only_if_a_backward_goes_through_it() -> None:
+    def forward(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return self.last(h), h.mean(0).square().sum()
+
+    model, x = Net(forward), torch.randn(6, 4)
+    norms(model, x)
+    assert "couples samples" in proven(model)[0].open_outputs[1]
+    with pytest.raises(GramianError, match=r"^output 1 of the model couples samples"), gramian.per_sample_norms(model):
+        output, extra = model(x)
+        (output.mean() + extra).backward()
+
+
+def test_a_scalar_that_keeps_samples_apart_is_proven() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))).square().sum(1).mean()
+
+    model, x = Net(forward).double(), torch.randn(6, 4).double()
+    with gramian.per_sample_norms(model) as found:
+        model(x).backward()
+    for i, value in enumerate(found.values):
+        gradients = torch.autograd.grad(
+            model(x[i : i + 1]), [model.first.weight, model.first.bias, *model.last.parameters()]
+        )
+        torch.testing.assert_close(value, torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+
+
+def test_equal_samples_prove_nothing_and_private_training_refuses_them() -> None:
+    model, x = Net(), torch.ones(4, 4)
+    norms(model, x)
+    assert not proven(model) and hub_of(model).proof.open_batches == 1
+    engine, _ = private(model, torch.randn(4, 4))
+    with pytest.raises(GramianError, match=r"^batch: all its samples are equal.*expected"):
+        model(x)
+    engine.detach()
+
+
+# ---- what it finds, in the loss ----------------------------------------------------------------------------------------
+
+
+def sign_of_mean(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    f = model(x)[:, 0]
+    return (torch.sign(y - y.mean()) * f).mean()
+
+
+@pytest.mark.parametrize("weight, dtype", [(1e-3, torch.float32), (0.1, torch.bfloat16)])
+def test_a_small_balancing_loss_is_found_in_every_precision(weight: float, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        gates = model(x).softmax(-1)
+        return model.last.weight.new_tensor(0.0) + gates[:, 0].mean() + weight * gates.mean(0).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Net().to(dtype), torch.randn(8, 4).to(dtype)
+    engine, _ = private(model, x)
+    engine.check_independence(lambda model, x: model(x).softmax(-1)[:, 0].mean(), (x,))
+    assert engine.proof["loss"] == "proven"
+    with pytest.raises(GramianError, match="output gradient of sample"):
+        engine.check_independence(loss, (x,))
+    engine.detach()
+
+
+@pytest.mark.parametrize("samples", [8, 32])
+def test_a_loss_that_couples_by_the_sign_of_a_mean_is_found(samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = Net(), torch.randn(samples, 4), torch.randn(samples)
+    engine, _ = private(model, x)
+    with pytest.raises(GramianError, match="output gradient of sample"):
+        engine.check_independence(sign_of_mean, (x, y))
+    engine.detach()
+
+
+# ---- private training ------------------------------------------------------------------------------------------------
+
+
+def test_plan_and_record_say_what_is_proven() -> None:
+    model, x = Net(), torch.randn(6, 4)
+    engine, optimizer = private(model, x)
+    assert engine.proof["rows"] == "not proven yet" and engine.proof["loss"] == "not proven"
+    F.cross_entropy(model(x), torch.zeros(6, dtype=torch.long)).backward()
+    optimizer.step()
+    assert engine.proof["rows"] == "proven" and engine.proof["structures"][0]["samples"] == 6
+    assert str(engine.plan).splitlines()[-1] == "rows: proven; loss: not proven"
+    engine.detach()
+
+
+def test_off_is_recorded_and_warned_of() -> None:
+    model, x = Net(), torch.randn(6, 4)
+    with pytest.warns(UserWarning, match='proof: is "off"'):
+        engine, _ = private(model, x, proof="off")
+    model(x).sum().backward()
+    assert engine.proof["rows"] == "off" and not proven(model)
+    engine.detach()
+
+
+@pytest.mark.parametrize("bad", ["on", 0, -1, 1.5, True, None])
+def test_another_option_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(GramianError, match='^proof: expected "auto", "off" or a number'):
+        norms(Net(), torch.randn(4, 4), proof=bad)
+
+
+def test_coupling_that_begins_later_is_found_by_a_repeated_run_and_marks_the_releases() -> None:
+    class Later(Net):
+        coupled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.first(x))
+            return self.last(h - h.mean(0) if self.coupled else h)
+
+    torch.manual_seed(0)
+    model, x = Later(), torch.randn(6, 4)
+    engine, optimizer = private(model, x, proof=1)
+    for step in range(4):
+        model.coupled = step == 3
+        optimizer.zero_grad()
+        if step == 3:
+            with pytest.raises(GramianError, match="^last: the input of sample"):
+                model(x)
+            break
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert engine.proof["releases not covered"] == [2, 3]
+    engine.detach()
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_is_proven_in_eager_mode_before_it_runs() -> None:
+    def sorted_(self: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.last(torch.tanh(self.first(x[order]))[order.argsort()])
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(6, 4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = norms(compiled, x)
+    assert proven(model)[0].runs == 10
+    torch.testing.assert_close(found.values, norms(model, x).values)
+    bad = Net(sorted_)
+    with pytest.raises(GramianError, match="^first: the input of sample"):
+        norms(torch.compile(bad, backend="aot_eager", fullgraph=True), x)
+
+
+# ---- fingerprints ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 1000), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]))
+def test_one_changed_bit_changes_the_hash_of_its_row_alone(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    t = (torch.randn(4, 3, 5, generator=generator) * 10).to(dtype)
+    row, place, feature = (int(torch.randint(n, (), generator=generator)) for n in t.shape)
+    changed = t.clone()
+    bits = (
+        changed.view(torch.uint8)
+        if dtype is torch.bool
+        else changed.view({2: torch.int16, 4: torch.int32}.get(t.element_size(), torch.int64))
+    )
+    bits[row, place, feature] ^= 1
+    one, other = Fingerprint.of(t, 5), Fingerprint.of(changed, 5)
+    assert (one.hashes_R != other.hashes_R).tolist() == [i == row for i in range(4)]
+    if dtype in (torch.float32, torch.bfloat16):  # a float64's last bit drowns in the projection's own rounding
+        assert bool(one.moved(other)[row] > 0) and not bool(one.moved(other)[[i for i in range(4) if i != row]].any())
