@@ -25,7 +25,7 @@ class Fingerprint:
     """Each row on K random directions of expected squared length 1, float64, on the CPU: a row off by δ everywhere moves each
     projection by about δ."""
     largest: float
-    """Largest absolute value."""
+    """Largest absolute value among finite ones."""
     eps: float
     """Of the tensor's dtype; 0 for integers."""
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Fingerprint:
             real = part.double()
             projections.append(real @ directions_DK)
             if part.numel():
-                largest = torch.maximum(largest, real.abs().max())
+                largest = torch.maximum(largest, real.abs().nan_to_num(0.0, posinf=0.0).max())
         hashes_RS = torch.cat(hashes).view(count, positions) if hashes else flat.new_zeros(0, 1, dtype=torch.int64)
         hashes_R = (hashes_RS * weights_S).sum(1) if hashes else flat.new_zeros(count, dtype=torch.int64)
         stacked = torch.cat(projections) if projections else directions_DK.new_zeros(0, PROJECTIONS)
@@ -62,6 +62,10 @@ class Fingerprint:
         """Root mean square over the projections of the difference of every row: [R]."""
         apart: Tensor = (self.projections_RK - other.projections_RK).square().mean(1).sqrt()
         return apart.nan_to_num(torch.inf)
+
+    def finite(self) -> Tensor:
+        """True for rows of finite numbers: [R]."""
+        return self.projections_RK.isfinite().all(1)
 
 
 def _mixed(hashes: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from gramian.taps.proof.samples import Samples, donors
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
 
-REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative difference between a batch and the same samples in another order, by dtype."""
 ROUNDING = 64
 """Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
@@ -68,6 +68,7 @@ class Prover:
         *,
         seed: int = 0,
         lone: Callable[[], Lone | None] = lambda: None,
+        second_axis: bool = False,
     ) -> None:
         """Nothing runs yet.
 
@@ -77,10 +78,11 @@ class Prover:
             samples: the arguments.
             seed: of the numbering, the replacements and the cotangents.
             lone: one sample as a loader would collate it alone; None: a slice is taken.
+            second_axis: see `Runs`.
         """
         self._samples, self._units, self._find_lone = samples, samples.units, lone
         self._draw = random.Random(seed)
-        self.runs = Runs(hub, execute, samples, seed)
+        self.runs = Runs(hub, execute, samples, seed, second_axis)
         self._repeat: TappedRun | None = None
         self._contents = samples.contents()
         self._count = samples.batch if self._units is None else self._units.count
@@ -247,12 +249,10 @@ class Prover:
             if bool(equal.all()):
                 continue
             apart = (one.projections_RK[here] - other.projections_RK[there]).square().mean(1).sqrt()
-            if tolerances is None:
-                allowed = self._apart(base, run, key, one)
-            else:
-                narrowest = max((fingerprint.eps for fingerprint in base.rows.values()), default=one.eps)
-                allowed = one.largest * next(t for d, t in tolerances.items() if torch.finfo(d).eps >= narrowest)
-            off = ~equal & ~(apart <= allowed)
+            relative = None if tolerances is None else _tolerance(tolerances, base)
+            allowed = self._apart(base, run, key, one) if relative is None else relative * one.largest
+            numbers = one.finite()[here] | other.finite()[there]  # else both rows are no numbers
+            off = ~equal & ~(apart <= allowed) & numbers
             if bool(off.any()):
                 return f"{words} of sample {here[int(off.nonzero()[0])]} changes"
         return None
@@ -285,8 +285,8 @@ class Prover:
             same = one.shape == other.shape and len(one.hashes_R) == len(other.hashes_R)
             if same and not torch.equal(one.hashes_R, other.hashes_R):
                 # rounding: products have other kernels where weights need no gradient, or where one row is several
-                allowed = max(self._apart(base, base, number, one), ROUNDING * one.eps * one.largest)
-                same = bool((one.moved(other) <= allowed).all())
+                allowed = max(self._apart(base, base, number, one), _tolerance(REPRODUCES, base) * one.largest)
+                same = bool((~(one.finite() | other.finite()) | (one.moved(other) <= allowed)).all())
             if not same:
                 layers = ", ".join(sorted(self.runs.shared)) or "model"
                 raise Refuted(
@@ -301,3 +301,9 @@ class Prover:
                 f"{bad[0]}: the taps explain a gradient of norm {bad[1]:.4g}, autograd computed {bad[2]:.4g}; expected the "
                 "weight to be used through its own module only (not F.linear(x, layer.weight)), or a registered site"
             )
+
+
+def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:
+    """That of the narrowest dtype that took part in a run."""
+    narrowest = max((print_.eps for print_ in (*base.rows.values(), *base.outputs)), default=0.0)
+    return next(tolerance for dtype, tolerance in tolerances.items() if torch.finfo(dtype).eps >= narrowest)

@@ -130,7 +130,7 @@ def disagreement(
     Args:
         sketches: what the taps attribute; a parameter without one got nothing.
         gradients: autograd's.
-        tolerances: largest relative difference, by the narrowest dtype that took part.
+        tolerances: largest relative difference, by the narrowest dtype that took part in the run.
         scaled: True if one factor for all parameters, which is fitted, may stand between both.
     """
     theirs = {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
@@ -139,14 +139,15 @@ def disagreement(
     both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]
     squares = sum(float(mine.square().sum()) for mine, _ in both)
     factor = sum(float(mine @ other) for mine, other in both) / squares if scaled and squares else 1.0
+    every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
+    dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
+    info = torch.finfo(dtype)
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:
             if sketch.norm:
                 return name, 0.0, sketch.norm
             continue
-        dtype = min(mine.dtype, sketch.dtype, key=lambda dtype: dtype.itemsize)
-        info = torch.finfo(dtype)
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
         rounding = info.eps * (mine.magnitude * abs(factor) + tiny)
         apart = (mine.projections_K * factor - sketch.projections_K).square().mean().sqrt()

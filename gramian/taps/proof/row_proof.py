@@ -198,7 +198,7 @@ class RowProof:
                 self.proven[key] = found
 
     def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
-        """Prove on one batch; where an input may have B rows by chance, a second time with that input left alone.
+        """Prove on one batch; where an axis may be B by chance, a second time with it read the other way.
 
         Returns:
             What was shown; None if all samples are equal, so that nothing can be.
@@ -206,26 +206,32 @@ class RowProof:
         root = self.hub.root()
         assert root is not None
         with preserve_state(root), eager():
+            first = self._prover(samples, execute)
             try:
-                return self._run(samples, execute, whole)
+                return self._run(first, samples.batch, whole)
             except Refuted as failure:
                 fixed = samples.ambiguous
-                if not fixed:
-                    refuse(failure)
                 rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-                try:
-                    found = self._run(replace(samples, rows=rows), execute, whole)
-                except Refuted:
-                    refuse(failure)
-                return None if found is None else replace(found, fixed=tuple(fixed))
+                others = [self._prover(replace(samples, rows=rows), execute)] if fixed else []
+                others += [self._prover(samples, execute, second_axis=True)] if first.runs.ambiguous_outputs else []
+                for number, prover in enumerate(others):
+                    try:
+                        found = self._run(prover, samples.batch, whole)
+                    except Refuted:
+                        continue
+                    return replace(found, fixed=tuple(fixed)) if found is not None and fixed and not number else found
+                refuse(failure)
 
-    def _run(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
-        prover = Prover(self.hub, execute, samples, seed=self._seed(), lone=partial(self.lone, samples))
+    def _prover(self, samples: Samples, execute: Execute, second_axis: bool = False) -> Prover:
+        lone = partial(self.lone, samples)
+        return Prover(self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis)
+
+    def _run(self, prover: Prover, batch: int, whole: bool) -> Proven | None:
         if whole and prover.open:
             self.open_batches += 1
             self.hub.proof_stays_open()
             return None
-        outputs = Outputs(samples.batch)
+        outputs = Outputs(batch)
         if not whole:
             return prover.prove(outputs.choose_all, whole=False)
         found, failure = None, None

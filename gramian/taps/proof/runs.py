@@ -43,7 +43,7 @@ class TappedRun:
 class Runs:
     """Runs one call of a model on other samples."""
 
-    def __init__(self, hub: "Hub", execute: Execute, samples: Samples, seed: int) -> None:
+    def __init__(self, hub: "Hub", execute: Execute, samples: Samples, seed: int, second_axis: bool = False) -> None:
         """Nothing runs yet; every run begins with the random states of now.
 
         Args:
@@ -51,6 +51,8 @@ class Runs:
             execute: runs the model, or the loss.
             samples: the arguments.
             seed: of the cotangents and fingerprints.
+            second_axis: True to look for samples on axis 1 of all outputs but the first, wherever it is B (states of recurrent
+                layers); False: only where axis 0 cannot hold them.
         """
         root = hub.root()
         assert root is not None
@@ -62,6 +64,11 @@ class Runs:
         """Of every output, in the order of the batch; None: no backward through it."""
         self.row_outputs: set[int] = set()
         """Numbers of the outputs that have rows of samples."""
+        self.second_axis = second_axis
+        self.ambiguous_outputs = False
+        """True if an output has B on its axis 1, and a multiple of B on axis 0."""
+        self._second: set[int] = set()
+        """Numbers of the outputs whose samples lie on axis 1."""
         self.shared: set[str] = set()
         """Layers whose one row was expanded to a row for each sample."""
 
@@ -87,7 +94,7 @@ class Runs:
         """
         self._begin()
         with self._hub.untapped() as weights:
-            outputs = output_tensors(self._execute(self._samples.take(self.everyone)))
+            outputs = self._find_second(output_tensors(self._execute(self._samples.take(self.everyone))))
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
@@ -105,7 +112,7 @@ class Runs:
         """
         self._begin()
         with self._hub.untapped() as weights:
-            pairs = cotangents(output_tensors(self._execute(arguments)))
+            pairs = cotangents(self._outputs(arguments))
             return None if pairs is None else _gradients(pairs, weights)
 
     def tapped(self, source: Source, *, sums: bool = False, alone: Sequence[int] = ()) -> TappedRun:
@@ -125,14 +132,11 @@ class Runs:
         recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=list(alone))
         with self._hub.rehearsal(recorder) as rehearsal:
             try:
-                outputs = output_tensors(self._execute(arguments))
+                outputs = self._outputs(arguments)
                 drew = self._generators.moved(self._states)
                 prints = [self._fingerprint(y) for y in outputs]
                 pairs = self._pairs(outputs, source)
-                if pairs:
-                    torch.autograd.grad(
-                        [y for y, _ in pairs], [self._hub.probe], [g for _, g in pairs], allow_unused=True
-                    )
+                _grad(pairs, [self._hub.probe])
             except GramianError:
                 raise
             except Exception as error:
@@ -145,6 +149,19 @@ class Runs:
                 ) from error
         self.shared |= rehearsal.expanded
         return TappedRun(recorder.rows, recorder.sides, prints, list(rehearsal.calls), drew, recorder)
+
+    def _outputs(self, arguments: Any) -> list[Tensor]:
+        """The outputs of the model; those whose samples lie on axis 1 with them on axis 0."""
+        found = output_tensors(self._execute(arguments))
+        return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
+
+    def _find_second(self, outputs: list[Tensor]) -> list[Tensor]:
+        batch = self._samples.batch
+        candidates = {i for i, y in enumerate(outputs) if i and y.dim() > 1 and y.shape[1] == batch}
+        doubtful = {i for i in candidates if outputs[i].shape[0] % batch == 0}
+        self.ambiguous_outputs = bool(doubtful)
+        self._second = candidates if self.second_axis else candidates - doubtful
+        return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(outputs)]
 
     def _begin(self) -> None:
         self._hub.lockstep.announce()
@@ -197,10 +214,23 @@ def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor
     pairs = [(y, g) for y, g in pairs if y.requires_grad]
     if not pairs or not names:
         return dict.fromkeys(names)
-    found = torch.autograd.grad(
-        [y for y, _ in pairs], [weights[name] for name in names], [g for _, g in pairs], allow_unused=True
-    )
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, _grad(pairs, [weights[name] for name in names]), strict=True))
+
+
+def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients with respect to some inputs.
+
+    Raises:
+        GramianError: for a checkpoint that cannot be differentiated in this way.
+    """
+    if not pairs:
+        return [None] * len(inputs)
+    try:
+        return torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise GramianError("model: has a reentrant checkpoint; expected checkpoint(..., use_reentrant=False)") from None
 
 
 def rows_of(output: Tensor, batch: int) -> int:
