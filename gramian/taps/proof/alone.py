@@ -82,7 +82,8 @@ def compare_alone(
     narrowed = [number for number, region in regions.items() if _narrow(runs, number, rows, region, samples.batch)]
     if narrowed:
         own = runs.tapped(runs.everyone, alone=rows).recorder.own
-    bad = disagreement(own, gradients, ALONE, scaled=any(number not in runs.row_outputs for number in chosen))
+    scaled = any(number not in runs.row_outputs for number in chosen)
+    bad = disagreement(own, gradients, ALONE, floor=base.rounding, scaled=scaled)
     if bad is not None:
         raise Refuted(
             f"{bad[0]}: sample {rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "

@@ -295,7 +295,7 @@ class Prover:
                 )
 
     def _compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> None:
-        bad = disagreement(base.recorder.totals, gradients, AGREES)
+        bad = disagreement(base.recorder.totals, gradients, AGREES, floor=base.rounding)
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: the taps explain a gradient of norm {bad[1]:.4g}, autograd computed {bad[2]:.4g}; expected the "

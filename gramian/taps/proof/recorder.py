@@ -123,6 +123,7 @@ def disagreement(
     gradients: Mapping[str, Tensor | None],
     tolerances: Mapping[torch.dtype, float],
     *,
+    floor: float = 0.0,
     scaled: bool = False,
 ) -> tuple[str, float, float] | None:
     """The first parameter whose attributed gradient is not autograd's: (name, norm of the first, norm of the second).
@@ -131,6 +132,7 @@ def disagreement(
         sketches: what the taps attribute; a parameter without one got nothing.
         gradients: autograd's.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
+        floor: rounding of a run's largest terms: what should cancel to nothing may leave as much.
         scaled: True if one factor for all parameters, which is fitted, may stand between both.
     """
     theirs = {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
@@ -145,12 +147,12 @@ def disagreement(
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:
-            if sketch.norm:
+            if sketch.norm > floor:
                 return name, 0.0, sketch.norm
             continue
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
         rounding = info.eps * (mine.magnitude * abs(factor) + tiny)
         apart = (mine.projections_K * factor - sketch.projections_K).square().mean().sqrt()
-        if not float(apart) <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding):
+        if not float(apart) <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
             return name, mine.norm * abs(factor), sketch.norm
     return None

@@ -210,16 +210,14 @@ class RowProof:
             try:
                 return self._run(first, samples.batch, whole)
             except Refuted as failure:
-                fixed = samples.ambiguous
-                rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-                others = [self._prover(replace(samples, rows=rows), execute)] if fixed else []
-                others += [self._prover(samples, execute, second_axis=True)] if first.runs.ambiguous_outputs else []
-                for number, prover in enumerate(others):
+                for fixed, second_axis in _readings(samples.ambiguous, first.runs.ambiguous_outputs):
+                    rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
+                    prover = self._prover(replace(samples, rows=rows), execute, second_axis)
                     try:
                         found = self._run(prover, samples.batch, whole)
                     except Refuted:
                         continue
-                    return replace(found, fixed=tuple(fixed)) if found is not None and fixed and not number else found
+                    return found and replace(found, fixed=fixed)
                 refuse(failure)
 
     def _prover(self, samples: Samples, execute: Execute, second_axis: bool = False) -> Prover:
@@ -328,6 +326,13 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], bool]]:
+    """Other ways to read axes that may be B by chance: inputs that are left alone, and samples on axis 1 of outputs."""
+    readings: list[tuple[tuple[int, ...], bool]] = [((i,), False) for i in inputs[:4]]
+    readings += [(tuple(inputs), False)] if len(inputs) > 1 else []
+    return readings + ([((), True)] if outputs else [])
 
 
 def _only(number: int, outputs: list[Tensor]) -> list[int]:

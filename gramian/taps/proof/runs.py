@@ -39,6 +39,15 @@ class TappedRun:
     """True if a random number was drawn."""
     recorder: Recorder
 
+    @property
+    def rounding(self) -> float:
+        """What sums of the largest terms of this run may be off by: 64 ε · largest input · largest output gradient."""
+        sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0}
+        for key, fingerprint in self.rows.items():
+            sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
+        eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
+        return 64 * eps * sides["input"] * sides["output gradient"]
+
 
 class Runs:
     """Runs one call of a model on other samples."""
