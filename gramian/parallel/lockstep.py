@@ -5,16 +5,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 
 
-def sharing_group(root: nn.Module) -> Any:
-    """The processes that hold shards of a model's first parameter; None if it is whole, or spread over several dimensions."""
-    first = next(root.parameters(), None)
-    if not isinstance(first, DTensor) or first.device_mesh.ndim != 1:
-        return None
-    return first.device_mesh.get_group()
+def sharing_group(root: FSDPModule) -> Any:
+    """The processes that hold shards of a root's parameters, as FSDP2 knows them; None if it has none of its own.
+
+    Meshes of parameters that compare equal are one object to DTensor, whatever their groups are, so they are not asked.
+    """
+    units = [unit for module in root.modules() if isinstance(module, FSDPModule) for unit in fsdp_groups(module)]
+    return getattr(units[0].mesh_info, "shard_process_group", None) if units else None
+
+
+def fsdp_groups(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 gathers and reduces at once: several of a unit, in older releases of torch one or none."""
+    state: Any = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 class Lockstep:

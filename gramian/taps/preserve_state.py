@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from gramian.parallel.lockstep import fsdp_groups
+
 Undo = Callable[[], None]
 
 
@@ -22,7 +24,7 @@ def preserve_state(root: nn.Module) -> Iterator[None]:
     left as they are, so dropout drops as the user set it. Also restores after an error. Memory: a copy of every buffer.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    groups = [group for module in sharded for group in _groups(module)]
+    groups = [group for module in sharded for group in fsdp_groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
@@ -179,11 +181,3 @@ def _container(value: Any, seen: set[int]) -> list[Undo]:
         value.update(content)
 
     return [put_back_set if isinstance(value, set) else put_back]
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    """What FSDP2 gathers and reduces at once: several of a unit, in older releases of torch one or none."""
-    state: Any = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
