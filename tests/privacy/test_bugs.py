@@ -7,6 +7,7 @@ why; it is checked against this one.
 
 import functools
 import inspect
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -57,6 +58,7 @@ from tests.privacy import (
 )
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import problem
+from tests.taps import test_row_proof
 from tests.test_mutations import RED, Edit, Mutation, Swap, _package, _square_of_every_token
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +197,57 @@ def test_independence_of_a_loss_that_takes_the_rest_of_its_arguments() -> None:
         run.engine.check_independence(lambda model, *batch: p.case.loss(model, *batch, reduction="mean"), p.batch)
 
 
+class _Swaps(nn.Module):
+    """Two samples change places around a layer. What dropout draws leaves the reversed batch and the sample alone out."""
+
+    def __init__(self, one: int, other: int, samples: int) -> None:
+        super().__init__()
+        self.order = [{one: other, other: one}.get(i, i) for i in range(samples)]
+        self.layer = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.layer(x[self.order]), 0.1)[self.order]
+
+
+@pytest.mark.parametrize("samples", [2, 4, 5, 8])
+def test_whichever_two_samples_change_places_they_are_found(samples: int) -> None:
+    x = torch.randn(samples, 5, generator=torch.Generator().manual_seed(0)).double()
+    for one, other in itertools.combinations(range(samples), 2):
+        model = _Swaps(one, other, samples)
+        with (
+            private(model, 1.0),
+            pytest.raises(gramian.GramianError, match=f"^layer: the input of sample [{one}{other}]"),
+        ):
+            model(x)
+
+
+class _Normalised(torch.autograd.Function):
+    """The identity, whose gradient is divided by its norm over all samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class _NormalisedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Normalised.apply(nn.functional.dropout(self.layer(x), 0.1))
+
+
+def test_a_gradient_that_is_normalised_over_the_batch_is_found() -> None:
+    model, x = _NormalisedHead(), torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
+    with private(model, 1.0), pytest.raises(gramian.GramianError, match="^layer: the output gradient of sample"):
+        model(x)
+
+
 def test_frozen_parameters_of_the_optimizer_stay_as_they_are() -> None:
     p = problem("partially_frozen", 4)
     model = p.model()
@@ -307,7 +360,7 @@ def _every_sum_is_reduced(rank: int, world_size: int = 2) -> None:
     engine, _ = bodies.private_squares(model, expected_batch=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "reduce_to_shard", note)
-        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+        model(torch.eye(2, 4, dtype=torch.float64)).square().sum().backward()
     engine.detach()
     of_all: list[Any] = [None] * world_size
     dist.all_gather_object(of_all, reduced)
@@ -339,6 +392,19 @@ def _alone(test: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
             inspect.unwrap(test)(*arguments)
 
     return check
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:proof: is "off"')
+def test_a_bypass_in_a_compiled_sharded_model_is_named_without_a_proof_too() -> None:
+    torch.compiler.reset()
+    with _world_of_one():
+        model = torch.compile(fully_shard(bodies.Bypassing()), backend="aot_eager")
+        engine, _ = bodies.private_squares(model, proof="off")
+        with pytest.raises(gramian.GramianError, match=r"^second\.weight: got a gradient that did not come through"):
+            model(torch.randn(3, 4)).square().sum().backward()
+        assert all(q.grad is None for q in model.parameters())
+        engine.detach()
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------------
@@ -454,6 +520,7 @@ def _narrow(*tensors: Tensor) -> torch.dtype:
 
 
 _PRIVACY, _GRADIENTS, _TAPS = "gramian.privacy", "gramian.taps.gradients", "gramian.taps"
+_PROOF = f"{_TAPS}.proof"
 _FORESIGHT = f"{_PRIVACY}.foresight:Foresight"
 _CLIPPING, _ENGINE, _SUMS = f"{_PRIVACY}.clipping:Clipping", f"{_PRIVACY}.engine:PrivacyEngine", f"{_PRIVACY}.sums"
 _LEDGER = f"{_PRIVACY}.ledger:Ledger"
@@ -537,7 +604,7 @@ BUGS = (
     ),
     Mutation(
         "positions of one row for all samples",
-        (Edit(f"{_TAPS}.hub:Hub.run", "if output.dim() and output.shape[0] == 1:", "if self.batch == -1:"),),
+        (Edit(f"{_TAPS}.hub:Hub.run", "if rows == 1:", "if self.batch == -1:"),),
         _sums("gpt"),
     ),
     Mutation(
@@ -781,14 +848,14 @@ BUGS = (
     ),
     Mutation(
         "weight used past its layer",
-        (Swap(f"{_PRIVACY}.bypass:_refuse", lambda name, gradient: None),),
+        (Swap(f"{_PRIVACY}.bypass:Bypass._refuse", lambda self, name, gradient: None),),
         functools.partial(
             test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step, "auto"
         ),
     ),
     Mutation(
         "weight without a gradient refused",
-        (Edit(f"{_PRIVACY}.bypass:_refuse", "if gradient is None:", "if False:"),),
+        (Edit(f"{_PRIVACY}.bypass:Bypass._refuse", "if gradient is None or not", "if not"),),
         test_a_weight_that_gets_no_gradient_is_no_bypass,
     ),
     Mutation(
@@ -889,21 +956,40 @@ BUGS = (
                 "if False:",
             ),
         ),
-        functools.partial(test_opacus_cases.test_a_packed_sequence_of_one_sample_is_right_or_refused_by_name, "LSTM"),
-    ),
-    Mutation(
-        "tokens taken for positions",
-        (Edit(f"{_TAPS}.passes:refuse_unbatched_indices", "if index.data_ptr() == pass_.tokens:", "if False:"),),
-        test_opacus_cases.test_tokens_that_repeat_along_diagonals_are_no_positions,
+        functools.partial(test_opacus_cases.test_packed_sequences_are_refused_by_name, "LSTM", "torch", [3, 1, 1, 1]),
     ),
     Mutation(
         "rows of another order shared out silently",
-        (Edit(f"{_TAPS}.hub:Hub._warn_of_groups", "if rows > pass_.batch > 1 and", "if False and"),),
-        test_regressions.test_rows_shared_out_by_their_order_are_spoken_of,
+        (
+            Swap(f"{_PROOF}.prover:Prover._moved", lambda *_: None),
+            Swap(f"{_PROOF}.alone:compare_alone", lambda *_: "not looked at"),
+        ),
+        test_regressions.test_rows_of_a_sample_that_lie_apart_are_refused,
+    ),
+    Mutation(
+        "two samples that no run tells apart",
+        (Edit(f"{_PROOF}.prover:Prover.separating_sets", "for bit in range(bits)", "for bit in range(bits - 1)"),),
+        functools.partial(test_whichever_two_samples_change_places_they_are_found, 4),
+    ),
+    Mutation(
+        "samples replaced without their gradients",
+        (Edit(f"{_PROOF}.runs:Runs._moved", "if not self.rows_of(cotangent):", "if True:"),),
+        test_a_gradient_that_is_normalised_over_the_batch_is_found,
+    ),
+    Mutation(
+        "batch that proves nothing accepted",
+        (Swap(f"{_CLIPPING}.proof_stays_open", lambda self: None),),
+        test_row_proof.test_equal_samples_prove_nothing_and_private_training_refuses_them,
     ),
     Mutation(
         "losses that couple samples accepted",
-        (Edit(f"{_PRIVACY}.independence:check_independence", "if bool((change > allowed).any()):", "if False:"),),
+        (
+            Edit(
+                f"{_PRIVACY}.independence:check_independence",
+                "prove(lambda _: [0])",
+                "prove(lambda _: [0], whole=False)",
+            ),
+        ),
         test_contract.test_losses_that_couple_samples_are_found,
     ),
     Mutation(
@@ -1282,7 +1368,7 @@ BUGS = (
     Mutation(
         "unsharded weights not watched",
         (Edit(f"{_ENGINE}._install", 'if self._parallel.kind == "fsdp2":', "if False:"),),
-        _alone(test_private_fsdp2.test_a_bypass_in_a_compiled_model_is_named, 0, 1, bodies.Bypassing, "second.weight"),
+        test_a_bypass_in_a_compiled_sharded_model_is_named_without_a_proof_too,
     ),
     Mutation(
         "norms summed over processes",

@@ -282,24 +282,37 @@ def _bypassed() -> tuple[nn.Module, Tensor]:
 def test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step(clipping: str) -> None:
     model, ids = _bypassed()
     with private(model, 1.0, clipping=clipping) as run:
-        for _ in range(3):
-            with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
-                run.engine.backward(F.cross_entropy(model(ids).transpose(1, 2), ids))
+        for _ in range(3):  # by the proof, before anything is computed
+            with pytest.raises(gramian.GramianError, match=r"emb\.weight: the taps explain a gradient of norm"):
+                model(ids)
             assert all(q.grad is None for q in model.parameters())
         model.past_its_layer = False
         run.engine.backward(F.cross_entropy(model(ids).transpose(1, 2), ids))
         assert model.emb.weight.grad is not None
+        kept, model.past_its_layer = run.gradients(), True
+        for _ in range(3):  # and where it begins after the proof, by the backward
+            loss = F.cross_entropy(model(ids).transpose(1, 2), ids)
+            with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
+                run.engine.backward(loss)
+            assert all(torch.equal(g, kept[key]) for key, g in run.gradients().items())
 
 
 @pytest.mark.slow
 def test_a_weight_used_past_its_layer_is_found_in_a_compiled_graph() -> None:
     model, ids = _bypassed()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with private(compiled, 1.0):
-        for _ in range(2):
+    with private(compiled, 1.0) as run:
+        for _ in range(2):  # by the proof, before the graph runs
+            with pytest.raises(gramian.GramianError, match=r"emb\.weight: the taps explain a gradient of norm"):
+                compiled(ids)
+            assert all(q.grad is None for q in model.parameters())
+        model.past_its_layer = False
+        F.cross_entropy(compiled(ids).transpose(1, 2), ids).backward()
+        kept, model.past_its_layer = run.gradients(), True
+        for _ in range(2):  # and where it begins after the proof, by the backward
             with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
                 F.cross_entropy(compiled(ids).transpose(1, 2), ids).backward()
-            assert all(q.grad is None for q in model.parameters())
+            assert all(torch.equal(g, kept[key]) for key, g in run.gradients().items())
 
 
 def test_earlier_gradients_survive_a_refused_backward() -> None:
@@ -498,11 +511,11 @@ def test_losses_that_couple_samples_are_found() -> None:
 
     with private(model, 1.0) as run:
         for loss in (standardized, contrastive):
-            with pytest.raises(gramian.GramianError, match=r"loss: replacing sample \d changed the norm of sample \d"):
+            with pytest.raises(gramian.GramianError, match=r"2: the output gradient of sample \d changes when other"):
                 run.engine.check_independence(loss, (x, y))
         y = y.clone()
         y[0, 1:] = -100
-        with pytest.raises(gramian.GramianError, match="expected samples that do not depend on each other"):
+        with pytest.raises(gramian.GramianError, match=r"2: the output gradient of sample \d changes when other"):
             run.engine.check_independence(by_valid_tokens, {"x": x, "y": y})
         with pytest.raises(gramian.GramianError, match="batch: has 1 samples; expected at least two"):
             run.engine.check_independence(standardized, (x[:1], y[:1]))
@@ -519,7 +532,8 @@ def test_a_model_that_couples_samples_in_its_own_code_is_found() -> None:
             return self.head(h - h.mean(0, keepdim=True))
 
     model, (x, y) = Mixing().double(), problem("linear_3d", 4).batch
-    with private(model, 1.0) as run, pytest.raises(gramian.GramianError, match="loss: replacing sample"):
+    found = r"head: the input of sample \d changes when other samples are replaced"
+    with private(model, 1.0) as run, pytest.raises(gramian.GramianError, match=found):
         run.engine.check_independence(
             lambda x, y: F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").mean(1).mean(), (x, y)
         )

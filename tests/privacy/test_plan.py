@@ -140,7 +140,8 @@ def test_the_default_budget_is_what_an_ordinary_step_holds_and_one_set_of_weight
 def _assert_table(plan: ClippingPlan) -> None:
     lines = str(plan).splitlines()
     assert lines[0].split() == ["parameter", "shape", "tokens", "way", "held", "extra", "time"]
-    assert len(lines) == len(plan.rows) + 2 and lines[-1].startswith("total")
+    assert len(lines) == len(plan.rows) + 3 and lines[-2].startswith("total")
+    assert lines[-1] == plan.proof == "rows: proven; loss: not proven"
     starts = [match.start() for match in re.finditer(r"\S+(?: \S+)*", lines[0])]
     for line, row in zip(lines[1:], plan.rows, strict=False):
         assert [line[start - 1] for start in starts[1:]] == [" "] * 5, "columns stand under each other"
@@ -176,7 +177,7 @@ def test_the_plan_follows_the_batch_and_the_sequence_length() -> None:
             plan = run.engine.plan
             assert plan is not None and plan["0.weight"].tokens == tokens
             if (batch, tokens) in seen:
-                assert plan is seen[batch, tokens]  # not made again
+                assert plan.rows is seen[batch, tokens].rows  # not made again
             seen[batch, tokens] = plan
         model(torch.randn(3, 20, dtype=torch.float64)).square().sum().backward()
         assert run.engine.plan["0.weight"].way == "rank1"

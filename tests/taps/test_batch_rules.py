@@ -121,7 +121,7 @@ def test_a_picked_row_is_looked_for_until_other_samples_were_seen_to_use_it() ->
     with gramian.per_sample_norms(model, loss_reduction="sum"):
         step()  # no gradient yet: nothing can be said
         model.scale = 1.0
-        with pytest.raises(GramianError, match=r"^positions: sees one row.*only sample 0"):
+        with pytest.raises(GramianError, match=r"^positions: .*expected"):
             step()
         model.picks = False
         step()

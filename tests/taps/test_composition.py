@@ -104,6 +104,10 @@ def test_activations_inside_a_checkpoint_are_not_kept_by_the_capture() -> None:
     model = Checkpointed(nn.Sequential(nn.Linear(6, 9), Watched(), nn.Linear(9, 6)), nn.Linear(6, 3))
     with gramian.per_sample_norms(model):
         loss = model(torch.randn(3, 6)).sum()
+        assert hidden and all(ref() is None for ref in hidden)  # nor those of the proof
+        loss.backward()
+        hidden.clear()
+        loss = model(torch.randn(3, 6)).sum()
         assert [ref() for ref in hidden] == [None]
         loss.backward()
 

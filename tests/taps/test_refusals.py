@@ -419,17 +419,24 @@ class Positions(nn.Module):
         return self.head(self.tokens(ids_BT) + self.positions(positions[None] if self.shape == "[1, T]" else positions))
 
 
+def _of_no_sample(tokens: int) -> tuple[str, ...]:
+    """Words of the refusal of T rows in a batch of 4: by their number, and where it fits by the proof."""
+    if tokens % 4:
+        return (f"saw {tokens} rows for a batch of 4", "1 (shared by all samples)")
+    return ("gradient of sample", "changes when other samples are replaced")
+
+
 @pytest.mark.parametrize("tokens", [5, 4, 8, 2])
 def test_position_ids_without_a_batch_axis_are_refused_by_name_whatever_their_length(tokens: int) -> None:
     model = Positions("[T]", tokens)
-    with refused("positions", "[1, T]"), gramian.per_sample_norms(model):
+    with refused("positions", *_of_no_sample(tokens)), gramian.per_sample_norms(model):
         model(torch.randint(7, (4, tokens))).square().sum().backward()
     model = Positions("[1, T]", tokens)
     with gramian.per_sample_norms(model):
         model(torch.randint(7, (4, tokens))).square().sum().backward()
 
 
-@pytest.mark.parametrize("tokens", [5, 2])
+@pytest.mark.parametrize("tokens", [5, 4, 8, 2])
 def test_a_linear_on_a_table_without_a_batch_axis_is_refused_by_name(tokens: int) -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -440,7 +447,7 @@ def test_a_linear_on_a_table_without_a_batch_axis_is_refused_by_name(tokens: int
             return self.head(x_BTD + self.mix(self.table))
 
     model = Table()
-    with refused("mix (Linear)", f"{tokens} rows"), gramian.per_sample_norms(model):
+    with refused("mix", *_of_no_sample(tokens)), gramian.per_sample_norms(model):
         model(torch.randn(4, tokens, 4)).square().sum().backward()
 
 
