@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from gramian.privacy.population import population
 from gramian.privacy.proof_log import ProofLog
 from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
+from gramian.privacy.weights import weight_digest
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
@@ -119,7 +121,7 @@ class PrivacyEngine:
             memory_budget: bytes, or "8GB", that clipping may hold; None: about what the step's activations take.
             loss_scale: what the loss is multiplied by before backward, or the `GradScaler` that does it.
             expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
-            sample_rate: probability of a record to be in a step; None: expected_batch over the data set's length.
+            sample_rate: probability of a record to be in a step, beside expected_batch; None: that over the data set's length.
             tuning: optimisations to switch off.
             proof: "auto": before the first batch of every structure of inputs is used, show that each row depends on its sample
                 alone, and repeat one run of that on one step in a thousand; a number: on one step in so many; "off": trust the
@@ -182,7 +184,8 @@ class PrivacyEngine:
         with ExitStack() as stack:
             stack.callback(self._ledger.close)
             known = fingerprint(records) if drawn else None
-            self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device)
+            weights = partial(weight_digest, root, optimizer, trained, parallel)
+            self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device, weights)
             self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
             self._loader = self._private_loader(data_loader) if poisson_sampling else None
             self._collate = None if poisson_sampling else self._remember(stack, data_loader)
@@ -506,6 +509,11 @@ class PrivacyEngine:
         return self._ledger.counter.spent
 
     @property
+    def not_replayed(self) -> str | None:
+        """Why the last `load_state_dict(…, replay=True)` was no replay; None: it was one, or was not asked to be."""
+        return self._ledger.not_replayed
+
+    @property
     def stepped(self) -> bool:
         """True if the last step() released something; False on all but the last piece of a draw."""
         return self._stepped
@@ -586,8 +594,9 @@ class PrivacyEngine:
         Args:
             state: what `state_dict` gave.
             replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same config,
-                data and deterministic kernels): they are then the same releases, counted once. Else the counter moves past
-                every step begun.
+                data and deterministic kernels): they are then the same releases, counted once. Else, and where weights,
+                buffers, optimizer state or number of processes are not those of the state or another version drew the noise,
+                the counter moves past every step begun; `not_replayed` then says why. Load model and optimizer before.
 
         Raises:
             GramianError: if the state is none of ours.

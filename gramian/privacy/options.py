@@ -94,12 +94,19 @@ def batch_and_rate(
 ) -> tuple[float, float]:
     """Samples of a step on average, over all processes, and the probability of a record to be among them.
 
+    A step divides by the first. A rate alone would make it rate × records: a divisor that tells whether a record is there.
+
     Raises:
         GramianError: if they do not follow from the loader and are not given.
     """
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
         if value is not None and not (is_number(value) and value > 0):
             raise GramianError(f"{field}: expected a number above 0, got {value!r}")
+    if sample_rate is not None and expected_batch is None:
+        raise GramianError(
+            "expected_batch: is not given, and sample_rate × records, by which a step would divide, changes with every record; "
+            "expected it as an argument beside sample_rate"
+        )
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
     size = population(loader, world, poisson=poisson, rate_given=sample_rate is not None)
@@ -107,12 +114,9 @@ def batch_and_rate(
         raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = getattr(loader, "batch_size", None)
     if expected_batch is None:
-        if sample_rate is not None and size is not None:
-            expected_batch = sample_rate * size
-        elif per_process is not None:
-            expected_batch = float(per_process * world)
-        else:
+        if per_process is None:
             raise GramianError("expected_batch: the loader has no batch_size; expected it as an argument")
+        expected_batch = float(per_process * world)
     if sample_rate is None:
         if size is None:
             raise GramianError("sample_rate: the data set has no length; expected it, and expected_batch, as arguments")

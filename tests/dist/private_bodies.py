@@ -311,8 +311,10 @@ def noise_of_shards(rank: int, world_size: int, way: str) -> Tensor:
     return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
 
 
-def resumed_run(rank: int, world_size: int, way: str, folder: str, seed: int | None, replay: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not."""
+def resumed_run(
+    rank: int, world_size: int, way: str, folder: str, seed: int | None, replay: bool, other_weights: bool
+) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not, on other weights or not."""
     p = problem("mlp", SAMPLES)
     options = {
         "lr": 0.25, "noise_multiplier": 1.0, "poisson_sampling": True, "sample_rate": RATE,
@@ -332,6 +334,8 @@ def resumed_run(rank: int, world_size: int, way: str, folder: str, seed: int | N
 
     fresh = p.model()
     fresh.load_state_dict(weights)
+    if other_weights:
+        next(fresh.parameters()).data.view(-1)[0] += 1.0
     again = make_private(p, wrap(way, fresh), **options)
     again.engine.bind_counter(str(Path(folder) / "counter.json"), must_exist=True)
     again.engine.load_state_dict(load_private(Path(folder) / "engine.pt"), replay=replay)
@@ -734,9 +738,12 @@ def compare_runs(way: str, name: str, pieces: int | None, clipping: str, rate: f
             assert any(size == 0 for _, sizes in results for draw in sizes for size in draw)
 
 
-def compare_resumed(world_size: int, way: str, folder: Path, replay: bool, seed: int | None = None) -> None:
+def compare_resumed(
+    world_size: int, way: str, folder: Path, replay: bool, seed: int | None = None, other_weights: bool = False
+) -> None:
     """A replay is the same releases, bit for bit, counted once; a resume that is none draws and noises anew."""
-    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay):
+    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay, other_weights):
+        replay = replay and not other_weights
         same = all(torch.equal(result["ended"][key], result["reached"][key]) for key in result["ended"])
         drawn = len(result["drawn"]) == len(result["redrawn"]) and all(
             torch.equal(one, other) for one, other in zip(result["drawn"], result["redrawn"], strict=True)

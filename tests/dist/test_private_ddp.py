@@ -354,6 +354,11 @@ def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
 
 
 @pytest.mark.dist
+def test_no_rank_replays_on_other_weights(tmp_path: Path) -> None:
+    bodies.compare_resumed(2, "ddp", tmp_path, True, other_weights=True)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("seed", [None, bodies.SEED])
 def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, replay: bool, seed: int | None) -> None:

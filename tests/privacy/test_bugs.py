@@ -39,6 +39,7 @@ from tests.kernels import interpreted, test_chacha, test_gram_squares
 from tests.kit.matrix import sample
 from tests.kit.processes import run_on_ranks
 from tests.privacy import (
+    test_accounting,
     test_clipping,
     test_contract,
     test_engine,
@@ -368,13 +369,24 @@ def _after_a_run(test: Callable[..., None], *case: Any) -> Callable[[], None]:
     return check
 
 
-def _in_folder(test: Callable[..., None]) -> Callable[[], None]:
+def _in_folder(test: Callable[..., None], *case: Any) -> Callable[[], None]:
     """A test that wants a folder."""
 
     @functools.wraps(test)
     def check() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            test(tmp_path=Path(folder))
+            test(Path(folder), *case)
+
+    return check
+
+
+def _patching(test: Callable[..., None], *case: Any) -> Callable[[], None]:
+    """A test that wants a monkeypatch."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(*case, patch)
 
     return check
 
@@ -1081,6 +1093,16 @@ BUGS = (
         functools.partial(test_chacha.test_noise_is_added_in_place_and_rounded_once, torch.bfloat16, False),
     ),
     Mutation(
+        "noise that ends at 6.8",
+        (Edit(f"{_KERNELS}.chacha:_host_normals", "words_P2[:, 0] < TAIL_WORDS", "words_P2[:, 0] < 0"),),
+        test_chacha.test_the_tail_of_the_key_stream_takes_its_further_bits_from_the_other_nonce,
+    ),
+    Mutation(
+        "tails of the noise missing in delta",
+        (Edit(f"{_PRIVACY}.accounting:_left_for_normal_noise", "(delta - tails)", "delta"),),
+        _patching(test_accounting.test_delta_with_the_tails_is_valid_for_noise_that_is_cut_off, 1.0, 0.1),
+    ),
+    Mutation(
         "noise of a shard begins at the first row",
         (
             Edit(
@@ -1169,6 +1191,46 @@ BUGS = (
         "counter bound late ends a replay",
         (Edit(f"{_LEDGER}.bind", "self.counter.restore(released, replay=True)", "pass"),),
         _after_a_run(test_ledger.test_a_counter_may_be_bound_after_a_replay_was_loaded),
+    ),
+    Mutation(
+        "replay on other weights",
+        (Edit(f"{_LEDGER}._same_weights", "mark == now[2]", "True"),),
+        _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "weight", False),
+    ),
+    Mutation(
+        "replay without the optimizer's state",
+        (Edit(f"{_PRIVACY}.weights:_tensors", "isinstance(value, Tensor)", "False"),),
+        _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "no momentum", True),
+    ),
+    Mutation(
+        "weights changed after the load of a replay",
+        (Edit(f"{_LEDGER}.begin", "self._watches and", "False and"),),
+        _in_folder(test_ledger.test_weights_that_change_between_the_load_and_the_first_step_are_refused),
+    ),
+    Mutation(
+        "replay by another generator",
+        (Edit(f"{_LEDGER}.load_state_dict", 'state.get("generator") == NORMALS_VERSION', "True"),),
+        _in_folder(test_ledger.test_noise_of_another_generator_is_not_replayed, 1, False),
+    ),
+    Mutation(
+        "one noise in two forked processes",
+        (Edit(f"{_PRIVACY}.secrets:Secrets.refuse_forks", "os.getpid() != self._process", "False"),),
+        test_ledger.test_a_forked_process_takes_no_step_and_the_parent_goes_on,
+    ),
+    Mutation(
+        "divided by the rate times the records",
+        (
+            Edit(
+                f"{_PRIVACY}.options:batch_and_rate",
+                "if sample_rate is not None and expected_batch is None:",
+                "if False:",
+            ),
+        ),
+        functools.partial(
+            test_contract.test_bad_options_are_refused_in_one_line_that_names_them,
+            {"sample_rate": 0.1},
+            "expected_batch: is not given, and sample_rate × records",
+        ),
     ),
     Mutation(
         "draws past the user's sampler",

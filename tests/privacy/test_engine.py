@@ -492,13 +492,15 @@ def test_epsilon_is_that_of_opacus_for_the_steps_that_were_made(mechanism: str) 
         assert run.engine.get_epsilon(delta=1e-5) == 0.0
         for _ in _steps(run, p, 5):
             peer.step(noise_multiplier=1.1, sample_rate=EXPECTED / RECORDS)
-        assert run.engine.get_epsilon(delta=1e-5) == peer.get_epsilon(delta=1e-5)
+        assert run.engine.get_epsilon(delta=1e-5) == pytest.approx(peer.get_epsilon(delta=1e-5), rel=1e-6)
         assert (run.engine.steps, run.engine.sample_rate, run.engine.expected_batch) == (
             5,
             EXPECTED / RECORDS,
             EXPECTED,
         )
-    assert run.engine.get_epsilon(delta=1e-5) == peer.get_epsilon(delta=1e-5)  # the account outlives detach()
+    assert run.engine.get_epsilon(delta=1e-5) == pytest.approx(
+        peer.get_epsilon(delta=1e-5), rel=1e-6
+    )  # the account outlives detach()
 
 
 def test_without_noise_epsilon_is_infinite() -> None:
@@ -582,8 +584,8 @@ def test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothin
         saved, kept = engine.state_dict(), copy.deepcopy(model.state_dict())
         drawn = list(_steps(run, p, 2))
         went_on = _flat(model)
-        engine.load_state_dict(saved, replay=True)
         model.load_state_dict(kept)
+        engine.load_state_dict(saved, replay=True)
         assert engine.steps == 3  # never lower
         assert list(_steps_by_release(run, p, 2)) == drawn
         assert torch.equal(_flat(model), went_on)

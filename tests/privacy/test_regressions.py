@@ -571,6 +571,7 @@ def test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw(physical: int
         data_loader=DataLoader(TensorDataset(tokens), batch_size=1),
         noise_multiplier=0.0,
         max_grad_norm=1.0,
+        expected_batch=1.0,
         sample_rate=1e-4,
         max_physical_batch=physical,
     )
