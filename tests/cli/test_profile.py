@@ -20,6 +20,7 @@ from gramian.privacy import PrivacyEngine
 from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import run_on_ranks
+from tests.kit.waiting import PATIENCE
 
 ONE = World(0, 1, torch.device("cpu"), "one")
 TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
@@ -332,7 +333,7 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Two processes; their exit codes are in the last line of what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return subprocess.run(
-        [*launcher, *command], capture_output=True, text=True, check=False, env=_environment(), timeout=300
+        [*launcher, *command], capture_output=True, text=True, check=False, env=_environment(), timeout=PATIENCE
     )
 
 
