@@ -29,7 +29,7 @@ from tests.statistics.problems import (
 pytestmark = pytest.mark.oracle
 
 SAMPLES = 6
-quick = settings(max_examples=40 if FULL else 5, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=40 if FULL else 5)
 
 
 def loop(p: Problem, index: Any = slice(None)) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from gramian.statistics import WeightedMoments
 from tests.kit.matrix import FULL
 from tests.kit.processes import distributed
 
-quick = settings(max_examples=200 if FULL else 25, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=200 if FULL else 25)
 
 
 def drawn(n: int, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
