@@ -33,9 +33,10 @@ def shared():
 
 @pytest.mark.parametrize("way", ["one", "two"])
 def test_draws(shared, way):
+    import constants  # of a module that is imported later in one of the runs
     note("draws", way, AT_IMPORT, shared, draws())
 
-@settings(max_examples=20)
+@settings(max_examples=60)
 @given(st.integers(), st.floats(), st.text())
 def test_examples(i, x, text):
     note("example", i, x, ascii(text), torch.rand(()).item())
@@ -57,13 +58,14 @@ def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         (folder / "test_draws.py").write_text(DRAWS)
+        (folder / "constants.py").write_text("SOME = 123456, 234567, 345678, 0.375, 1.625, 'one', 'two'")
         done = run_fresh(RUN, str(seed), str(folder), *(f"test_draws.py::{test}" for test in tests))
         assert done.returncode == 0, done.stdout + done.stderr
         return (folder / "drawn").read_text().splitlines()
 
     names = ("test_draws[one]", "test_draws[two]", "test_examples")
     whole = drawn(0, *names)
-    assert len(whole) == len(set(whole)) == 22
+    assert len(whole) == len(set(whole)) == 62
     assert drawn(0, *names[::-1]) == [*whole[2:], whole[1], whole[0]]
     assert not set(drawn(1, *names)) & set(whole)
 
