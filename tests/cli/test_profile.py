@@ -119,6 +119,7 @@ def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.Prof
 
 @pytest.mark.dist
 @pytest.mark.full
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("reduce", ["gram", "gather"])
 def test_several_processes_show_what_they_send_by_kind_of_collective(reduce):
     """Of blocks.0.fc, whose output side has the 8 tokens of both processes: what the model of traffic says is among it."""

@@ -59,7 +59,8 @@ class RankError(AssertionError):
 def distributed(world_size: int, timeout: float = PATIENCE) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a module-level test ``f(rank, world_size, *args)`` run on ``world_size`` processes.
 
-    pytest sees the signature without ``rank`` and ``world_size``, and the marker ``dist``.
+    pytest sees the signature without ``rank`` and ``world_size``, the marker ``dist`` and the group ``processes`` of xdist:
+    one worker has the pools.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -69,7 +70,7 @@ def distributed(world_size: int, timeout: float = PATIENCE) -> Callable[[Callabl
 
         signature = inspect.signature(function)
         test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[2:])
-        return pytest.mark.dist(test)
+        return pytest.mark.xdist_group("processes")(pytest.mark.dist(test))
 
     return decorate
 

@@ -53,8 +53,8 @@ def test_a_skip_of_the_body_skips_the_test_and_keeps_the_pool() -> None:
     assert run_on_ranks(2, _pid) == pids
 
 
-def test_the_marker_is_applied() -> None:
-    assert "dist" in {mark.name for mark in test_pools_of_other_sizes_live_beside.pytestmark}
+def test_the_markers_are_applied() -> None:
+    assert {"dist", "xdist_group"} <= {mark.name for mark in test_pools_of_other_sizes_live_beside.pytestmark}
 
 
 def _gather(rank: int, world_size: int, offset: int, scale: float = 1.0) -> tuple[int, torch.Tensor]:

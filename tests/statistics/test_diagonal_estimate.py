@@ -325,7 +325,6 @@ def test_intervals_of_a_diagonal_cover_it_in_95_of_100_cases() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("sizes", [(4, 2), (6, 0)])
 @distributed(world_size=2)
 def test_captures_over_two_processes_are_those_of_one(rank: int, world_size: int, sizes: tuple[int, int]) -> None:

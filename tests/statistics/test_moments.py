@@ -401,7 +401,6 @@ def test_a_state_that_no_observations_give_is_refused() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("processes")
 @distributed(world_size=2)
 def test_moments_over_processes_are_those_of_one(rank: int, world_size: int) -> None:
     x, w = drawn(20, 3)
