@@ -51,7 +51,9 @@ def seeded(name: str, rank: int = 0) -> Iterator[int]:
     """
     states = torch.get_rng_state(), np.random.get_state(), random.getstate(), os.urandom
     seed = seed_of(name)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack where there is no GPU: 1 ms
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
     os.urandom = random.Random(f"{seed} {rank}").randbytes
