@@ -13,10 +13,7 @@ from gramian.kernels.weighted_product import weighted_product, weighted_product_
 from gramian.kernels.weighted_sum import row_squares, weighted_sum
 from tests.kernels import LAYOUTS, laid_out
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1, 8, 16), (3, 17, 33, 65), (2, 197, 768, 200), (5, 300, 136, 520), (2, 1024, 1000, 2056)]

@@ -16,10 +16,7 @@ from gramian.kernels.chacha import normals
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.verify.single_sample import per_sample_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CONFIG = GPTConfig(vocabulary=96, context=48, layers=2, width=64, heads=4)
 TIED = GPTConfig(vocabulary=96, context=48, layers=1, width=64, heads=4, tied=True)

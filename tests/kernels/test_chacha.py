@@ -137,7 +137,7 @@ def test_normals_are_box_muller_of_their_pair():
     assert np.abs(got.numpy() - want).max() < 1e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     start=st.one_of(st.integers(0, 100), st.integers(2**35, 2**36 - 400)),
     cuts=st.lists(st.integers(0, 300), max_size=5),

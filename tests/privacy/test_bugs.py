@@ -35,7 +35,7 @@ from gramian.verify.clipped_sum import clipped_sum
 from gramian.verify.single_sample import per_sample_norms
 from tests.dist import private_bodies as bodies
 from tests.dist import test_private_ddp, test_private_fsdp2
-from tests.kernels import interpreted, test_chacha, test_gram_squares
+from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gram_squares
 from tests.kit.matrix import sample
 from tests.kit.processes import run_on_ranks
 from tests.privacy import (
@@ -427,13 +427,13 @@ def _gram_at_the_edges() -> None:
     """Where kernels are interpreted; the test itself asks another process to do so."""
     lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
     got = gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
-    test_gram_squares.close(got, test_gram_squares.reference(lefts, right), 1e-5)
+    test_gram_squares.close(got, lefts, right)
 
 
 def _direct_at_the_edges() -> None:
-    lefts, right = test_gram_squares.case(2, 17, (7,), 5, layout="amid nan")
-    got = direct_squares.direct_squares_kernel(lefts[0], right, tiles=test_gram_squares.SMALL)
-    test_gram_squares.close([got], test_gram_squares.reference(lefts, right)[:1], 1e-5)
+    left, right = test_direct_squares.case(2, 17, 7, 5, layout="amid nan")
+    got = direct_squares.direct_squares_kernel(left, right, tiles=test_direct_squares.SMALL)
+    test_direct_squares.close(got, left, right)
 
 
 # ---- bugs that are more than an edit -------------------------------------------------------------------------------------
