@@ -277,9 +277,8 @@ class Hub:
             self.proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
     def _forward_root(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self.live:  # an untapped run of a proof
-            self.collect_weights(tap, module)
-            return plain(*args, **kwargs)
+        if not self.live:
+            return self.run_untapped(tap, module, plain, args, kwargs)
         self.enter_root(args, kwargs)
         if self.blank:
             args, kwargs = with_a_row((args, kwargs))
@@ -287,7 +286,11 @@ class Hub:
         self.leave_root(output)
         if self.blank:
             return without_a_row(output)
-        return apart(output) if self.rule.withholds and isinstance(module, FSDPModule) else output
+        return apart(output) if self._gathers_in_order(tap, module) else output
+
+    def _gathers_in_order(self, tap: Tap, module: nn.Module) -> bool:
+        """True for a root whose output must be another tensor than its last layer's, on every process."""
+        return tap.is_root and self.rule.withholds and isinstance(module, FSDPModule)
 
     def open_pass(self, first: Tensor) -> int:
         """Open a pass for a batch whose first tensor is this one, and return its number."""
@@ -581,13 +584,14 @@ class Hub:
         finally:
             self.live, self.weights = True, None
 
-    def collect_weights(self, tap: Tap, module: nn.Module) -> None:
-        """An untapped run of a proof came to a layer."""
-        if self.weights is not None:
-            for local, name in tap.parameters.items():
-                weight = names.parameter(module, local)
-                if weight.requires_grad and name in self.parameters:
-                    self.weights[name] = weight
+    def run_untapped(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a layer, or of the root, in an untapped run of a proof."""
+        for local, name in tap.parameters.items() if self.weights is not None else ():
+            weight = names.parameter(module, local)
+            if weight.requires_grad and name in self.parameters:
+                self.weights[name] = weight  # type: ignore[index]
+        output = plain(*args, **kwargs)
+        return apart(output) if self._gathers_in_order(tap, module) else output
 
 
 def _rows_over_batch(kept: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:

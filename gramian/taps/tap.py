@@ -246,9 +246,9 @@ def _replacement(tap: Tap, original: Callable[..., Any] | None = None) -> Callab
     def listened(self: nn.Module, args: Any, kwargs: Any) -> Any:
         plain = _plain(self, original, owner)
         if not hub.live or owner() is not self or not torch.is_grad_enabled():
-            if hub.weights is not None:
-                hub.collect_weights(tap, self)
-            return plain(*args, **kwargs)
+            if hub.weights is None or owner() is not self:
+                return plain(*args, **kwargs)
+            return hub.run_untapped(tap, self, plain, args, kwargs)
         if not tap.is_root:
             return tap.run(tap, self, plain, args, kwargs)
         if not torch.compiler.is_compiling():

@@ -400,7 +400,7 @@ def independent(rank: int, way: str) -> None:
         return p.case.loss(model, x - x.mean(0), y, reduction="mean")
 
     private.engine.check_independence(lambda model, x, y: p.case.loss(model, x, y, reduction="mean"), p.batch)
-    with pytest.raises(gramian.GramianError, match="changed the norm of sample"):
+    with pytest.raises(gramian.GramianError, match="of sample . changes when other samples are replaced"):
         private.engine.check_independence(coupled, p.batch)
     assert all(q.grad is None for q in private.model.parameters())
     private.backward(slice(2 * rank, 2 * rank + 2))
@@ -527,7 +527,9 @@ def a_bypass_is_named(rank: int, model: nn.Module, name: str) -> None:
     """A gradient past the tap raises and names the parameter, and nothing reaches p.grad; on every step."""
     engine, _ = private_squares(model)
     for _ in range(2):
-        with pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient that did not come through"):
+        with pytest.raises(
+            gramian.GramianError, match=rf"^{name}: (the taps explain|got a gradient that did not come through)"
+        ):
             model(torch.randn(3, 4)).square().sum().backward()
         assert all(q.grad is None for q in model.parameters())
     engine.detach()

@@ -115,6 +115,11 @@ class RowProof:
         failure: GramianError | None = None
         try:
             if wanted:
+                with preserve_state(
+                    root
+                ):  # what a tap refuses may bring autograd down without one (weights that are gone)
+                    hub.lockstep.announce()
+                    self._run_along(forward, args, kwargs)
                 self._prove(key, samples, partial(_execute, forward), whole=hub.tells_samples_apart)
                 self._summed.add(key)
             elif due:
