@@ -1,8 +1,10 @@
 """What `make_private` is told, checked before anything is touched."""
 
 import hashlib
+import inspect
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from gramian.taps.capture import check_arguments
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
+"""Opacus' ways to per-sample gradients that differ in speed alone."""
 SMALLEST_NORM = 1e-20
 """Below this, clipped gradients would underflow float32."""
 
@@ -42,6 +46,10 @@ class PrivacyOptions:
         if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
             raise GramianError(
                 f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least), got {self.max_grad_norm!r}"
+            )
+        if self.clipping in ("per_layer", "adaptive"):
+            raise GramianError(
+                f'clipping: "{self.clipping}" is a clipping function; expected "flat", one norm over all parameters'
             )
         for field, value, known in (
             ("clipping", self.clipping, CLIPPING),
@@ -79,6 +87,12 @@ class PrivacyOptions:
             raise GramianError(
                 "optimizer: LBFGS evaluates the loss several times in one step; expected one backward a step"
             )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise GramianError(
+                f"optimizer: {type(optimizer).__name__} asks for a closure, to evaluate the loss several times in one step; "
+                "expected one backward a step"
+            )
         if isinstance(optimizer, SparseAdam):
             raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")
         for name, p in module.named_parameters():
@@ -87,6 +101,51 @@ class PrivacyOptions:
                     f"optimizer: {name} has a hook that acts on its gradient inside the backward (optimizer-in-backward); "
                     "expected step() after it"
                 )
+
+
+def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
+    """Take arguments of Opacus' `make_private` that mean what happens here anyway.
+
+    Args:
+        given: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first`, those that were given.
+        loss_reduction: with which the criterion must agree.
+
+    Raises:
+        TypeError: for an argument of neither.
+        GramianError: naming what takes the argument's place.
+    """
+    criterion = given.get("criterion")
+    counterparts = {
+        "grad_sample_mode": (
+            given.get("grad_sample_mode") in GRAD_SAMPLE_MODES,
+            'clipping="two_pass" with engine.backward(loss) for "ghost" modes, else the default',
+        ),
+        "secure_mode": (
+            isinstance(given.get("secure_mode"), bool),
+            "True or False; the key is the operating system's in any case",
+        ),
+        "noise_generator": (
+            given.get("noise_generator") is None,
+            "PrivacyEngine(insecure_reproducible=True, seed=...) for noise that a test can repeat",
+        ),
+        "criterion": (
+            criterion is None or getattr(criterion, "reduction", None) == loss_reduction,
+            f"loss_reduction= as the loop reduces its loss (it is {loss_reduction!r}); no criterion is wrapped",
+        ),
+        "batch_first": (
+            given.get("batch_first") is True,
+            "True: the batch on the first axis of the model's first tensor (transpose inside the model)",
+        ),
+    }
+    for field, value in given.items():
+        if field not in counterparts:
+            raise TypeError(f"make_private() got an unexpected keyword argument {field!r}")
+        fits, counterpart = counterparts[field]
+        if not fits:
+            shown = repr(value) if isinstance(value, str | bool | int | float) else type(value).__name__
+            raise GramianError(
+                f"{field}: {shown} means something else in Opacus than happens here; expected {counterpart}"
+            )
 
 
 def batch_and_rate(

@@ -558,6 +558,32 @@ def a_bypass_later_on(rank: int, way: str, audited: bool, inside: bool) -> None:
     dist.barrier()
 
 
+def changes_are_refused_together(rank: int, way: str, dtype: torch.dtype, where: str) -> None:
+    """One rank writes through `.data`: all refuse, nothing moves, and the next step is as if nothing had been."""
+    p = problem("mlp", 6)
+    model = wrap(way, p.model().to(dtype))
+    private = make_private(p, model)
+    before = parameters_of(model)
+    x = p.batch[0].to(dtype)[3 * rank : 3 * rank + 3]
+    model(x).square().sum().backward()
+    chosen = list(model.parameters())[-2]
+    part = chosen.grad if where == "gradient" else chosen.detach()
+    part = part.to_local() if isinstance(part, DTensor) else part
+    if rank == 1:
+        part.data.add_(1.0)
+    reason = {"gradient": "its .grad was changed", "weight": "was changed"}[where]
+    with pytest.raises(gramian.GramianError, match=rf"{reason} between backward and step"):
+        private.optimizer.step()
+    assert all(q.grad is None for q in model.parameters())
+    if rank == 1 and where == "weight":
+        part.data.sub_(1.0)
+    model(x).square().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    private.optimizer.step()
+    assert any(bool(t.any()) for t in moved_by(model, before).values())
+    private.engine.detach()
+
+
 def nobody_waits_for_a_rank_that_raised(rank: int, way: str) -> None:
     """Rank 1 fails in its step; the others get an error when the group's time is over."""
     group = dist.new_group()
@@ -570,8 +596,9 @@ def nobody_waits_for_a_rank_that_raised(rank: int, way: str) -> None:
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=0.5), group)  # from here on nobody comes who could come too late
     if rank == 1:
-        with pytest.raises(gramian.GramianError, match="closure"):
-            private.optimizer.step(lambda: 0.0)
+        private.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(gramian.GramianError, match="optimizer: its trained parameters"):
+            private.optimizer.step()
     else:
         with pytest.raises(RuntimeError, match="(?i)time|connection|closed"):
             private.backward(slice(0, 2))

@@ -311,6 +311,13 @@ def test_a_model_that_nobody_wrapped_is_one_process(rank: int, world_size: int) 
     bodies.a_plain_model_is_one_process(rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@distributed(world_size=2)
+def test_what_one_rank_changes_is_refused_by_all(rank: int, world_size: int, where: str, dtype: torch.dtype) -> None:
+    bodies.changes_are_refused_together(rank, "ddp", dtype, where)
+
+
 @distributed(world_size=2)
 def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
     bodies.nobody_waits_for_a_rank_that_raised(rank, "ddp")

@@ -401,6 +401,13 @@ def test_the_expected_batch_counts_all_ranks(rank: int, world_size: int) -> None
     bodies.expected_batch_counts_all_ranks(rank, world_size, "fsdp2")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@distributed(world_size=2)
+def test_what_one_rank_changes_is_refused_by_all(rank: int, world_size: int, where: str, dtype: torch.dtype) -> None:
+    bodies.changes_are_refused_together(rank, "fsdp2", dtype, where)
+
+
 @distributed(world_size=2)
 def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
     bodies.nobody_waits_for_a_rank_that_raised(rank, "fsdp2")

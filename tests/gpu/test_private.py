@@ -159,6 +159,31 @@ def test_noise_is_the_cpus_and_a_fused_optimizer_unscales_it(fused):
         torch.testing.assert_close(steps["cuda"][n], steps["cpu"][n], rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_only_gradients_with_other_values_are_refused(scaled, dtype):
+    scaler = torch.amp.GradScaler("cuda", init_scale=3.0, enabled=scaled)
+    model = GPT(CONFIG).cuda().to(dtype)
+    engine, model, optimizer = private(model, noise_multiplier=1.0, loss_scale=scaler)
+    x = torch.randint(96, (4, 48), device="cuda")
+    for change in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        if not change:
+            scaler.step(optimizer)
+            assert engine.stepped
+            scaler.update()
+            continue
+        before = copy.deepcopy(model.state_dict())
+        model.blocks[1].fc.weight.grad.data[0, 0].mul_(-1)
+        with pytest.raises(gramian.GramianError, match=r"^blocks\.1\.fc\.weight: its \.grad was changed"):
+            scaler.step(optimizer)
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    engine.detach()
+
+
 def test_normals_are_the_same_on_both_devices():
     cpu, cuda = (normals(bytes(range(32)), 5, 1001, 100_003, device) for device in ("cpu", "cuda"))
     torch.testing.assert_close(cuda.cpu(), cpu, rtol=1e-5, atol=1e-6)
