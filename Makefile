@@ -10,6 +10,9 @@ PIP      := $(PY) -m pip --disable-pip-version-check install --quiet -c constrai
 DEMO_ENV := .venv/.stamp-demo
 TEST_ENV := .venv/.stamp-test
 
+# Dozens of processes that the tests start import the same modules: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One thread per worker: the workers share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup
 
@@ -39,8 +42,12 @@ help: ## list the targets
 demo: $(DEMO_ENV) ## run the whole pipeline on the embedded default
 	$(PY) -m gramian demo
 
-test: lint ## lint, then the tests on a sample of each matrix
-	$(PYTEST) -m "not full and not gpu"
+test: $(TEST_ENV) ## the tests on a sample of each matrix, lint beside them
+	@logs=$$(mktemp -d); $(MAKE) --no-print-directory lint >$$logs/lint 2>&1 & lint=$$!; \
+	{ $(PYTEST) -m "not full and not gpu"; echo $$? >$$logs/status; } | tee $$logs/tests; \
+	wait $$lint; lint=$$?; tests=$$(cat $$logs/status); \
+	cat $$logs/lint; echo "== lint: exit $$lint"; echo "== tests: exit $$tests"; tail -n 1 $$logs/tests; \
+	rm -r $$logs; [ "$$lint $$tests" = "0 0" ]
 
 test-full: $(addprefix full-,$(if $(filter all,$(PART)),$(PARTS),$(PART))) ## the matrices whole: PART=taps|statistics|linalg|curvature|kernels|privacy|models|train|dist|rest|all
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from benchmarks._timing import seconds, write
 from gramian.kernels._launch import Tiles
 from gramian.kernels.chacha import add_normals_
+from gramian.kernels.checksums import checksums
 from gramian.kernels.direct_squares import direct_squares
 from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel
 from gramian.kernels.token_sums import normed_sums, token_sums
@@ -92,6 +93,7 @@ def main() -> None:
     weights = torch.rand(4, device=device)
     note("weighted_sum", milliseconds(lambda: weighted_sum(kept, weights)), nbytes=kept.nbytes)
     note("row_squares", milliseconds(lambda: row_squares(kept)), nbytes=kept.nbytes)
+    note("checksums", milliseconds(lambda: checksums([*kept])), nbytes=kept.nbytes)
     noise = torch.zeros(2**12 if small else 2**28, device=device)
     std = torch.ones((), device=device)
     note("add_normals_", milliseconds(lambda: add_normals_(noise, bytes(32), 1, 0, std)), nbytes=2 * noise.nbytes)

@@ -1,20 +1,30 @@
-"""What 11 000 collected tests leave behind lives as long as the process: the garbage collector need not look at it."""
+"""Which tests run, with which seeds; and what 11 000 collected tests leave behind is kept from the garbage collector."""
 
 import functools
 import gc
 
 import pytest
+import torch
 
+from tests.kit import seeds
 from tests.kit.matrix import FULL, thinned
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing is garbage while tests are collected; looking for it takes a third of the time."""
     gc.disable()
+    config.pluginmanager.register(seeds)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a matrix of tests, a part in which every value of every axis occurs; all of it with GRAMIAN_FULL=1."""
+    """Of a matrix of tests, a part in which every value of every axis occurs; all of it with GRAMIAN_FULL=1.
+
+    Tests marked gpu are skipped where there is none.
+    """
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -94,6 +94,7 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
         notes.append("Computed on private training data: not covered by ε.")
     if config.teacher is not None:
         notes.append("The loss is the cross entropy of the data; the teacher has no part in it.")
+    digest = {} if config.privacy is not None else {"digest": training.digest}  # it tells private data sets apart
     chosen = spread(len(training), -(-tokens // config.data.length))
     return Subject(
         model=model.to(device=device, dtype=DTYPES[kind]).eval(),
@@ -102,7 +103,7 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
         data_facts={
             "source": config.data.source,
             "files": list(config.data.files),
-            "digest": training.digest,
+            **digest,
             "length": config.data.length,
             "windows": len(chosen),
             "windows_in_all": len(training),

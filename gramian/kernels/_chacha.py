@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gramian.kernels.chacha import TAIL_WORDS
+
 BLOCK = 128
 """ChaCha20 blocks per program, one per thread."""
+
+_TAIL = tl.constexpr(TAIL_WORDS)
+_TAIL_NONCE = tl.constexpr(-(2**31))
+"""`chacha.TAIL_NONCE`: the highest bit of the nonce's last word."""
 
 
 @triton.jit
@@ -112,6 +118,18 @@ def _places(skip, BLOCK: tl.constexpr):
     return lane_B[:, None] * 16 + tl.arange(0, 16)[None, :] - skip
 
 
+@triton.jit
+def _radius(high, low):
+    """√(-2 ln u) of the words of `chacha.normals`, to a few units in the last place of float32 for every u."""
+    u = (high.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (w + ½) / 2³²
+    below = (low.to(tl.float32) + 0.5) * 5.421010862427522e-20  # (v + ½) / 2⁶⁴
+    u = tl.where(high < _TAIL, high.to(tl.float32) * 2.3283064365386963e-10 + below, u)
+    # Near u = 1 the float32 above has lost its low bits: -ln u is the series of -ln(1 - v), v = 1 - u from the other end.
+    v = ((high ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * (0.25 + v * 0.2))))
+    return tl.sqrt_rn(2.0 * tl.where(v < 0.03125, series, -tl.log(u)))
+
+
 @triton.jit(do_not_specialize=["first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"])
 def _words_kernel(out, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK: tl.constexpr):
     even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
@@ -145,11 +163,12 @@ def _add_normals_kernel(
     BLOCK: tl.constexpr,
 ):
     even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
-    u = (even.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # (w + ½) / 2³²
-    # Near u = 1 the float32 above has lost its low bits: -ln u is the series of -ln(1 - v), v = 1 - u from the other end.
-    v = ((even ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    series = v * (1.0 + v * (0.5 + v * (0.3333333333333333 + v * (0.25 + v * 0.2))))
-    radius = tl.sqrt_rn(2.0 * tl.where(v < 0.03125, series, -tl.log(u)))
+    low = tl.zeros_like(even)
+    if (
+        tl.max((even < _TAIL).to(tl.int32)) > 0
+    ):  # one program in 64: its blocks of the other nonce, for the further bits
+        low, _ = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2 ^ _TAIL_NONCE, BLOCK)
+    radius = _radius(even, low)
     # As a signed number the word is an angle in [-π, π), where float32 is finest around 0.
     angle = odd.to(tl.int32, bitcast=True).to(tl.float32) * 1.4629180792671596e-09  # π / 2³¹
     noise = tl.reshape(tl.join(radius * tl.cos(angle), radius * tl.sin(angle)), [BLOCK, 16])

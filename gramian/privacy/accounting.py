@@ -1,5 +1,7 @@
 """How much privacy was spent: a history of steps, and ε of it through Opacus' accountants.
 
+Opacus' numbers are for normal noise, ours is bounded: they are asked for the δ that is left when the tails have had their part.
+
 The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is handed in, so a replay counts
 once and nothing is refunded.
 """
@@ -11,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from gramian.errors import GramianError
+from gramian.privacy.noise import MOST_ELEMENTS, TAIL_MASS, tail_delta
 
 MECHANISMS = ("prv", "rdp", "gdp")
 
@@ -22,6 +25,9 @@ PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP = 1e-11, 1e-14
 
 PRV_SEARCH_LIMIT = 50.0
 """Largest target ε of a search with "prv", whose bisection passes through several times as much."""
+
+MOST_NOISE, TOLERANCE = 1e6, 0.01
+"""Largest σ that a search looks at, and how far below its target ε may lie."""
 
 History = tuple[tuple[float, float, int], ...]
 """(noise multiplier, sample rate, steps), in order."""
@@ -97,7 +103,7 @@ class Accounting:
         self._history[-1] = (noise_multiplier, sample_rate, steps + new)
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
-        """ε spent so far at this δ. 0 without steps, infinite if one had no noise.
+        """ε spent so far at this δ. 0 without steps, infinite if one had no noise, or too little for the tails to fit into δ.
 
         Cost: seconds at worst for "prv" (an FFT of some 10⁶ points per kind), kept for the same question; no time for the rest.
 
@@ -150,7 +156,9 @@ class Accounting:
 def find_noise_multiplier(
     target_epsilon: float, target_delta: float, sample_rate: float, steps: int, mechanism: str = "prv"
 ) -> float:
-    """The noise multiplier σ with ε(σ) in (target_epsilon - 0.01, target_epsilon], by Opacus' bisection.
+    """The noise multiplier σ with ε(σ) in (target_epsilon - 0.01, target_epsilon], by bisection.
+
+    A target of hundreds may lie below the ε of the smallest σ whose tails fit into δ; that σ is given then.
 
     Cost: some 10 to 20 evaluations of ε.
 
@@ -174,32 +182,51 @@ def find_noise_multiplier(
     if steps < 1:
         raise GramianError(f"steps: {steps}; expected at least 1")
     if mechanism == "prv":
-        _check_resolved("target_delta", target_delta, steps)
+        _check_resolved("target_delta", target_delta, target_delta, steps)
 
-    def search() -> float:
-        from opacus.accountants.utils import get_noise_multiplier
+    def epsilon(sigma: float) -> float:
+        return _epsilon(mechanism, ((sigma, float(sample_rate), steps),), float(target_delta))
 
-        return float(
-            get_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=mechanism,
-            )
-        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the small σ that are tried
+        low, high = 0.0, 20.0
+        while (spent := epsilon(high)) > target_epsilon:
+            low, high = high, 2 * high
+            if high > MOST_NOISE:
+                raise GramianError(
+                    f"accountant: {mechanism} has no answer for target_epsilon {target_epsilon} (it is {spent:.3g} at the "
+                    f"noise_multiplier {low:.0f}); expected a larger target, or prv"
+                )
+        while target_epsilon - spent > TOLERANCE and high - low > 1e-6 * high:  # at the edge of the tails ε jumps
+            middle = (low + high) / 2
+            if (found := epsilon(middle)) < target_epsilon:
+                high, spent = middle, found
+            else:
+                low = middle
+    return high
 
-    return _through_opacus(mechanism, f"target_epsilon {target_epsilon}", "a larger target, or prv", search)
 
-
-def _check_resolved(field: str, delta: float, steps: int) -> None:
+def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
     """Raise where PRV's Fourier transforms have no digits left: below, ε falls with δ, differently on every machine."""
     least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
-    if delta < least:
+    if left < least:
+        tails = f", and the noise's tails take {delta - left:.0e}" if left < delta else ""
         raise GramianError(
-            f"accountant: prv has no answer for {field} {delta} (its digits end at {least:.0e} over {steps} steps); "
+            f"accountant: prv has no answer for {field} {delta} (its digits end at {least:.0e} over {steps} steps{tails}); "
             "expected another delta, or rdp"
         )
+
+
+def _left_for_normal_noise(history: History, delta: float) -> float:
+    """The δ' at which the ε of normal noise is valid, at δ, for the noise that is drawn: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
+
+    A record takes part with probability q, and δ₀ is what that costs (`tail_delta`) if the larger data set is the one that
+    is observed. If it is the smaller one, its noise may lie where the larger one's cannot: probability δ₀ in every step, and
+    the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. z = (1 - 2⁻⁶⁴)^(pairs·steps)
+    is the mass that all densities inside the bound are divided by.
+    """
+    tails = sum(min(1.0, 2 * rate) * steps * tail_delta(sigma) for sigma, rate, steps in history)
+    return (delta - tails) * (1 - sum(steps for _, _, steps in history) * (MOST_ELEMENTS / 2) * TAIL_MASS)
 
 
 def _is_run(run: Any) -> bool:
@@ -227,19 +254,25 @@ def _epsilon(mechanism: str, history: History, delta: float) -> float:
         return math.inf
     if mechanism == "gdp" and len(history) > 1:
         raise GramianError(f"accountant: gdp over {len(history)} kinds of steps; expected one, or prv or rdp")
+    left = _left_for_normal_noise(history, delta)
+    if mechanism == "prv":
+        _check_resolved("delta", delta, left if left > 0 else delta, sum(steps for _, _, steps in history))
+    if left <= 0:
+        warnings.warn(
+            f"accountant: the noise's tails alone take more than delta {delta}; expected a larger noise_multiplier",
+            stacklevel=3,
+        )
+        return math.inf
     if mechanism == "prv" and (bound := _epsilon("rdp", history, delta)) > PRV_LIMIT:
         warnings.warn(f"accountant: epsilon {bound:.0f} is the bound of rdp; expected less for prv", stacklevel=3)
         return bound
-
-    if mechanism == "prv":
-        _check_resolved("delta", delta, sum(steps for _, _, steps in history))
 
     def evaluate() -> float:
         from opacus.accountants import create_accountant
 
         accountant = create_accountant(mechanism)
         accountant.history = list(history)
-        return max(0.0, float(accountant.get_epsilon(delta=delta)))  # a δ near 1 would make it negative
+        return max(0.0, float(accountant.get_epsilon(delta=left)))  # a δ near 1 would make it negative
 
     return _through_opacus(mechanism, f"delta {delta}", "another delta, or rdp", evaluate)
 

@@ -457,18 +457,7 @@ class Clipping:
         finite = squares_KB.isfinite().all()[None]
         doubtful = [doubt.doubtful_B.to(device) for doubt in work.doubts]
         found = torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite])
-        if device.type != "cuda":
-            return found.tolist
-        copied = found.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(device))
-
-        def read() -> list[bool]:
-            arrived.synchronize()
-            flags: list[bool] = copied.tolist()
-            return flags
-
-        return read
+        return read_later(found)
 
     # ---- sums ------------------------------------------------------------------------------------------------------
 
@@ -615,6 +604,21 @@ class Clipping:
             flops = float(batch * (norms.get(way, product) if phase == "norm" else product))
         nbytes = float(sum(t.nbytes for t in tensors))
         return self.stopwatch.time(phase, name, way, flops, nbytes, tensors[0].is_cuda)
+
+
+def read_later(t: Tensor) -> Callable[[], list[Any]]:
+    """Copy a vector to the host without waiting; what is returned waits for it, and not for what was queued since."""
+    if not t.is_cuda:
+        return t.tolist
+    copied = t.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(t.device))
+
+    def read() -> list[Any]:
+        arrived.synchronize()
+        return list(copied.tolist())
+
+    return read
 
 
 def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,21 @@ from gramian.errors import GramianError
 from gramian.parallel.gradients import DataParallel, ReducerOff, each_unsharded
 from gramian.plan.clipping import ClippingPlan
 from gramian.privacy.accounting import find_noise_multiplier
-from gramian.privacy.bypass import Bypass
+from gramian.privacy.bypass import Bypass, Outside
 from gramian.privacy.clipping import Clipped, Clipping, Tuning
 from gramian.privacy.independence import check_independence
 from gramian.privacy.ledger import Ledger
 from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.lone import RememberingCollate
+from gramian.privacy.modules import layers_with_sites, refuse_mixing
 from gramian.privacy.noise import NoisePlan
-from gramian.privacy.options import PrivacyOptions, batch_and_rate, is_number
+from gramian.privacy.options import PrivacyOptions, batch_and_rate, check_opacus, is_number
 from gramian.privacy.parameters import trained_parameters
 from gramian.privacy.population import population
 from gramian.privacy.proof_log import ProofLog
 from gramian.privacy.sums import GradientSums, Scaling
 from gramian.privacy.timing import Stopwatch
+from gramian.privacy.weights import weight_digest
 from gramian.privacy.whole import WholeGradient
 from gramian.taps.hub import hub_of
 from gramian.taps.names import named_parameters, unwrap
@@ -63,7 +66,12 @@ class PrivacyEngine:
     """
 
     def __init__(
-        self, accountant: str = "prv", *, insecure_reproducible: bool = False, seed: int | None = None
+        self,
+        accountant: str = "prv",
+        *,
+        insecure_reproducible: bool = False,
+        seed: int | None = None,
+        secure_mode: bool = False,
     ) -> None:
         """Draw the secret key.
 
@@ -71,7 +79,10 @@ class PrivacyEngine:
             accountant: "prv", "rdp" or "gdp".
             insecure_reproducible: take the key from `seed` instead: for tests, no privacy; it is recorded.
             seed: of that key.
+            secure_mode: Opacus' argument: the key is secret without it, so True says only that it must be.
         """
+        if secure_mode and insecure_reproducible:
+            raise GramianError("secure_mode: has a secret key; expected it without insecure_reproducible=True")
         self._ledger = Ledger(accountant, insecure_reproducible=insecure_reproducible, seed=seed)
         self.stopwatch = Stopwatch()
         """Times of the parts of a step, where GRAMIAN_PROFILE=1 asks for them."""
@@ -102,6 +113,7 @@ class PrivacyEngine:
         sample_rate: float | None = None,
         tuning: Tuning | None = None,
         proof: str | int = "auto",
+        **opacus: Any,
     ) -> tuple[nn.Module, Optimizer, Any]:
         """Install taps on the model and a hook before the optimizer's step; both stay the user's objects.
 
@@ -111,7 +123,8 @@ class PrivacyEngine:
             data_loader: this process's loader over the whole data set; under Poisson its sampler is replaced.
             noise_multiplier: σ: standard deviation of the noise over max_grad_norm; 0: none.
             max_grad_norm: C.
-            clipping: "auto", "bookkeeping", "keep" or "two_pass".
+            clipping: "auto", "bookkeeping", "keep" or "two_pass"; "flat", Opacus' name of one norm over all parameters, is
+                "auto".
             norm_algorithm: "auto", "gram" or "direct", for linear layers.
             loss_reduction: "mean" or "sum" over the samples of a batch, or the coefficient of one sample's loss.
             poisson_sampling: draw every batch by Poisson sampling; False: the loader stays as it is.
@@ -119,11 +132,13 @@ class PrivacyEngine:
             memory_budget: bytes, or "8GB", that clipping may hold; None: about what the step's activations take.
             loss_scale: what the loss is multiplied by before backward, or the `GradScaler` that does it.
             expected_batch: samples of a step on average over all processes; None: the loader's batch size times processes.
-            sample_rate: probability of a record to be in a step; None: expected_batch over the data set's length.
+            sample_rate: probability of a record to be in a step, beside expected_batch; None: that over the data set's length.
             tuning: optimisations to switch off.
             proof: "auto": before the first batch of every structure of inputs is used, show that each row depends on its sample
                 alone, and repeat one run of that on one step in a thousand; a number: on one step in so many; "off": trust the
                 shapes, which is recorded.
+            **opacus: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` of Opacus' function:
+                taken where they mean what happens here, else refused with what takes their place.
 
         Returns:
             The module, the optimizer, and the loader to iterate over.
@@ -136,7 +151,7 @@ class PrivacyEngine:
         options = PrivacyOptions(
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            clipping=clipping,
+            clipping="auto" if clipping == "flat" else clipping,
             norm_algorithm=norm_algorithm,
             loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
@@ -144,6 +159,7 @@ class PrivacyEngine:
             memory_budget=memory_budget,
             loss_scale=loss_scale,
         )
+        check_opacus(opacus, loss_reduction)
         options.check_optimizer(module, optimizer)
         check_proof(proof)
         if tuning is not None and not isinstance(tuning, Tuning):
@@ -159,6 +175,7 @@ class PrivacyEngine:
                 stacklevel=2,
             )
         trained = trained_parameters(root, optimizer)
+        refuse_mixing(layers_with_sites(root))
         device = next(iter(trained.values())).device
         if proof == "off":
             warnings.warn(
@@ -182,7 +199,8 @@ class PrivacyEngine:
         with ExitStack() as stack:
             stack.callback(self._ledger.close)
             known = fingerprint(records) if drawn else None
-            self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device)
+            weights = partial(weight_digest, root, optimizer, trained, parallel)
+            self._ledger.open(told, known, (noise_multiplier, self._sample_rate), parallel, device, weights)
             self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
             self._loader = self._private_loader(data_loader) if poisson_sampling else None
             self._collate = None if poisson_sampling else self._remember(stack, data_loader)
@@ -265,7 +283,10 @@ class PrivacyEngine:
     ) -> None:
         options = self._options
         stack.callback(ReducerOff(module).restore)
-        self._sums = GradientSums(trained, self._parallel, tuning.overlap, self.stopwatch)
+        self._sums = GradientSums(trained, self._parallel, tuning.overlap, self.stopwatch, options.loss_scale)
+        self._outside = Outside(root, trained, optimizer, lambda: self._sums.watch.on)
+        stack.callback(self._outside.remove)
+        self._looked_behind_loss = False
         self._draws: set[int] = set()
         self._piece: tuple[int, int, bool] | None = None
         self._passes_at_piece = self._passes_since_step = self._records = 0
@@ -279,6 +300,7 @@ class PrivacyEngine:
                 loss_reduction=options.loss_reduction,
                 loss_scale=options.loss_scale,
             )
+            self._clipping.on_inputs = self._outside.look_behind
             stack.callback(self._clipping.remove)
         else:
             hub = hub_of(root)
@@ -310,8 +332,10 @@ class PrivacyEngine:
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
             stack.callback(hub.proof.forget_loader)
+            hub.on_inputs = self._outside.look_behind
+            stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
         self._clipping.on_begin, self._clipping.on_done = self._before_sums, self._after_backward
-        handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step, reason=EAGER))
+        handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._step_hook, reason=EAGER))
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(handle.id, last=False)  # others see what is private already
         stack.callback(handle.remove)
@@ -340,7 +364,8 @@ class PrivacyEngine:
             GramianError: naming what is there too often.
         """
         assert self._clipping is not None
-        self._sums.refuse_changes()
+        self._outside.refuse()
+        self._sums.begin()
         limit = self._options.max_physical_batch
         if limit is not None and rows > limit:
             raise GramianError(
@@ -377,6 +402,9 @@ class PrivacyEngine:
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()` that may take two passes where holding anything would not fit into the budget."""
         clipping = self._active()
+        if not self._looked_behind_loss:  # a walk through the whole graph: once
+            self._looked_behind_loss = True
+            self._outside.look_behind(loss)
         if isinstance(clipping, WholeGradient):
             loss.backward()
             return
@@ -397,10 +425,19 @@ class PrivacyEngine:
         finally:
             clipping.allows_two_passes = False
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _step_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Run a closure, release what its backward or the one before has summed, and hand on the closure's loss."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            self._before_step(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._before_step(optimizer)
+        return (args[0], *args[2:]), {**kwargs, "closure": _once(loss)}
+
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Noise and divide, or on any but the last piece of a draw put the sum aside."""
-        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
-            raise GramianError("closure: would bring gradients that are not private; expected step() after backward()")
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         if stepped != {id(p) for p in self._trained.values()}:
             raise GramianError(
@@ -409,7 +446,6 @@ class PrivacyEngine:
         if isinstance(self._clipping, WholeGradient):
             self._clipping.recover()
         scaling = self._scaling_at(optimizer)
-        self._sums.refuse_changes()
         if self._options.poisson_sampling:
             if len(self._draws) != 1 or self._piece is None:
                 raise GramianError(
@@ -421,8 +457,10 @@ class PrivacyEngine:
                     "forward of the model, without inputs="
                 )
             if not self._piece[2]:
+                unchanged = self._sums.compare(scaling)
                 self._sums.move(scaling)
                 self._stepped = False
+                unchanged()
                 return
             if self._piece[0] != self.released:
                 raise GramianError(
@@ -437,6 +475,7 @@ class PrivacyEngine:
                     "expected as many in each, or prv or rdp"
                 )
             accounting.record(self._options.noise_multiplier, rate)
+        unchanged = self._sums.compare(scaling)
         number = self._ledger.begin()
         self._passes_since_step = 0
         options = self._options
@@ -444,7 +483,9 @@ class PrivacyEngine:
             std = options.noise_multiplier * options.max_grad_norm
             self._sums.release(self._noise, number, std, self._expected_batch, scaling)
         self._draws.clear()
-        self._piece, self._stepped = None, True
+        self._piece, self._stepped = None, False
+        unchanged()
+        self._stepped = True
         self.stopwatch.step += 1
 
     def _scaling_at(self, optimizer: Optimizer) -> Scaling:
@@ -504,6 +545,11 @@ class PrivacyEngine:
     def steps(self) -> int:
         """Releases begun, lost ones included: what ε is computed from."""
         return self._ledger.counter.spent
+
+    @property
+    def not_replayed(self) -> str | None:
+        """Why the last `load_state_dict(…, replay=True)` was no replay; None: it was one, or was not asked to be."""
+        return self._ledger.not_replayed
 
     @property
     def stepped(self) -> bool:
@@ -586,8 +632,9 @@ class PrivacyEngine:
         Args:
             state: what `state_dict` gave.
             replay: True only if the steps that follow are bit for bit those that followed the checkpoint before (same config,
-                data and deterministic kernels): they are then the same releases, counted once. Else the counter moves past
-                every step begun.
+                data and deterministic kernels): they are then the same releases, counted once. Else, and where weights,
+                buffers, optimizer state or number of processes are not those of the state or another version drew the noise,
+                the counter moves past every step begun; `not_replayed` then says why. Load model and optimizer before.
 
         Raises:
             GramianError: if the state is none of ours.
@@ -623,3 +670,17 @@ class PrivacyEngine:
         if self._clipping is None:
             raise GramianError("engine: makes no model private; expected make_private before")
         return self._clipping
+
+
+def _once(loss: Any) -> Callable[[], Any]:
+    """A closure that has run: it gives its loss to the optimizer, once."""
+    given = iter((loss,))
+
+    def closure() -> Any:
+        for value in given:
+            return value
+        raise GramianError(
+            "closure: the optimizer calls it twice in one step; expected an optimizer with one backward a step"
+        )
+
+    return closure

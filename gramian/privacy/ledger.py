@@ -3,17 +3,20 @@
 import copy
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gramian.errors import GramianError
+from gramian.kernels.chacha import NORMALS_VERSION
 from gramian.parallel.gradients import DataParallel
 from gramian.privacy.accounting import Accounting
 from gramian.privacy.options import digest
 from gramian.privacy.secrets import ReleaseCounter, Secrets, is_count
+from gramian.privacy.weights import FIELDS
 
 SCHEMA = 1
 
@@ -25,6 +28,7 @@ class Ledger:
         accounting: kinds of releases and their ε.
         secrets: the key.
         counter: numbers of releases.
+        not_replayed: why the last `load_state_dict(…, replay=True)` was no replay; None: it was one, or was not asked to be.
     """
 
     def __init__(self, accountant: str, *, insecure_reproducible: bool, seed: int | None) -> None:
@@ -42,6 +46,10 @@ class Ledger:
         self._kind = (0.0, 1.0)
         self._replays: dict[str, int] | None = None  # what a replay is held to, from the load to the detach
         self._lost = False  # releases may have been begun that nobody counted
+        self._weights: Callable[[], Tensor] | None = None
+        self._replayed_weights: list[int] | None = None  # digest in the state that is replayed
+        self._watches = False  # from the load of a replay to its first release
+        self.not_replayed: str | None = None
         self._parallel: DataParallel | None = None
         self._device = torch.device("cpu")
 
@@ -52,6 +60,7 @@ class Ledger:
         kind: tuple[float, float],
         parallel: DataParallel,
         device: torch.device,
+        weights: Callable[[], Tensor],
     ) -> None:
         """Begin with these options, on every process.
 
@@ -61,18 +70,21 @@ class Ledger:
             kind: noise multiplier and sample rate of the releases.
             parallel: the processes of the run.
             device: of its parameters.
+            weights: gives `weight_digest` of the model.
 
         Raises:
             GramianError: naming the option that differs.
         """
-        self._parallel, self._device = parallel, device
+        self.secrets.refuse_forks()
+        self._parallel, self._device, self._weights = parallel, device, weights
         data = {} if known is None else {"data_loader": known}  # first: the rate follows from it
         marks = {field: digest(value) for field, value in {**data, **told}.items()}
         if self._replays is not None:
             _check_replay(self._replays, marks)  # raising, it leaves the replay due
         self._marks, self._kind = marks, kind
-        self._warn_of_lost()
         self._agree()
+        self._hold_replay_to_weights()
+        self._warn_of_lost()
         self.accounting.record(*kind)
         self.accounting.set_steps(self.counter.spent)  # a counter file may have been there before
 
@@ -87,7 +99,17 @@ class Ledger:
             self._renew_key()
 
     def begin(self) -> int:
-        """Number of a new release, counted before it exists."""
+        """Number of a new release, counted before it exists.
+
+        Raises:
+            GramianError: in a forked process; and if it is the first of a replay, and the weights are not those of the state.
+        """
+        self.secrets.refuse_forks()
+        if self._watches and not self._same_weights():
+            raise GramianError(
+                "replay: the weights were changed after load_state_dict; expected them loaded before it, or replay=False"
+            )
+        self._watches = False
         number = self.counter.begin(self.accounting.state_dict())
         self.accounting.set_steps(self.counter.spent)
         return number
@@ -110,12 +132,18 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, the key included."""
+        due = self._replays if self._parallel is None else None
+        weights = None if self._weights is None else self._weights()
+        if due is not None:
+            weights = None if self._replayed_weights is None else torch.tensor(self._replayed_weights)
         return {
             "schema": SCHEMA,
+            "generator": NORMALS_VERSION,
+            "weights": weights,
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
-            "config": dict(self._marks if self._replays is None or self._parallel is not None else self._replays),
+            "config": dict(self._marks if due is None else due),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
@@ -125,6 +153,7 @@ class Ledger:
             GramianError: if the state is none of ours, or not of a run that can be replayed here; nothing has changed then.
         """
         _check_state(state)
+        asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
         is_open = self._parallel is not None
         secrets = Secrets(insecure_reproducible=self.secrets.insecure_reproducible)
         accounting, begun = copy.copy(self.accounting), ReleaseCounter()
@@ -147,18 +176,58 @@ class Ledger:
         accounting.catch_up(self.counter.about)
         self.counter.load_state_dict(state["counter"], replay=replay)  # last: it may write a file, and fail
         self.secrets, self.accounting, self._replays, self._lost = secrets, accounting, marks, False
+        weights = state.get("weights")
+        self._replayed_weights = None if weights is None else weights.tolist()
+        self.not_replayed = None
         if not replay:
             self._renew_key()
+        if asked and not replay:
+            self._tell_no_replay(
+                f"its noise is of generator {state.get('generator', 1)}, and this one is {NORMALS_VERSION}"
+            )
         if is_open:
-            self._warn_of_lost()
             self._share_key()
             self._share_counter()
+            self._hold_replay_to_weights()
+            self._warn_of_lost()
         self._count()
+
+    def _hold_replay_to_weights(self) -> None:
+        """End a replay on other weights than those of the state, whose sums would be others. Collective.
+
+        A process that knows no digest, or that of another process's shards, says nothing against it.
+        """
+        assert self._parallel is not None
+        self._watches = bool(self._parallel.from_first(bytes([self._replays is not None]), self._device)[0])
+        if self._watches and not self._same_weights():
+            self._watches = False
+            self.end_replay()
+            self._share_key()
+            self._share_counter()
+            self._tell_no_replay("weights, optimizer state or number of processes are not those of the state")
+
+    def _same_weights(self) -> bool:
+        """False if the weights of any process are known to differ from those of the state that is replayed. Collective."""
+        assert self._parallel is not None and self._weights is not None
+        same = self._replays is None or self._replayed_weights is not None
+        if self._replayed_weights is not None:
+            (processes, process, mark), now = self._replayed_weights, self._weights().tolist()
+            same = processes == now[0] and (process != now[1] or mark == now[2])
+        agreed = self._parallel.differing({"weights": int(same)}, self._device) is None
+        return same and agreed
+
+    def _tell_no_replay(self, reason: str) -> None:
+        self.not_replayed = reason
+        if self._parallel is None or self._parallel.rank == 0:
+            warnings.warn(
+                f"replay: {reason}; nothing is replayed, and the next release has a new key and a new number",
+                stacklevel=5,
+            )
 
     def _renew_key(self) -> None:
         """Where a resume is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
         self.secrets.renew()
-        self._replays, self._lost = None, True
+        self._replays, self._replayed_weights, self._watches, self._lost = None, None, False, True
         if self._parallel is None:  # else what follows is what `open` was told
             self._marks = {}
 
@@ -219,10 +288,16 @@ def _check_state(state: Any) -> None:
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
     if missing:
         raise GramianError(f"state: has no {sorted(missing)[0]}; expected what engine.state_dict() gave")
-    config = state["config"]
+    config, weights = state["config"], state.get("weights")
     damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
     if not is_count(state["nonfinite"]):
         damaged.append("nonfinite")
+    if not is_count(state.get("generator", 1)):  # a state of before there were several has none
+        damaged.append("generator")
+    if weights is not None and not (
+        isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
+    ):
+        damaged.append("weights")
     if not isinstance(config, Mapping) or not all(isinstance(k, str) and is_count(v) for k, v in config.items()):
         damaged.append("config")
     if damaged:

@@ -7,6 +7,7 @@ Noise is sampled in float32 and added in floating point: that is the usual model
 adversary who reads low-order bits of the result.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -16,12 +17,47 @@ from torch import Tensor
 from gramian.errors import GramianError
 from gramian.kernels import chacha
 
+MOST_ELEMENTS = 2**40
+"""Elements of a release; two of them are a pair of Box–Muller."""
+
+TAIL_MASS = 2.0**-64
+"""Probability of a pair with the radius `chacha.BOUND`, in whose place a normal distribution has all larger ones."""
+
+TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
+"""Radius R beyond which a pair of normal numbers lies with that probability: 9.42."""
+
+
+def tail_delta(noise_multiplier: float) -> float:
+    """δ₀: what δ grows by for one participation of a record, because the noise is bounded and normal numbers are not.
+
+    A record shifts the mean of the noise by v with ‖v‖ ≤ s = 1/σ, in standard deviations. Where both densities are positive,
+    their ratio is that of normal distributions. Nothing bounds it where the shift pushes a pair of elements out of the disk of
+    radius R. A pair shifted by a is there with probability g(a) = e^(-(R - a)²/2) - e^(-R²/2) at most. Over K pairs with
+    Σ a² ≤ s², since g'' grows for R - a ≥ √3,
+
+        Σ g(a_k) ≤ g(s) + (√K - 1)·s·R·e^(-R²/2) ≤ e^(-(R - s)²/2) + √K·s·R·2⁻⁶⁴ = δ₀,    K = 2³⁹
+
+    The first term is P(|Z₁, Z₂| > R - 1/σ), of a shift in one element; the second, of one spread over all: 4.1e-16 + 3.8e-13 at
+    σ = 1, 1.1e-12 + 7.6e-13 at σ = ½.
+
+    Args:
+        noise_multiplier: σ.
+
+    Returns:
+        δ₀; 1 where R - s < √3, below σ = 0.13.
+    """
+    shift = math.inf if noise_multiplier == 0 else 1 / noise_multiplier
+    if TAIL_RADIUS - shift < math.sqrt(3):
+        return 1.0
+    return math.exp(-((TAIL_RADIUS - shift) ** 2) / 2) + math.sqrt(MOST_ELEMENTS / 2) * shift * TAIL_RADIUS * TAIL_MASS
+
 
 class NoisePlan:
     """Where the parameters of a model stand in the key stream of a release.
 
     Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
-    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋.
+    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what `tail_delta`
+    accounts for.
 
     Args:
         key: the noise key, 32 bytes, the same on every rank.
@@ -38,6 +74,10 @@ class NoisePlan:
                 raise GramianError(f"{name}: given twice; expected every parameter once")
             self.shapes[name], self.offsets[name] = tuple(shape), place
             place += prod(shape) + prod(shape) % 2
+        if place > MOST_ELEMENTS:
+            raise GramianError(
+                f"module: {place} trained elements; expected at most 2^40, which the accountant counts with"
+            )
         self.total = place
 
     def __reduce_ex__(self, protocol: Any) -> Any:

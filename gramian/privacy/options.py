@@ -1,8 +1,10 @@
 """What `make_private` is told, checked before anything is touched."""
 
 import hashlib
+import inspect
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from gramian.taps.capture import check_arguments
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")
+GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
+"""Opacus' ways to per-sample gradients that differ in speed alone."""
 SMALLEST_NORM = 1e-20
 """Below this, clipped gradients would underflow float32."""
 
@@ -42,6 +46,10 @@ class PrivacyOptions:
         if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
             raise GramianError(
                 f"max_grad_norm: expected a number above 0 ({SMALLEST_NORM:g} at least), got {self.max_grad_norm!r}"
+            )
+        if self.clipping in ("per_layer", "adaptive"):
+            raise GramianError(
+                f'clipping: "{self.clipping}" is a clipping function; expected "flat", one norm over all parameters'
             )
         for field, value, known in (
             ("clipping", self.clipping, CLIPPING),
@@ -79,6 +87,12 @@ class PrivacyOptions:
             raise GramianError(
                 "optimizer: LBFGS evaluates the loss several times in one step; expected one backward a step"
             )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise GramianError(
+                f"optimizer: {type(optimizer).__name__} asks for a closure, to evaluate the loss several times in one step; "
+                "expected one backward a step"
+            )
         if isinstance(optimizer, SparseAdam):
             raise GramianError("optimizer: SparseAdam wants sparse gradients, noise is dense; expected Adam")
         for name, p in module.named_parameters():
@@ -89,10 +103,57 @@ class PrivacyOptions:
                 )
 
 
+def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
+    """Take arguments of Opacus' `make_private` that mean what happens here anyway.
+
+    Args:
+        given: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first`, those that were given.
+        loss_reduction: with which the criterion must agree.
+
+    Raises:
+        TypeError: for an argument of neither.
+        GramianError: naming what takes the argument's place.
+    """
+    criterion = given.get("criterion")
+    counterparts = {
+        "grad_sample_mode": (
+            given.get("grad_sample_mode") in GRAD_SAMPLE_MODES,
+            'clipping="two_pass" with engine.backward(loss) for "ghost" modes, else the default',
+        ),
+        "secure_mode": (
+            isinstance(given.get("secure_mode"), bool),
+            "True or False; the key is the operating system's in any case",
+        ),
+        "noise_generator": (
+            given.get("noise_generator") is None,
+            "PrivacyEngine(insecure_reproducible=True, seed=...) for noise that a test can repeat",
+        ),
+        "criterion": (
+            criterion is None or getattr(criterion, "reduction", None) == loss_reduction,
+            f"loss_reduction= as the loop reduces its loss (it is {loss_reduction!r}); no criterion is wrapped",
+        ),
+        "batch_first": (
+            given.get("batch_first") is True,
+            "True: the batch on the first axis of the model's first tensor (transpose inside the model)",
+        ),
+    }
+    for field, value in given.items():
+        if field not in counterparts:
+            raise TypeError(f"make_private() got an unexpected keyword argument {field!r}")
+        fits, counterpart = counterparts[field]
+        if not fits:
+            shown = repr(value) if isinstance(value, str | bool | int | float) else type(value).__name__
+            raise GramianError(
+                f"{field}: {shown} means something else in Opacus than happens here; expected {counterpart}"
+            )
+
+
 def batch_and_rate(
     loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
 ) -> tuple[float, float]:
     """Samples of a step on average, over all processes, and the probability of a record to be among them.
+
+    A step divides by the first. A rate alone would make it rate × records: a divisor that tells whether a record is there.
 
     Raises:
         GramianError: if they do not follow from the loader and are not given.
@@ -100,6 +161,11 @@ def batch_and_rate(
     for field, value in (("expected_batch", expected_batch), ("sample_rate", sample_rate)):
         if value is not None and not (is_number(value) and value > 0):
             raise GramianError(f"{field}: expected a number above 0, got {value!r}")
+    if sample_rate is not None and expected_batch is None:
+        raise GramianError(
+            "expected_batch: is not given, and sample_rate × records, by which a step would divide, changes with every record; "
+            "expected it as an argument beside sample_rate"
+        )
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
     size = population(loader, world, poisson=poisson, rate_given=sample_rate is not None)
@@ -107,12 +173,9 @@ def batch_and_rate(
         raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = getattr(loader, "batch_size", None)
     if expected_batch is None:
-        if sample_rate is not None and size is not None:
-            expected_batch = sample_rate * size
-        elif per_process is not None:
-            expected_batch = float(per_process * world)
-        else:
+        if per_process is None:
             raise GramianError("expected_batch: the loader has no batch_size; expected it as an argument")
+        expected_batch = float(per_process * world)
     if sample_rate is None:
         if size is None:
             raise GramianError("sample_rate: the data set has no length; expected it, and expected_batch, as arguments")

@@ -25,8 +25,9 @@ KEY_BYTES = 32
 class Secrets:
     """A 256-bit key from the operating system, and the independent keys derived from it.
 
-    Neither `repr` nor a pickle shows it; it leaves through `state_dict` alone, for `save_private`. Copies are refused: two
-    holders of one key would draw the same noise for different sums.
+    Neither `repr` nor a pickle shows it; it leaves through `state_dict` alone, for `save_private`. Copies are refused, that of
+    `os.fork` too: two holders of one key would draw the same noise for different sums. The processes of one run share a key on
+    purpose, each through its own `load_state_dict`.
 
     Args:
         insecure_reproducible: take the key from `seed`, which anyone can guess. For tests; recorded.
@@ -39,6 +40,7 @@ class Secrets:
         if seed is not None and not isinstance(seed, int):
             raise GramianError(f"seed: {seed!r}; expected an integer")
         self.insecure_reproducible = insecure_reproducible
+        self._process = os.getpid()
         if insecure_reproducible:
             self._key = hashlib.blake2b(b"gramian insecure %d" % (seed or 0), digest_size=KEY_BYTES).digest()
         else:
@@ -63,7 +65,16 @@ class Secrets:
         Returns:
             The derived key.
         """
+        self.refuse_forks()
         return hashlib.blake2b(label.encode(), digest_size=32, key=self._key, person=b"gramian subkey").digest()
+
+    def refuse_forks(self) -> None:
+        """Raise in a process that was forked from the one with the key."""
+        if os.getpid() != self._process:
+            raise GramianError(
+                f"engine: its key belongs to process {self._process}, from which this one was forked, and both would draw the "
+                "same noise; expected a PrivacyEngine made in this process"
+            )
 
     def renew(self) -> None:
         """Another key: nothing that was drawn with the old one can be drawn again. A fixed seed stays what it is."""
@@ -89,7 +100,7 @@ class Secrets:
                 "insecure_reproducible: the key of the state comes from a seed, which anyone can guess; expected the state of "
                 "a run with a secret key, or an engine with insecure_reproducible=True"
             )
-        self._key = bytes(key.tolist())
+        self._key, self._process = bytes(key.tolist()), os.getpid()
         self.insecure_reproducible = insecure
 
     def __repr__(self) -> str:

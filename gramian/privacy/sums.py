@@ -6,7 +6,7 @@ that one is noised.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide, wide_dtype
 from gramian.parallel.gradients import DataParallel, landed, local, local_rows, placed, reduce_to_shard
+from gramian.privacy.clipping import read_later
+from gramian.privacy.integrity import Watch
 from gramian.privacy.noise import NoisePlan
 from gramian.privacy.timing import Stopwatch
 
 IN_FLIGHT = 8
 """Reductions that may be under way at once."""
+CHANGED_GRADIENT = (
+    "{}: its .grad was changed between backward and step, where it is not private yet; the step was refused and its sums "
+    "dropped; expected .grad as the backward left it, or zero_grad() (a hook before the optimizer's step may write)"
+)
+CHANGED_WEIGHTS = (
+    "{}: was changed between backward and step, where its .grad is not private yet (by hand, or by another optimizer?); "
+    "nothing was released, but the weights may hold a gradient without noise; expected weights from before, and changes "
+    "after step()"
+)
 
 
 @dataclass(frozen=True)
@@ -41,18 +52,24 @@ class GradientSums:
     """Where clipped sums go. In `p.grad` they are in the parameter's dtype; what is released comes from wide ones."""
 
     def __init__(
-        self, trained: Mapping[str, nn.Parameter], parallel: DataParallel, overlap: bool, stopwatch: Stopwatch
+        self,
+        trained: Mapping[str, nn.Parameter],
+        parallel: DataParallel,
+        overlap: bool,
+        stopwatch: Stopwatch,
+        loss_scale: "float | torch.amp.GradScaler" = 1.0,
     ) -> None:
         """Hold nothing yet."""
         self.trained, self._parallel, self._overlap, self._stopwatch = dict(trained), parallel, overlap, stopwatch
         self.moved: dict[str, Tensor] = {}
         """Sums of earlier pieces of this draw, this process's part, wide and without the loss scale."""
-        self._behind = WeakTensorKeyDictionary()
-        """{p.grad: the wide sum of which it is the rounded copy, this process's part}: gone when the user drops it."""
+        self._behind: dict[str, Tensor] = {}
+        """{parameter: the wide sum of which `p.grad` is the rounded copy, this process's part}."""
         self._versions = WeakTensorKeyDictionary()
-        """{p.grad as the last backward of this step left it: its version, as long as nobody wrote into it}."""
-        self._settled = False
-        """True if there was such a backward."""
+        """{p.grad, of a parameter with such a sum, as the last backward left it: its version}."""
+        self.watch = Watch(trained)
+        """Whether gradients and weights stay as that backward left them."""
+        self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
 
     # ---- backward --------------------------------------------------------------------------------------------------
@@ -78,27 +95,71 @@ class GradientSums:
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
             first.grad = torch.zeros_like(first)
-        self._settled = True
-        for p in self.trained.values():
-            if p.grad is not None:
-                self._versions[p.grad] = local(p.grad)._version
+        self.watch.take(self._inverse_scale())
+        for name in self._behind:
+            gradient = self.trained[name].grad
+            if gradient is not None:
+                self._versions[gradient] = local(gradient)._version
 
-    def refuse_changes(self) -> None:
-        """Between backward and step `p.grad` must be what the backward left, or nothing. Cost: no look at the device.
+    def _inverse_scale(self) -> Tensor | None:
+        """What a GradScaler's `unscale_` multiplies gradients with; None: there is no scaler, or it has scaled nothing."""
+        scaler = self._loss_scale
+        scale = scaler._scale if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+        return None if scale is None else scale.double().reciprocal().float()
+
+    def begin(self) -> None:
+        """Another backward begins before the step.
 
         Raises:
-            GramianError: if somebody put another gradient there, or wrote into it.
+            GramianError: if weights were written to since the last one.
         """
-        for name, p in self.trained.items() if self._settled else ():
-            gradient = p.grad
-            if gradient is None or self._versions.get(gradient) == local(gradient)._version:
-                continue
-            if bool(local(gradient).any()):
-                raise GramianError(
-                    f"{name}: its .grad was changed between backward and step, where it is not private yet; "
-                    "expected it as the backward left it, or zero_grad() (a hook before the optimizer's step may write)"
-                )
-            self._behind.pop(gradient, None)  # zero_grad(set_to_none=False)
+        if not self.watch.on:
+            return
+        written = self.watch.written_weights()
+        if written:
+            raise GramianError(CHANGED_WEIGHTS.format(written[0]))
+        self._follow_zeroed()
+        self.watch.carry(self._behind)
+
+    def _follow_zeroed(self) -> None:
+        """Where the user dropped a gradient, or wrote zeros into it, drop the wide sum behind it. Waits only after a write."""
+        for name in list(self._behind):
+            gradient = self.trained[name].grad
+            written = gradient is not None and self._versions.get(gradient) != local(gradient)._version
+            if gradient is None or (written and not bool(local(gradient).any())):
+                del self._behind[name]
+
+    @torch.no_grad()
+    def compare(self, scaling: Scaling) -> Callable[[], None]:
+        """Begin to compare gradients and weights with what the backward left, before the step writes into them.
+
+        All processes come here and refuse together: what each found is added up. The result is read when the step's own
+        work is queued, so that the device does not wait for the host.
+
+        Returns:
+            To be called before anybody else sees the gradients. It raises a `GramianError`, and drops all sums, if one of
+            them was changed on any process.
+        """
+        self._follow_zeroed()
+        count, watched = len(self.trained), self.watch.on
+        device = local(next(iter(self.trained.values())).detach()).device
+        found = torch.zeros(2 * count, dtype=torch.int32, device=device)
+        if watched:
+            changed = self.watch.changed_gradients(self._behind, scaling.undone != 1.0)
+            found = torch.cat([changed, self.watch.changed_weights()]).int()
+        reduction = self._parallel.start_sum(found)
+        if reduction is not None:
+            reduction.wait()
+        read = read_later(found) if watched or reduction is not None else lambda: []
+
+        def verdict() -> None:
+            for i, number in enumerate(read()):
+                if number:
+                    self.forget()
+                    reason = CHANGED_GRADIENT if i < count else CHANGED_WEIGHTS
+                    raise GramianError(reason.format(list(self.trained)[i % count]))
+
+        return verdict
 
     def _land(self) -> None:
         name, shard = self._arriving.popleft()
@@ -119,13 +180,13 @@ class GradientSums:
             part = self._wide(name, Scaling()).add_(part)
         part = _laid_out(wide(part), local(p.detach()))
         p.grad = placed(part.to(p.dtype), p)  # at once: the device still sums the next ones while the host does this
-        self._behind[p.grad] = part
+        self._behind[name] = part
 
     def _wide(self, name: str, scaling: Scaling) -> Tensor:
         """This process's part of what is in `p.grad`, wide and without the scale that nobody else undoes; may be written to."""
         p = self.trained[name]
         assert p.grad is not None
-        part, behind = local(p.grad), self._behind.pop(p.grad, None)
+        part, behind = local(p.grad), self._behind.pop(name, None)
         if behind is not None:
             part = behind if scaling.undone == 1.0 else behind.div_(scaling.undone)
         else:
@@ -136,14 +197,15 @@ class GradientSums:
 
     def forget(self) -> None:
         """Drop sums that no step has released."""
-        self._settled = False
+        self.watch.clear()
         self.moved.clear()
+        self._behind.clear()
         for p in self.trained.values():
             p.grad = None
 
     def move(self, scaling: Scaling) -> None:
         """Take the gradients of a piece out of `p.grad`, so that the optimizer sees none and zero_grad() loses none."""
-        self._settled = False
+        self.watch.clear()
         for name, p in self.trained.items():
             if p.grad is not None:
                 part = self._wide(name, scaling)
@@ -193,7 +255,7 @@ class GradientSums:
         while waiting:
             finish()
         self.moved.clear()
-        self._settled = False  # what is in `p.grad` now has its noise: anybody may write
+        self.watch.clear()  # what is in `p.grad` now has its noise: anybody may write
 
     def _whole(self, name: str, scaling: Scaling) -> Tensor:
         """This process's sum over the pieces of the draw: wide where anything is still to be added or rounded."""
@@ -204,7 +266,7 @@ class GradientSums:
         part = local(p.detach())
         if p.grad is None:
             whole = torch.zeros_like(part) if moved is None else moved
-        elif moved is None and p.grad not in self._behind:  # nothing is added any more: noised where it lies
+        elif moved is None and name not in self._behind:  # nothing is added any more: noised where it lies
             whole = local(p.grad) if scaling.left == 1.0 else local(p.grad).div_(scaling.left)
         else:
             whole = self._wide(name, scaling)

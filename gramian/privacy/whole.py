@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from gramian.errors import GramianError
 from gramian.linalg.wide import wide_dtype
 from gramian.privacy.clipping import SLACK, Clipped, Sink
+from gramian.privacy.modules import layers_with_sites, refuse_mixing
 from gramian.taps.blank import with_a_row, without_a_row
-from gramian.taps.names import named_modules
 from gramian.taps.passes import FORWARDS_WITHOUT_BACKWARD, SECOND_BACKWARD, accumulates, in_backward
-from gramian.taps.sites import site_for
 from gramian.taps.sites.site import first_tensor
 
 _keys = itertools.count()
@@ -144,14 +143,14 @@ class WholeGradient:
         self.on_begin: Callable[[int], None] = lambda rows: None
         """Called before anything is summed; may refuse."""
         self.on_done: Callable[[], None] = lambda: None
+        self.on_inputs: Callable[[Any], None] = lambda inputs: None
+        """Shown the arguments of every forward of the root (eager mode)."""
         hook = RootHook(self)
         self._handles: list[RemovableHandle] = [
             root.register_forward_pre_hook(hook, with_kwargs=True),
             root.register_forward_hook(hook.after),
         ]
-        self._layers = [
-            (name, module, site) for name, module in named_modules(root) if (site := site_for(module)) is not None
-        ]
+        self._layers = layers_with_sites(root)
         names = {p: name for name, p in self._trained.items()}
         for p in root.parameters():
             if p.requires_grad:  # those that the optimizer does not step have no name, and nothing is kept of them
@@ -187,10 +186,7 @@ class WholeGradient:
         """
         if not self._listens(module):
             return None
-        for name, layer, site in self._layers:
-            reason = site.check_per_sample(layer) or (site.check(layer) if site.kind == "embedding" else None)
-            if reason is not None:
-                raise GramianError(f"{name or 'model'} ({type(layer).__name__}) {reason}")
+        refuse_mixing(self._layers)
         first = first_tensor(args, kwargs)
         self._batch = first.shape[0]
         if self._batch > 1:
@@ -200,6 +196,7 @@ class WholeGradient:
         if torch.compiler.is_compiling():
             self._ticket = torch.ops.gramian.enter(self._key, first)
         else:
+            self.on_inputs((args, kwargs))
             self._ticket = torch.tensor(self.open(self._batch))
         return None if self._batch else with_a_row((args, kwargs))
 

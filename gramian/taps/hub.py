@@ -119,6 +119,8 @@ class Hub:
         self.tensor_parallel: TensorParallel | None = None
         """The processes that the model is spread over by features, and that deal its samples out among themselves while those
         who listen take shares; None: every process sees all of its samples."""
+        self.on_inputs: Callable[[Any], None] = lambda inputs: None
+        """Shown the arguments of every forward of the root (eager mode)."""
         self.output_layer: str | None = None
         """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
 
@@ -248,6 +250,7 @@ class Hub:
                 )
             if self.tensor_parallel is not None:
                 self.tensor_parallel.refuse_other_inputs(first)
+            self.on_inputs((args, kwargs))
             self.blank = self.rule.withholds and not first.shape[0] and given is None
             first = with_a_row(first) if self.blank else first
             self.batch = first.shape[0]

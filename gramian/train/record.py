@@ -1,4 +1,4 @@
-"""`record.json`: what a run is, for whoever wants to repeat it."""
+"""`record.json`: what a run is, for whoever wants to repeat it, and to read: a private run has no digest of its data in it."""
 
 import json
 import platform
@@ -7,13 +7,18 @@ from pathlib import Path
 import torch
 
 import gramian
+from gramian.kernels.chacha import NORMALS_VERSION
 from gramian.train.build import Parts
 from gramian.train.private import PrivateStepper
 from gramian.train.run_folder import write_whole
 
 
 def write_record(folder: Path, parts: Parts) -> None:
-    """Versions, machine, world, sizes and digests."""
+    """Versions, machine, world and sizes; digests of the data where it is public.
+
+    A digest without a key tells whether a guessed data set is the one that was trained on. Of a private run it is in the
+    checkpoints, which only their owner reads.
+    """
     cuda = parts.world.device.type == "cuda"
     record = {
         "gramian": gramian.__version__,
@@ -32,15 +37,17 @@ def write_record(folder: Path, parts: Parts) -> None:
             "bytes_of_one": parts.host.copy,
             "bytes": parts.host.process,
         },
-        "data_digest": parts.digests,
     }
-    if isinstance(parts.stepper, PrivateStepper):
+    if not isinstance(parts.stepper, PrivateStepper):
+        record["data_digest"] = parts.digests
+    else:
         engine = parts.stepper.engine
         record["privacy"] = {
             "noise_multiplier": engine.noise_multiplier,
             "sample_rate": engine.sample_rate,
             "expected_batch": engine.expected_batch,
             "unit": "one window",
+            "noise_generator": NORMALS_VERSION,
             "insecure_reproducible": parts.config.privacy is not None and parts.config.privacy.insecure_reproducible,
         }
     write_whole(folder / "record.json", json.dumps(record, indent=2) + "\n")

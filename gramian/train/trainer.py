@@ -416,6 +416,8 @@ class Trainer:
         self.store.drop_after(self.step)
         self.log.begin(self.attempt - 1)
         self.log.event({"event": "resumed", "folder": found.folder.name})
+        if isinstance(stepper, PrivateStepper) and stepper.engine.not_replayed is not None:
+            self.log.event({"event": "not_replayed", "reason": stepper.engine.not_replayed})
         self._snapshot()
 
     def _refuse_other_data(self, saved: Any, folder: str) -> None:

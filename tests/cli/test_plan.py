@@ -1,7 +1,6 @@
 """`gramian plan`: a table that a person can read, one line that decides, exit codes."""
 
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,14 +113,10 @@ def test_a_strategy_of_the_config_is_planned_as_it_is(seven: str, capsys: pytest
     assert not any("fsdp2" in line for line in lines)
 
 
-def test_nothing_is_allocated_and_nothing_takes_long(
-    seven: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_model_is_built(seven: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GPT, "__init__", lambda self, *given: pytest.fail("a model was built"))
     main(["plan", seven, "--gpus", "1", "--gpu-memory", "80"])
-    start = time.perf_counter()
     main(["plan", seven, "--gpus", "8", "--gpu-memory", "80"])
-    assert time.perf_counter() - start < 1
     output(capsys)
 
 

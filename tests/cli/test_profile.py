@@ -20,6 +20,7 @@ from gramian.privacy import PrivacyEngine
 from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import run_on_ranks
+from tests.kit.waiting import PATIENCE
 
 ONE = World(0, 1, torch.device("cpu"), "one")
 TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
@@ -118,6 +119,7 @@ def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.Prof
 
 @pytest.mark.dist
 @pytest.mark.full
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("reduce", ["gram", "gather"])
 def test_several_processes_show_what_they_send_by_kind_of_collective(reduce):
     """Of blocks.0.fc, whose output side has the 8 tokens of both processes: what the model of traffic says is among it."""
@@ -332,7 +334,7 @@ def _torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Two processes; their exit codes are in the last line of what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     return subprocess.run(
-        [*launcher, *command], capture_output=True, text=True, check=False, env=_environment(), timeout=300
+        [*launcher, *command], capture_output=True, text=True, check=False, env=_environment(), timeout=PATIENCE
     )
 
 

@@ -19,6 +19,7 @@ from gramian.parallel.world import World, world
 from gramian.train.build import build
 from gramian.train.config import Config, parse_config
 from gramian.verify.runs import train_profile
+from tests.kit.waiting import PATIENCE
 
 TINY = [
     "model.layers=1", "model.width=16", "model.heads=2", "data.length=16", "data.batch=4", "data.micro_batch=2",
@@ -258,7 +259,7 @@ def test_under_torchrun_the_first_process_alone_speaks(strategy, tmp_path):
     command = [*COMMAND[:-1], f"parallel.strategy={strategy}", "--cpu", "--json", str(file)]
     done = subprocess.run(
         [*launcher, "-m", "gramian", *command],
-        capture_output=True, text=True, check=False, env=_environment(), timeout=300,
+        capture_output=True, text=True, check=False, env=_environment(), timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Training step on CPU") == 1

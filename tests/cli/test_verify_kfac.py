@@ -147,6 +147,7 @@ def test_a_grid_of_four_processes_agrees_with_the_oracle(rank: int, world_size: 
 
 @FULL
 @pytest.mark.dist
+@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_broken_library_is_seen_on_every_process(bug: str) -> None:
     for failed in run_on_ranks(2, with_a_bug, bug):

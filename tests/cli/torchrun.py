@@ -4,17 +4,19 @@ import os
 import subprocess
 import sys
 
+from tests.kit.waiting import PATIENCE
 
-def on_processes(
-    argv: list[str], prepare: str = "", size: int = 2, timeout: float = 180
-) -> subprocess.CompletedProcess[str]:
+SETS_DIFFER = 'PYTHONHASHSEED=$RANK exec "$0" "$@"'
+"""The order of a set of strings is another one on every rank, and the same in every run."""
+
+
+def on_processes(argv: list[str], prepare: str = "", size: int = 2) -> subprocess.CompletedProcess[str]:
     """`gramian *argv` under torchrun on the CPU; every process says on standard error with what it ends.
 
     Args:
         argv: of the command.
         prepare: code that runs before it, with `rank` in its names.
         size: processes.
-        timeout: seconds.
     """
     script = (
         "import os, sys; from gramian.cli import main\n"
@@ -22,12 +24,19 @@ def on_processes(
         f"status = main({argv!r})\n"
         "print(f'process {rank} ends with {status}', file=sys.stderr)\nsys.exit(status)"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}", "--no-python"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={size}",
+        "--no-python",
+    ]
     return subprocess.run(
-        [*command, sys.executable, "-c", script],
+        [*launcher, "sh", "-c", SETS_DIFFER, sys.executable, "-c", script],
         capture_output=True,
         text=True,
         check=False,
-        timeout=timeout,
+        timeout=PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

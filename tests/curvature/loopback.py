@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gramian.curvature import steps
 from gramian.parallel.exchange import Exchange
 from gramian.taps.hub import Hub, hub_of
+from tests.kit.waiting import PATIENCE
 
-PATIENCE = 30.0
 one_at_a_time = threading.Lock()
 """For what threads share and processes do not: the global generator, and the list of all models with open captures."""
 

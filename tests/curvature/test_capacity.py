@@ -199,7 +199,7 @@ def diagonals(left: list[float], right: list[float]) -> Block:
 
 
 @pytest.mark.oracle
-@settings(max_examples=300 if FULL else 25, deadline=None)
+@settings(max_examples=300 if FULL else 25)
 @given(st.lists(st.tuples(SPECTRUM, SPECTRUM), min_size=1, max_size=3), st.floats(-200, 200).map(lambda x: 10.0**x))
 def test_metrics_of_any_spectra(pairs: list[tuple[list[float], list[float]]], damping: float) -> None:
     found = metrics_of(*(diagonals(*pair) for pair in pairs), damping=damping)

@@ -113,7 +113,7 @@ def test_factors_do_not_depend_on_how_the_loss_is_written(way: Way, name: str, s
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_split_into_micro_batches_gives_the_same_factors(name: str, data: st.DataObject) -> None:
     p = PROBLEMS[name]

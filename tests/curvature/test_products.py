@@ -35,7 +35,7 @@ def exact(left: list[float], right: list[float], damping: float) -> tuple[Any, A
         return mpmath.fsum(logs), mpmath.fsum(x / (x + damping) for x in pairs), mpmath.fsum(abs(y) for y in logs)
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(SPECTRA, SPECTRA, DAMPING)
 def test_sums_over_products_are_those_of_fifty_digits(left: list[float], right: list[float], damping: float) -> None:
     log_det, dimension = damped_sums(values(left), values(right), damping)
@@ -76,7 +76,7 @@ def test_a_value_of_weight_two_counts_as_two_of_them() -> None:
         )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(SPECTRA, SPECTRA, st.floats(-18, -1e-3).map(lambda x: 10.0**x))
 def test_products_above_a_share_are_counted(left: list[float], right: list[float], share: float) -> None:
     with mpmath.workdps(50):
@@ -87,7 +87,7 @@ def test_products_above_a_share_are_counted(left: list[float], right: list[float
     assert abs(count_above(values(left), values(right), share) - expected) <= near
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(st.lists(st.tuples(SPECTRA, SPECTRA), min_size=1, max_size=4), st.data())
 def test_the_largest_products_are_those_of_all_of_them(
     pairs: list[tuple[list[float], list[float]]], data: st.DataObject

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -311,8 +312,10 @@ def noise_of_shards(rank: int, world_size: int, way: str) -> Tensor:
     return (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clone()
 
 
-def resumed_run(rank: int, world_size: int, way: str, folder: str, seed: int | None, replay: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not."""
+def resumed_run(
+    rank: int, world_size: int, way: str, folder: str, seed: int | None, replay: bool, other_weights: bool
+) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps; then a new engine from the checkpoint: replayed or not, on other weights or not."""
     p = problem("mlp", SAMPLES)
     options = {
         "lr": 0.25, "noise_multiplier": 1.0, "poisson_sampling": True, "sample_rate": RATE,
@@ -332,6 +335,8 @@ def resumed_run(rank: int, world_size: int, way: str, folder: str, seed: int | N
 
     fresh = p.model()
     fresh.load_state_dict(weights)
+    if other_weights:
+        next(fresh.parameters()).data.view(-1)[0] += 1.0
     again = make_private(p, wrap(way, fresh), **options)
     again.engine.bind_counter(str(Path(folder) / "counter.json"), must_exist=True)
     again.engine.load_state_dict(load_private(Path(folder) / "engine.pt"), replay=replay)
@@ -553,18 +558,47 @@ def a_bypass_later_on(rank: int, way: str, audited: bool, inside: bool) -> None:
     dist.barrier()
 
 
-def nobody_waits_for_a_rank_that_raised(rank: int, way: str, seconds: float) -> None:
+def changes_are_refused_together(rank: int, way: str, dtype: torch.dtype, where: str) -> None:
+    """One rank writes through `.data`: all refuse, nothing moves, and the next step is as if nothing had been."""
+    p = problem("mlp", 6)
+    model = wrap(way, p.model().to(dtype))
+    private = make_private(p, model)
+    before = parameters_of(model)
+    x = p.batch[0].to(dtype)[3 * rank : 3 * rank + 3]
+    model(x).square().sum().backward()
+    chosen = list(model.parameters())[-2]
+    part = chosen.grad if where == "gradient" else chosen.detach()
+    part = part.to_local() if isinstance(part, DTensor) else part
+    if rank == 1:
+        part.data.add_(1.0)
+    reason = {"gradient": "its .grad was changed", "weight": "was changed"}[where]
+    with pytest.raises(gramian.GramianError, match=rf"{reason} between backward and step"):
+        private.optimizer.step()
+    assert all(q.grad is None for q in model.parameters())
+    if rank == 1 and where == "weight":
+        part.data.sub_(1.0)
+    model(x).square().sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    private.optimizer.step()
+    assert any(bool(t.any()) for t in moved_by(model, before).values())
+    private.engine.detach()
+
+
+def nobody_waits_for_a_rank_that_raised(rank: int, way: str) -> None:
     """Rank 1 fails in its step; the others get an error when the group's time is over."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    group = dist.new_group()
     p = problem("mlp", 4)
     if way == "ddp":
         model: nn.Module = DistributedDataParallel(p.model(), process_group=group)
     else:
         model = fully_shard(p.model(), mesh=DeviceMesh.from_group(group, "cpu"))
     private = make_private(p, model)
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=0.5), group)  # from here on nobody comes who could come too late
     if rank == 1:
-        with pytest.raises(gramian.GramianError, match="closure"):
-            private.optimizer.step(lambda: 0.0)
+        private.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(gramian.GramianError, match="optimizer: its trained parameters"):
+            private.optimizer.step()
     else:
         with pytest.raises(RuntimeError, match="(?i)time|connection|closed"):
             private.backward(slice(0, 2))
@@ -736,9 +770,12 @@ def compare_runs(way: str, name: str, pieces: int | None, clipping: str, rate: f
             assert any(size == 0 for _, sizes in results for draw in sizes for size in draw)
 
 
-def compare_resumed(world_size: int, way: str, folder: Path, replay: bool, seed: int | None = None) -> None:
+def compare_resumed(
+    world_size: int, way: str, folder: Path, replay: bool, seed: int | None = None, other_weights: bool = False
+) -> None:
     """A replay is the same releases, bit for bit, counted once; a resume that is none draws and noises anew."""
-    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay):
+    for result in run_on_ranks(world_size, resumed_run, way, str(folder), seed, replay, other_weights):
+        replay = replay and not other_weights
         same = all(torch.equal(result["ended"][key], result["reached"][key]) for key in result["ended"])
         drawn = len(result["drawn"]) == len(result["redrawn"]) and all(
             torch.equal(one, other) for one, other in zip(result["drawn"], result["redrawn"], strict=True)

@@ -27,6 +27,7 @@ from gramian.train.checkpoint import CheckpointStore, Loaded
 from gramian.train.snapshot import Snapshots
 from gramian.train.state import extents, facts_of, load, tensors_of
 from tests.kit.processes import RankError, distributed, run_on_ranks
+from tests.kit.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -285,7 +286,7 @@ def test_training_communicates_while_a_save_is_under_way(rank: int, world_size: 
     go, real = threading.Event(), os.fsync
 
     def fsync(handle: int) -> None:
-        assert go.wait(30)
+        assert go.wait(PATIENCE)
         time.sleep(0.02 * rank)
         real(handle)
 

@@ -116,7 +116,7 @@ def test_training_with_captures_ends_where_training_without_them_does(rank: int,
 
 @pytest.mark.parametrize("order", [pytest.param("compiled inside", marks=pytest.mark.full), "compiled outside"])
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp"])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> None:
     sizes = (3, 2)
     p, rows = problem(name, sum(sizes)), mine(rank, sizes)
@@ -132,7 +132,7 @@ def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> N
     assert list(norms.coverage) == [key for key, _ in p.model().named_parameters()]
 
 
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_a_graph_that_dynamo_cuts_into_buckets(rank: int, world_size: int) -> None:
     # Six layers of 0.7 MB and buckets of 1 MB: the compiled forward is several graphs, and so is the backward.
     torch.compiler.reset()

@@ -137,7 +137,7 @@ def _compiled(model: nn.Module, what: str) -> nn.Module:
 
 @pytest.mark.parametrize("what", [pytest.param("blocks", marks=pytest.mark.full), "root"])
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
     sizes = (3, 2)
     p, rows = problem(name, sum(sizes)), mine(rank, sizes)
@@ -149,7 +149,7 @@ def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> No
     assert list(norms.coverage) == [key for key, _ in p.model().named_parameters()]
 
 
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_a_reused_module_compiled_by_itself_is_refused_by_name_or_right(rank: int, world_size: int) -> None:
     sizes = (3, 2)
     p, rows = problem("reused", sum(sizes)), mine(rank, sizes)

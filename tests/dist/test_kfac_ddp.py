@@ -13,6 +13,7 @@ from tests.curvature.splits import CASES
 from tests.dist import kfac_bodies as bodies
 from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed
+from tests.kit.waiting import PATIENCE
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
 
@@ -101,18 +102,18 @@ def test_preconditioned_training_is_that_of_one_process(rank: int, world_size: i
 
 
 @pytest.mark.parametrize("how, failing", [("forward", 0), ("arguments", 1), ("collection", 1)])
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_an_error_on_one_process_is_raised_on_all(rank: int, world_size: int, how: str, failing: int) -> None:
     bodies.one_rank_fails(rank, failing, how)
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_nan_on_one_process_drops_the_refresh_on_all(rank: int, world_size: int, reduce: str) -> None:
     bodies.nan_on_one_rank(rank, reduce)
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_processes_that_differ_raise_together(rank: int, world_size: int) -> None:
     case = CASES["words"]
     kfac = bodies.make(damping=0.1 + 0.1 * rank)
@@ -120,7 +121,7 @@ def test_processes_that_differ_raise_together(rank: int, world_size: int) -> Non
         bodies.refresh(kfac, case.model(), case.data(4), range(rank, 4, 2))
 
 
-@distributed(world_size=3, timeout=60)
+@distributed(world_size=3)
 def test_a_group_of_some_processes(rank: int, world_size: int) -> None:
     """`process_group=` leaves the others out: they take no part, and none is waited for."""
     group = dist.new_group([0, 2])
@@ -134,7 +135,7 @@ def test_a_group_of_some_processes(rank: int, world_size: int) -> None:
     bodies.same_as_one(rank, "plain", "words", [[0], [1, 2], []], {})  # and afterwards all of them meet again
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_by_itself_is_by_itself_and_warns_once(rank: int, world_size: int) -> None:
     case = CASES["words"]
     kfac, model = bodies.make(kfac_distributed_reduce="none"), case.model()
@@ -158,5 +159,5 @@ def test_an_object_made_before_the_process_group_joins_all_the_same() -> None:
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(120)
+        process.join(PATIENCE)
     assert [process.exitcode for process in ranks] == [0, 0]

@@ -116,7 +116,7 @@ def test_four_processes_share_the_factorisations(
 
 
 @pytest.mark.parametrize("reduce", ["gram", "dense"])
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_a_factorisation_that_fails_on_one_process_is_the_same_error_on_all(
     rank: int, world_size: int, reduce: str
 ) -> None:
@@ -373,4 +373,4 @@ def bad_folders(rank: int, world_size: int, folder: str) -> None:
 
 @pytest.mark.dist
 def test_folders_that_are_no_state_are_refused_on_all_processes(tmp_path: Path) -> None:
-    run_on_ranks(2, bad_folders, str(tmp_path / "kfac"), timeout=90)
+    run_on_ranks(2, bad_folders, str(tmp_path / "kfac"))

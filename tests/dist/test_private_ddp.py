@@ -311,9 +311,16 @@ def test_a_model_that_nobody_wrapped_is_one_process(rank: int, world_size: int) 
     bodies.a_plain_model_is_one_process(rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@distributed(world_size=2)
+def test_what_one_rank_changes_is_refused_by_all(rank: int, world_size: int, where: str, dtype: torch.dtype) -> None:
+    bodies.changes_are_refused_together(rank, "ddp", dtype, where)
+
+
 @distributed(world_size=2)
 def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
-    bodies.nobody_waits_for_a_rank_that_raised(rank, "ddp", 2.0)
+    bodies.nobody_waits_for_a_rank_that_raised(rank, "ddp")
 
 
 @distributed(world_size=3)
@@ -354,6 +361,11 @@ def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
 
 
 @pytest.mark.dist
+def test_no_rank_replays_on_other_weights(tmp_path: Path) -> None:
+    bodies.compare_resumed(2, "ddp", tmp_path, True, other_weights=True)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("seed", [None, bodies.SEED])
 def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, replay: bool, seed: int | None) -> None:
@@ -372,7 +384,7 @@ def test_all_ranks_count_as_the_first_does() -> None:
 
 @pytest.mark.parametrize("order", ["compiled inside", pytest.param("compiled outside", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp"])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_compiled_models(rank: int, world_size: int, name: str, order: str) -> None:
     torch.compiler.reset()
     sizes = (3, 2)

@@ -239,7 +239,7 @@ def test_mixed_precision_of_layers_without_a_formula(rank: int, world_size: int,
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["lstm", "attention", "raw"] if FULL else ["raw"])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_a_compiled_model_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:
     torch.compiler.reset()
     sizes = (3, 2)
@@ -401,9 +401,16 @@ def test_the_expected_batch_counts_all_ranks(rank: int, world_size: int) -> None
     bodies.expected_batch_counts_all_ranks(rank, world_size, "fsdp2")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@distributed(world_size=2)
+def test_what_one_rank_changes_is_refused_by_all(rank: int, world_size: int, where: str, dtype: torch.dtype) -> None:
+    bodies.changes_are_refused_together(rank, "fsdp2", dtype, where)
+
+
 @distributed(world_size=2)
 def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
-    bodies.nobody_waits_for_a_rank_that_raised(rank, "fsdp2", 2.0)
+    bodies.nobody_waits_for_a_rank_that_raised(rank, "fsdp2")
 
 
 @pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
@@ -420,7 +427,7 @@ def test_a_bypass_after_clean_steps_is_named(rank: int, world_size: int, audited
 
 
 @pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_a_bypass_in_a_compiled_model_is_named(rank: int, world_size: int, kind: type[nn.Module], name: str) -> None:
     torch.compiler.reset()
     bodies.a_bypass_is_named(rank, torch.compile(fully_shard(kind()), backend="aot_eager"), name)
@@ -486,6 +493,11 @@ def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
 
 
 @pytest.mark.dist
+def test_no_rank_replays_on_other_weights(tmp_path: Path) -> None:
+    bodies.compare_resumed(2, "fsdp2", tmp_path, True, other_weights=True)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, replay: bool) -> None:
     bodies.compare_resumed(2, "fsdp2", tmp_path, replay)
@@ -496,7 +508,7 @@ def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, r
 
 @pytest.mark.parametrize("what", ["blocks", pytest.param("root", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
     torch.compiler.reset()
     sizes = (3, 2)

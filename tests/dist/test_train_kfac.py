@@ -130,7 +130,7 @@ def runs(
     """Train on one process and on several: how far the losses are apart, and what K-FAC says of the second run."""
     run_of(0, 1, told_of(tmp_path / "one", steps, **sections), "one")
     told = told_of(tmp_path / "many", steps, **sections)
-    records = run_on_ranks(processes, body, told, kind, timeout=900)
+    records = run_on_ranks(processes, body, told, kind)
     assert curve(tmp_path / "one")[-1] < curve(tmp_path / "one")[0]
     return far(tmp_path / "one", tmp_path / "many"), records
 
@@ -186,7 +186,7 @@ def two_hundred_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_hundred_steps_do_not_depend_on_the_processes(
     processes: int, kind: str, two_hundred_steps: Path, tmp_path: Path
 ) -> None:
-    run_on_ranks(processes, run_of, told_of(tmp_path / "many", 200, **LONG), kind, timeout=900)
+    run_on_ranks(processes, run_of, told_of(tmp_path / "many", 200, **LONG), kind)
     found = far(two_hundred_steps, tmp_path / "many")
     print(f"{processes} processes, {kind}: the losses of 200 steps differ by at most {found:.2g}")
     assert found < 1e-6

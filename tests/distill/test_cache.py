@@ -71,7 +71,7 @@ def true_logits(live: Dense) -> Tensor:
 
 
 @kinds
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(index=st.lists(st.integers(0, len(DATA) - 1), min_size=1, max_size=9), ahead=st.booleans())
 def test_any_order_and_batch_reads_the_same_rows(
     built: Callable[[str], Path], kind: str, index: list[int], ahead: bool
@@ -132,7 +132,7 @@ def test_closing_does_not_read_what_was_announced(built: Callable[[str], Path]) 
     def gathered(windows_B: Tensor) -> dict[str, Tensor]:
         reads.append(windows_B)
         begun.set()
-        go.wait()
+        go.wait(60)
         return plain(windows_B)
 
     cache._gathered = gathered  # type: ignore[method-assign]
@@ -140,7 +140,7 @@ def test_closing_does_not_read_what_was_announced(built: Callable[[str], Path]) 
     for batch in batches:
         cache.upcoming(batch)
     begun.wait()
-    threading.Timer(0.2, go.set).start()
+    cache._ahead[batches[1]["windows"]].add_done_callback(lambda _: go.set())  # cancelled before the first is read
     cache.close()
     assert len(reads) == 1
     assert cache(batches[1]) is not None and len(reads) == 2  # a closed cache can be read all the same

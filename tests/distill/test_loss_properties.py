@@ -47,7 +47,7 @@ def test_the_order_of_tokens_does_not_matter():
     close(mixed_gradients["T"], gradients["T"])
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(cut=st.integers(0, 9), direction=st.sampled_from(DIRECTIONS))
 def test_micro_batches_with_common_terms_add_up(cut, direction):
     case = Case()

@@ -8,10 +8,12 @@ import torch
 
 from gramian.kernels import chacha
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+triton = pytest.importorskip("triton")
+tl = triton.language
+
+from gramian.kernels import _chacha  # noqa: E402
+
+pytestmark = pytest.mark.gpu
 
 KEY = bytes((37 * i + 11) % 256 for i in range(32))
 NONCE = (3 << 64) + 2**63 + 12345
@@ -22,10 +24,10 @@ def turn(value, bits):
     return ((value << bits) & 0xFFFFFFFF) | (value >> (32 - bits))
 
 
-def plain_block(counter):
+def plain_block(counter, nonce=NONCE):
     """One block in Python integers, from the text of RFC 8439."""
     initial = [*struct.unpack("<4I", b"expand 32-byte k"), *struct.unpack("<8I", KEY), counter]
-    initial += struct.unpack("<3I", NONCE.to_bytes(12, "little"))
+    initial += struct.unpack("<3I", nonce.to_bytes(12, "little"))
     s = list(initial)
     for round_ in range(20):
         for column in range(4):
@@ -51,7 +53,11 @@ def plain_words(start, count):
 def plain_normals(start, count):
     first, stop = start - start % 2, start + count + (start + count) % 2
     words = plain_words(first, stop - first).astype(np.float64).reshape(-1, 2)
-    radius, angle = np.sqrt(-2 * np.log((words[:, 0] + 0.5) / 2**32)), 2 * np.pi * words[:, 1] / 2**32
+    uniform, angle = (words[:, 0] + 0.5) / 2**32, 2 * np.pi * words[:, 1] / 2**32
+    for pair in np.flatnonzero(words[:, 0] < 2**16):
+        low = plain_block((first + 2 * int(pair)) // 16, NONCE + 2**95)[(first + 2 * int(pair)) % 16]
+        uniform[pair] = (words[pair, 0] * 2**32 + low + 0.5) / 2**64
+    radius = np.sqrt(-2 * np.log(uniform))
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).ravel()[start - first : start - first + count]
 
 
@@ -66,6 +72,40 @@ def test_words_are_the_ciphers(start, count):
 def test_normals_are_box_muller_of_those_words(start, count):
     got = chacha.normals(KEY, NONCE, start, count, "cuda").cpu().numpy()
     assert np.abs(got - plain_normals(start, count)).max() < 5e-6
+
+
+def test_pairs_in_the_tail_have_the_further_bits_of_the_other_nonce():
+    """Some of four million pairs do; the host's normals are compared with the cipher in tests/kernels."""
+    high = chacha.words(KEY, NONCE, 0, 2**23)[::2].numpy()
+    tail = np.flatnonzero(high < chacha.TAIL_WORDS).tolist()
+    assert len(tail) > 20
+    for pair in tail:
+        start = max(0, 2 * pair - 17)
+        got = chacha.normals(KEY, NONCE, start, 40, "cuda").cpu()
+        assert (got - chacha.normals(KEY, NONCE, start, 40)).abs().max() < 5e-6, pair
+
+
+@triton.jit
+def radii(high, low, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    high, low = tl.load(high + at).to(tl.uint32, bitcast=True), tl.load(low + at).to(tl.uint32, bitcast=True)
+    tl.store(out + at, _chacha._radius(high, low))
+
+
+def test_radii_of_chosen_words_are_accurate_at_both_ends():
+    end = chacha.TAIL_WORDS
+    highs = [0, 1, 77, end - 1, end, 2**31, 2**32 - 2**27, 2**32 - 1]
+    chosen = [(h, low) for h in highs for low in (0, 1, 2**20, 2**32 - 1)]
+    high, low = (
+        torch.tensor(column, dtype=torch.uint32).view(torch.int32).cuda() for column in zip(*chosen, strict=True)
+    )
+    got = torch.zeros(len(chosen), device="cuda")
+    radii[(1,)](high, low, got, N=len(chosen))
+    for (h, low_word), r in zip(chosen, got.tolist(), strict=True):
+        bits, width = (h * 2**32 + low_word, 64) if h < end else (h, 32)
+        rest = (2**width - bits - 0.5) / 2**width
+        want = (-2 * (np.log1p(-rest) if rest < 0.5 else np.log(bits + 0.5) - width * np.log(2))) ** 0.5
+        assert abs(r / want - 1) < 1e-6, (h, low_word, r, want)
 
 
 @pytest.mark.parametrize("dtype", chacha.DTYPES)
@@ -112,8 +152,6 @@ def test_ten_million_normals_have_the_moments_of_a_normal():
 
 
 def test_a_new_key_or_release_compiles_nothing_new():
-    from gramian.kernels import _chacha
-
     tensor = torch.zeros(100, device="cuda")
     chacha.add_normals_(tensor, KEY, 1, 0, 1.0)
     device = torch.cuda.current_device()
@@ -121,5 +159,5 @@ def test_a_new_key_or_release_compiles_nothing_new():
     before = len(caches[0])
     for release in range(5):
         chacha.add_normals_(tensor, bytes([release, 0, 0, 0] * 8), release, 16 * release, 1.0)
-        chacha.add_normals_(tensor, bytes([255 - release] * 32), 2**95 + release, release, 1.0)
+        chacha.add_normals_(tensor, bytes([255 - release] * 32), 2**94 + release, release, 1.0)
     assert len(caches[0]) == before

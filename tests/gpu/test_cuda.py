@@ -11,10 +11,7 @@ from gramian.models.gpt import GPT, GPTConfig
 from gramian.verify import single_sample
 from tests.kit.models import CASES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,7 @@ from gramian.kernels.distill_rows import ROWS, Objective, Squash, distill_rows, 
 from gramian.kernels.rest_rows import rest_gradient_kernel_, rest_gradient_twin_, rest_rows_kernel, rest_rows_twin
 from tests.distill.loss_cases import Case, check, oracle, ours, relative, topk_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DIRECTIONS = ({"direction": "forward"}, {"direction": "reverse"}, {"direction": "jsd", "beta": 0.3})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

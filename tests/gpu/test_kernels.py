@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gramian.kernels.checksums import checksums
 from gramian.kernels.direct_squares import _HALF as DIRECT_TILES
 from gramian.kernels.direct_squares import direct_squares, direct_squares_kernel
 from gramian.kernels.gram_squares import _HALF as GRAM_TILES
@@ -13,10 +14,7 @@ from gramian.kernels.weighted_product import weighted_product, weighted_product_
 from gramian.kernels.weighted_sum import row_squares, weighted_sum
 from tests.kernels import LAYOUTS, laid_out
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1, 8, 16), (3, 17, 33, 65), (2, 197, 768, 200), (5, 300, 136, 520), (2, 1024, 1000, 2056)]
@@ -176,6 +174,26 @@ def test_kept_rows(shape, dtype):
         kept, weights = laid_out(random(*shape, dtype=dtype), layout), random(shape[0], seed=1)
         close_to_scale(weighted_sum(kept, weights), weights.double() @ kept.double())
         close(row_squares(kept), kept.double().square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", (torch.float64, *DTYPES))
+def test_checksums_are_those_of_the_cpu_and_nobody_waits(dtype):
+    flats = [random(n, seed=n, dtype=dtype) for n in (0, 1, 7, 1024, 1 << 15, (1 << 17) + 3)]
+    flats.append(torch.zeros(9, device="cuda", dtype=dtype)[1:])
+    flats[2][::2] = -0.0
+    first = checksums(flats)  # tables are made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = checksums(flats)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first.tolist() == again.tolist() == checksums([flat.cpu() for flat in flats]).tolist()
+
+
+def test_checksums_see_the_end_of_a_large_tensor():
+    large = torch.zeros((1 << 32) + 6, device="cuda", dtype=torch.bfloat16)
+    large[-1] = 1.0
+    assert checksums([large]).item() not in (0, checksums([large.flip(0)]).item())
 
 
 def test_kept_rows_beyond_the_reach_of_32_bits():

@@ -10,10 +10,7 @@ import gramian
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.verify import dense_kfac
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPES = {"low rank": GPTConfig(vocabulary=300, context=8, layers=2, width=64, heads=4)}
 SHAPES["dense"] = GPTConfig(vocabulary=50, context=64, layers=2, width=32, heads=4)

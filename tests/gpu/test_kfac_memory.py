@@ -19,10 +19,7 @@ from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CONFIG = GPTConfig(vocabulary=3000, context=64, layers=2, width=128, heads=4)
 HEAD = kfac_memory.SHAPES["cuda"]["head of 151,936, 8,192 tokens"]

@@ -16,10 +16,7 @@ from gramian.kernels.chacha import normals
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.verify.single_sample import per_sample_gradients
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CONFIG = GPTConfig(vocabulary=96, context=48, layers=2, width=64, heads=4)
 TIED = GPTConfig(vocabulary=96, context=48, layers=1, width=64, heads=4, tied=True)
@@ -160,6 +157,31 @@ def test_noise_is_the_cpus_and_a_fused_optimizer_unscales_it(fused):
         engine.detach()
     for n in steps["cpu"]:
         torch.testing.assert_close(steps["cuda"][n], steps["cpu"][n], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_only_gradients_with_other_values_are_refused(scaled, dtype):
+    scaler = torch.amp.GradScaler("cuda", init_scale=3.0, enabled=scaled)
+    model = GPT(CONFIG).cuda().to(dtype)
+    engine, model, optimizer = private(model, noise_multiplier=1.0, loss_scale=scaler)
+    x = torch.randint(96, (4, 48), device="cuda")
+    for change in (False, True):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        if not change:
+            scaler.step(optimizer)
+            assert engine.stepped
+            scaler.update()
+            continue
+        before = copy.deepcopy(model.state_dict())
+        model.blocks[1].fc.weight.grad.data[0, 0].mul_(-1)
+        with pytest.raises(gramian.GramianError, match=r"^blocks\.1\.fc\.weight: its \.grad was changed"):
+            scaler.step(optimizer)
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    engine.detach()
 
 
 def test_normals_are_the_same_on_both_devices():

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
+from tests.kit.waiting import PATIENCE
 
-PATIENCE = 120.0
-"""Seconds for one call: a kernel that writes where it should not may leave a process that never answers."""
+ROOT = Path(__file__).parents[2]
 
 LAYOUTS = ("contiguous", "amid nan", "tokens first", "columns apart")
 
@@ -44,7 +43,7 @@ def interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     process = _interpreter()
     pickle.dump((function, args, kwargs), process.stdin)
     process.stdin.flush()
-    try:
+    try:  # a kernel that writes where it should not may leave a process that never answers
         if not select.select([process.stdout], [], [], PATIENCE)[0]:
             process.kill()
         result, failure = pickle.load(process.stdout)

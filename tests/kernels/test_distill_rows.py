@@ -115,7 +115,7 @@ def test_kernel_and_twin_are_float64s_rows(direction, T, shape, dtype, squash):
         check(rows, gradient, s, t, targets, T, objective, squash, Squash(1.25), 3e-6)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     tokens=st.integers(1, 4),
     vocabulary=st.integers(1, 70),

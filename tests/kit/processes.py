@@ -35,10 +35,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-START_TIMEOUT = 180.0
-TASK_TIMEOUT = 120.0
+from tests.kit.seeds import seeded
+from tests.kit.waiting import PATIENCE
+
 # After one rank has failed, how long the others may take to say that they failed too.
-GRACE_AFTER_FAILURE = 5.0
+GRACE_AFTER_FAILURE = 20.0
 # What takes long to import, once, in the process that all pools are forked from.
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -55,10 +56,11 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer; the message holds what each of them had to say."""
 
 
-def distributed(world_size: int, timeout: float = TASK_TIMEOUT) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def distributed(world_size: int, timeout: float = PATIENCE) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a module-level test ``f(rank, world_size, *args)`` run on ``world_size`` processes.
 
-    pytest sees the signature without ``rank`` and ``world_size``, and the marker ``dist``.
+    pytest sees the signature without ``rank`` and ``world_size``, the marker ``dist`` and the group ``processes`` of xdist:
+    one worker has the pools.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -68,13 +70,13 @@ def distributed(world_size: int, timeout: float = TASK_TIMEOUT) -> Callable[[Cal
 
         signature = inspect.signature(function)
         test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[2:])
-        return pytest.mark.dist(test)
+        return pytest.mark.xdist_group("processes")(pytest.mark.dist(test))
 
     return decorate
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TASK_TIMEOUT, **kwargs: Any
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE, **kwargs: Any
 ) -> list[Any]:
     """Call the module-level ``function(rank, world_size, *args, **kwargs)`` on every rank.
 
@@ -120,7 +122,7 @@ class _Pool:
             self.pipes.append(ours)
             self.processes.append(process)
         try:
-            self._collect(START_TIMEOUT)
+            self._collect(PATIENCE)
         except BaseException:
             self.kill()
             raise
@@ -197,7 +199,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, crash_path: 
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         # Shorter than torch's default: a rank that hangs must not long outlive a parent that was killed.
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=START_TIMEOUT)
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
         )
         pipe.send_bytes(pickle.dumps(("value", None)))
     except Exception:
@@ -215,8 +217,8 @@ def _answer(rank: int, world_size: int, task: bytes) -> bytes:
     try:
         module, name, args, kwargs = pickle.loads(task)
         function = inspect.unwrap(getattr(importlib.import_module(module), name))
-        torch.manual_seed(0)
-        return pickle.dumps(("value", function(rank, world_size, *args, **kwargs)))
+        with seeded(f"{module}.{name}", rank):
+            return pickle.dumps(("value", function(rank, world_size, *args, **kwargs)))
     except pytest.skip.Exception as skip:
         return pickle.dumps(("skip", skip.msg))
     except BaseException:

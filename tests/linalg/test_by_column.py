@@ -16,7 +16,7 @@ from tests.linalg.matrices import CASES, POWERS, damped_power, distance, normal
 pytestmark = pytest.mark.oracle
 
 SCALES = torch.tensor([1.0, 0.0, 1e-3, 7.0, 40.0], dtype=torch.float64)
-quick = settings(max_examples=200 if FULL else 20, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=200 if FULL else 20)
 
 
 def _worst(factor: DiagonalLowRank, matrix: torch.Tensor, y: torch.Tensor, p: float, damping: float) -> float:

@@ -15,7 +15,7 @@ from tests.kit.matrix import FULL
 from tests.linalg.matrices import damped_power, distance, normal, positive, spectrum
 
 FIRST = 1e-6
-quick = settings(max_examples=400 if FULL else 60, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=400 if FULL else 60)
 
 
 def _indefinite(n: int = 8) -> Tensor:

@@ -30,7 +30,7 @@ from tests.linalg.matrices import (
 pytestmark = pytest.mark.oracle
 
 DAMPING = 0.03
-quick = settings(max_examples=100 if FULL else 15, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=100 if FULL else 15)
 
 
 def _allowed(case: Case, p: float, clipped: bool = False) -> float:

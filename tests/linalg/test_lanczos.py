@@ -140,7 +140,7 @@ spectra = st.lists(
 )
 
 
-@settings(max_examples=200 if FULL else 12, deadline=None, derandomize=not FULL)
+@settings(max_examples=200 if FULL else 12)
 @given(
     spectra,
     st.sampled_from(WHICH),

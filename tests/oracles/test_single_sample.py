@@ -168,7 +168,6 @@ def test_a_submodule_that_the_user_called_module_keeps_its_name() -> None:
     assert "module.0.weight" in per_sample_gradients(owner, _loss, batch)
 
 
-@pytest.mark.xdist_group("processes")
 @distributed(world_size=1)
 def test_names_are_the_users_under_ddp(rank: int, world_size: int) -> None:
     model, batch = _small_problem()

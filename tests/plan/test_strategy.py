@@ -1,6 +1,5 @@
 """The placement planner: the fastest that fits, and refusals that say what would."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -102,12 +101,6 @@ def test_the_line_names_what_is_held_and_what_faster_ones_would_need() -> None:
     assert "\n" not in decision.why
 
 
-def test_seven_billion_parameters_are_planned_in_no_time() -> None:
-    start = time.perf_counter()
-    decide(RUN, 8, 80 * GB)
-    assert time.perf_counter() - start < 0.5
-
-
 # ---- wishes ----------------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +149,7 @@ def test_models_that_recompute_block_by_block_are_told_so() -> None:
     assert "parallel.checkpoint_blocks=1" in [remedy.change for remedy in decide(single, 8, 80 * GB).remedies]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 40), st.integers(1, 48), st.sampled_from([257, 50257]), st.sampled_from(["bf16", "fp32", "fp64"]),
     st.integers(1, 128), st.integers(0, 16), st.integers(0, 6), st.integers(1, 64), st.floats(0.1, 200),

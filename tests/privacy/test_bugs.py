@@ -36,13 +36,15 @@ from gramian.verify.clipped_sum import clipped_sum
 from gramian.verify.single_sample import per_sample_norms
 from tests.dist import private_bodies as bodies
 from tests.dist import test_private_ddp, test_private_fsdp2
-from tests.kernels import interpreted, test_chacha, test_gram_squares
+from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gram_squares
 from tests.kit.matrix import sample
 from tests.kit.processes import run_on_ranks
 from tests.privacy import (
+    test_accounting,
     test_clipping,
     test_contract,
     test_engine,
+    test_integrity,
     test_ledger,
     test_loader,
     test_noise,
@@ -434,13 +436,24 @@ def _after_a_run(test: Callable[..., None], *case: Any) -> Callable[[], None]:
     return check
 
 
-def _in_folder(test: Callable[..., None]) -> Callable[[], None]:
+def _in_folder(test: Callable[..., None], *case: Any) -> Callable[[], None]:
     """A test that wants a folder."""
 
     @functools.wraps(test)
     def check() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            test(tmp_path=Path(folder))
+            test(Path(folder), *case)
+
+    return check
+
+
+def _patching(test: Callable[..., None], *case: Any) -> Callable[[], None]:
+    """A test that wants a monkeypatch."""
+
+    @functools.wraps(test)
+    def check() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(*case, patch)
 
     return check
 
@@ -481,13 +494,13 @@ def _gram_at_the_edges() -> None:
     """Where kernels are interpreted; the test itself asks another process to do so."""
     lefts, right = test_gram_squares.case(1, 17, (7,), 5, layout="amid nan")
     got = gram_squares.gram_squares_kernel(lefts, right, tiles=test_gram_squares.SMALL, group=3)
-    test_gram_squares.close(got, test_gram_squares.reference(lefts, right), 1e-5)
+    test_gram_squares.close(got, lefts, right)
 
 
 def _direct_at_the_edges() -> None:
-    lefts, right = test_gram_squares.case(2, 17, (7,), 5, layout="amid nan")
-    got = direct_squares.direct_squares_kernel(lefts[0], right, tiles=test_gram_squares.SMALL)
-    test_gram_squares.close([got], test_gram_squares.reference(lefts, right)[:1], 1e-5)
+    left, right = test_direct_squares.case(2, 17, 7, 5, layout="amid nan")
+    got = direct_squares.direct_squares_kernel(left, right, tiles=test_direct_squares.SMALL)
+    test_direct_squares.close(got, left, right)
 
 
 # ---- bugs that are more than an edit -------------------------------------------------------------------------------------
@@ -513,6 +526,23 @@ def _first_by_position(args: Any, kwargs: Any) -> Tensor:
     if not args:
         raise gramian.GramianError("forward: got no tensor argument")
     return args[0]
+
+
+def _refused_by_all(rank: int) -> None:
+    """Rank 1 writes into a gradient; every rank must refuse the step."""
+    p = problem("mlp", 4)
+    made = bodies.make_private(p, bodies.wrap("ddp", p.model()))
+    made.backward(slice(2 * rank, 2 * rank + 2))
+    if rank == 1:
+        next(made.model.parameters()).grad.data.mul_(2)
+    refused = torch.zeros(1)
+    try:
+        made.optimizer.step()
+    except gramian.GramianError:
+        refused += 1
+    dist.all_reduce(refused)
+    made.engine.detach()
+    assert refused == 2
 
 
 def _narrow(*tensors: Tensor) -> torch.dtype:
@@ -731,7 +761,7 @@ BUGS = (
         (
             Edit(
                 f"{_SUMS}:GradientSums._add",
-                "self._behind[p.grad] = part",
+                "self._behind[name] = part",
                 "pass",
             ),
         ),
@@ -744,19 +774,101 @@ BUGS = (
     ),
     Mutation(
         "wide sum released after its gradient was zeroed",
-        (Edit(f"{_SUMS}:GradientSums.refuse_changes", "self._behind.pop(gradient, None)", "pass"),),
-        functools.partial(test_regressions.test_half_precision_sums_follow_what_becomes_of_the_gradient, False),
+        (Edit(f"{_SUMS}:GradientSums._follow_zeroed", "del self._behind[name]", "pass"),),
+        functools.partial(test_integrity.test_a_gradient_may_be_dropped, "zeros", torch.bfloat16),
     ),
     Mutation(
         "gradient written to before its noise",
-        (Edit(f"{_SUMS}:GradientSums.refuse_changes", "if bool(local(gradient).any()):", "if False:"),),
+        (Edit(f"{_SUMS}:GradientSums.compare", "if number:", "if False:"),),
         functools.partial(
-            test_regressions.test_a_gradient_that_was_written_to_before_the_step_is_refused, torch.float32, None
+            test_integrity.test_a_gradient_with_other_values_is_refused_and_nothing_is_released,
+            torch.float32,
+            None,
+            "data.mul_",
+        ),
+    ),
+    Mutation(
+        "write that leaves the values taken for a change",
+        (
+            Edit(
+                f"{_PRIVACY}.integrity:Watch.changed_gradients",
+                "now = checksums(self._ordered_gradients())",
+                "now = checksums(self._ordered_gradients()) + self._trained['0.weight'].grad._version",
+            ),
+        ),
+        functools.partial(
+            test_integrity.test_a_write_that_leaves_the_values_changes_no_bit_of_the_step,
+            torch.float32,
+            "clipped at infinity",
+        ),
+    ),
+    Mutation(
+        "change forgotten when another backward adds to it",
+        (Edit(f"{_PRIVACY}.integrity:Watch._marked", "if self._changed is None", "if True"),),
+        functools.partial(test_integrity.test_a_change_before_another_backward_is_refused_in_the_step, torch.float32),
+    ),
+    Mutation(
+        "scaler's own division taken for a change",
+        (Edit(f"{_SUMS}:GradientSums.settle", "self.watch.take(self._inverse_scale())", "self.watch.take()"),),
+        functools.partial(test_integrity.test_a_scaler_may_unscale_and_nobody_else, "unscaled by step", torch.float32),
+    ),
+    Mutation(
+        "weights changed by a gradient without noise",
+        (Edit(f"{_SUMS}:GradientSums.compare", "self.watch.changed_weights()", "torch.zeros_like(changed)"),),
+        functools.partial(
+            test_integrity.test_weights_that_change_between_backward_and_step_are_refused, None, "p -= p.grad"
+        ),
+    ),
+    Mutation(
+        "weights changed where no version moves",
+        (
+            Edit(
+                f"{_PRIVACY}.integrity:Watch.changed_weights",
+                "self._weights_now() != self._weights",
+                "torch.zeros_like(self._weights, dtype=torch.bool)",
+            ),
+        ),
+        functools.partial(
+            test_integrity.test_weights_that_change_between_backward_and_step_are_refused,
+            None,
+            "p.data -= p.grad.data",
+        ),
+    ),
+    Mutation(
+        "training by hand in place of the step",
+        (Edit(f"{_SUMS}:GradientSums.begin", "if written:", "if False:"),),
+        test_integrity.test_training_by_hand_in_place_of_the_step_is_refused_at_the_next_backward,
+    ),
+    Mutation(
+        "second optimizer of the same parameters",
+        (Edit(f"{_PRIVACY}.bypass:Outside._before_any_step", "and self._unreleased()", "and False"),),
+        functools.partial(
+            test_integrity.test_another_optimizer_of_the_same_parameters_is_refused_before_it_acts, False
+        ),
+    ),
+    Mutation(
+        "head that trains plainly",
+        (Edit(f"{_PRIVACY}.bypass:Outside._before_any_step", "self._others.add(optimizer)", "pass"),),
+        functools.partial(test_integrity.test_a_head_that_trains_plainly_is_refused_at_the_second_backward, None),
+    ),
+    Mutation(
+        "trunk that trains plainly",
+        (Edit(f"{_PRIVACY}.bypass:Outside.look_behind", "self._behind[p] = True", "pass"),),
+        functools.partial(test_integrity.test_a_private_head_on_a_trunk_that_trains_plainly_is_refused, None),
+    ),
+    Mutation(
+        "closure run again by the optimizer",
+        (Edit(f"{_ENGINE}._step_hook", "_once(loss)", "closure"),),
+        functools.partial(
+            test_integrity.test_a_closure_runs_once_and_makes_the_step_that_a_backward_before_it_makes,
+            False,
+            False,
+            None,
         ),
     ),
     Mutation(
         "private step traced by a compiler",
-        (Edit(f"{_ENGINE}._install", "torch.compiler.disable(self._before_step, reason=EAGER)", "self._before_step"),),
+        (Edit(f"{_ENGINE}._install", "torch.compiler.disable(self._step_hook, reason=EAGER)", "self._step_hook"),),
         test_regressions.test_a_compiled_step_draws_the_noise_of_an_eager_one,
     ),
     # ---- clipping and sums ----
@@ -919,21 +1031,33 @@ BUGS = (
         functools.partial(test_contract.test_gradients_of_inputs_leave_the_parameters_alone, {}),
     ),
     Mutation(
+        "layers that couple samples accepted until data comes",
+        (Edit(f"{_ENGINE}.make_private", "refuse_mixing(layers_with_sites(root))", "pass"),),
+        functools.partial(
+            test_integrity.test_layers_that_mix_or_store_samples_are_refused_before_any_data, None, "BatchNorm1d"
+        ),
+    ),
+    Mutation(
         "layers that couple samples accepted",
         (Edit(f"{_TAPS}.hub:Hub._run_site", "if reason is not None:", "if False:"),),
-        functools.partial(test_contract.test_layers_that_couple_samples_are_refused_by_name, nn.BatchNorm1d),
+        functools.partial(test_integrity.test_layers_that_begin_to_mix_later_are_refused_in_the_forward, None),
     ),
     Mutation(
         "layers that carry samples on accepted one sample at a time",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient.enter_root", "if reason is not None:", "if False:"),),
-        _on_a_new(
-            lambda: nn.Embedding(9, 5, max_norm=1.0),
-            test_regressions.test_layers_that_carry_samples_on_are_refused_at_single_samples_too,
+        (Edit(f"{_PRIVACY}.whole:WholeGradient.enter_root", "refuse_mixing(self._layers)", "pass"),),
+        functools.partial(test_integrity.test_layers_that_begin_to_mix_later_are_refused_in_the_forward, 1),
+    ),
+    Mutation(
+        "arguments of Opacus taken for what they do not mean",
+        (Edit(f"{_PRIVACY}.options:check_opacus", "if not fits:", "if False:"),),
+        functools.partial(
+            test_integrity.test_opacus_arguments_that_mean_something_else_are_refused_with_their_counterpart,
+            "noise_generator",
         ),
     ),
     Mutation(
         "frozen table written to by its forward",
-        (Edit(f"{_TAPS}.sites.embedding:Embedding.check_per_sample", "return check_norm(module)", "return None"),),
+        (Edit(f"{_TAPS}.sites.embedding:check_norm", "if limited else None", "if False else None"),),
         functools.partial(test_opacus_cases.test_a_table_that_its_forward_changes_is_refused, nn.Embedding, False),
     ),
     Mutation(
@@ -1167,6 +1291,16 @@ BUGS = (
         functools.partial(test_chacha.test_noise_is_added_in_place_and_rounded_once, torch.bfloat16, False),
     ),
     Mutation(
+        "noise that ends at 6.8",
+        (Edit(f"{_KERNELS}.chacha:_host_normals", "words_P2[:, 0] < TAIL_WORDS", "words_P2[:, 0] < 0"),),
+        test_chacha.test_the_tail_of_the_key_stream_takes_its_further_bits_from_the_other_nonce,
+    ),
+    Mutation(
+        "tails of the noise missing in delta",
+        (Edit(f"{_PRIVACY}.accounting:_left_for_normal_noise", "(delta - tails)", "delta"),),
+        _patching(test_accounting.test_delta_with_the_tails_is_valid_for_noise_that_is_cut_off, 1.0, 0.1),
+    ),
+    Mutation(
         "noise of a shard begins at the first row",
         (
             Edit(
@@ -1255,6 +1389,46 @@ BUGS = (
         "counter bound late ends a replay",
         (Edit(f"{_LEDGER}.bind", "self.counter.restore(released, replay=True)", "pass"),),
         _after_a_run(test_ledger.test_a_counter_may_be_bound_after_a_replay_was_loaded),
+    ),
+    Mutation(
+        "replay on other weights",
+        (Edit(f"{_LEDGER}._same_weights", "mark == now[2]", "True"),),
+        _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "weight", False),
+    ),
+    Mutation(
+        "replay without the optimizer's state",
+        (Edit(f"{_PRIVACY}.weights:_tensors", "isinstance(value, Tensor)", "False"),),
+        _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "no momentum", True),
+    ),
+    Mutation(
+        "weights changed after the load of a replay",
+        (Edit(f"{_LEDGER}.begin", "self._watches and", "False and"),),
+        _in_folder(test_ledger.test_weights_that_change_between_the_load_and_the_first_step_are_refused),
+    ),
+    Mutation(
+        "replay by another generator",
+        (Edit(f"{_LEDGER}.load_state_dict", 'state.get("generator") == NORMALS_VERSION', "True"),),
+        _in_folder(test_ledger.test_noise_of_another_generator_is_not_replayed, 1, False),
+    ),
+    Mutation(
+        "one noise in two forked processes",
+        (Edit(f"{_PRIVACY}.secrets:Secrets.refuse_forks", "os.getpid() != self._process", "False"),),
+        test_ledger.test_a_forked_process_takes_no_step_and_the_parent_goes_on,
+    ),
+    Mutation(
+        "divided by the rate times the records",
+        (
+            Edit(
+                f"{_PRIVACY}.options:batch_and_rate",
+                "if sample_rate is not None and expected_batch is None:",
+                "if False:",
+            ),
+        ),
+        functools.partial(
+            test_contract.test_bad_options_are_refused_in_one_line_that_names_them,
+            {"sample_rate": 0.1},
+            "expected_batch: is not given, and sample_rate × records",
+        ),
     ),
     Mutation(
         "draws past the user's sampler",
@@ -1381,6 +1555,13 @@ BUGS = (
         ),
         _norms_of_this_rank,
         red="tests/dist/test_private_ddp.py::test_a_step_moves_by_the_clipped_sum_of_all_ranks",
+        on_ranks=True,
+    ),
+    Mutation(
+        "change of one process's gradient",
+        (Edit(f"{_SUMS}:GradientSums.compare", "self._parallel.start_sum(found)", "None"),),
+        _refused_by_all,
+        red="tests/dist/test_private_ddp.py::test_what_one_rank_changes_is_refused_by_all",
         on_ranks=True,
     ),
     Mutation(

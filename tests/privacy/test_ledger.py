@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
+from gramian.kernels import chacha
+from gramian.privacy.weights import FIELDS
+from tests.privacy.test_secrets import in_child
 
 X_BI = torch.arange(160.0).reshape(32, 5) / 160
 
@@ -171,6 +175,153 @@ def test_a_state_without_a_kind_is_loaded_into_a_private_engine(tmp_path: Path) 
     assert trial.engine.steps == 3 and trial.engine.get_epsilon(1e-5) > 0
 
 
+# ---- replays on other weights, or by another generator ---------------------------------------------------------------------
+
+
+class Changing(nn.Module):
+    """One linear layer whose steps show the noise of their release, a buffer and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3, dtype=torch.bfloat16)
+        self.frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("buffer", torch.arange(3))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return self.linear(x_BI.bfloat16()) * 0.0
+
+
+CHANGES = {
+    "weight": lambda model, optimizer: model.linear.weight.data[2, 1].neg_(),
+    "bias": lambda model, optimizer: model.linear.bias.data.add_(1.0),
+    "frozen": lambda model, optimizer: model.frozen.data[1].mul_(1 + 2**-52),
+    "buffer": lambda model, optimizer: model.buffer.copy_(model.buffer.flip(0)),
+    "momentum": lambda model, optimizer: optimizer.state[model.linear.bias]["momentum_buffer"].zero_(),
+    "no momentum": lambda model, optimizer: optimizer.state.clear(),
+}
+
+
+def changing(state: dict[str, Any] | None, early: bool, path: Path, change: str | None = None) -> tuple[Any, ...]:
+    """Engine, model, optimizer and loader: new ones with a step, or those of a state, changed before it is replayed."""
+    torch.manual_seed(0)
+    model, engine = Changing(), gramian.PrivacyEngine("rdp")
+    optimizer = torch.optim.SGD(model.linear.parameters(), lr=0.0, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if change is not None:
+            CHANGES[change](model, optimizer)
+        engine.bind_counter(path, must_exist=True)
+    if state is not None and early:
+        engine.load_state_dict(state["engine"], replay=True)
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(TensorDataset(X_BI), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    if state is not None and not early:
+        engine.load_state_dict(state["engine"], replay=True)
+    return engine, model, optimizer, loader
+
+
+def releases(made: tuple[Any, ...], count: int) -> list[Tensor]:
+    _, model, optimizer, loader = made
+    found = []
+    for _, (x_BI,) in zip(range(count), loader, strict=False):
+        optimizer.zero_grad()
+        model(x_BI).sum().backward()
+        optimizer.step()
+        found.append(model.linear.weight.grad.clone())
+    return found
+
+
+def changing_run(folder: Path) -> tuple[Path, dict[str, Any], list[Tensor]]:
+    """A counter file, a state after one step of two, and the release that followed it."""
+    made, path = changing(None, False, folder), folder / "releases.json"
+    engine, model, optimizer, _ = made
+    engine.bind_counter(path)
+    releases(made, 1)
+    parts = {"engine": engine, "model": model, "optimizer": optimizer}
+    state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+    return path, state, releases(made, 1)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_replay_on_the_same_weights_is_one(tmp_path: Path, early: bool) -> None:
+    path, state, before = changing_run(tmp_path)
+    made = changing(state, early, path)
+    made[1].cache.fill_(7.0)  # not in model.state_dict(), so nobody can bring it back
+    assert torch.equal(releases(made, 1)[0], before[0])
+    assert made[0].steps == 2 and made[0].not_replayed is None
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_replayed_on_other_weights(tmp_path: Path, change: str, early: bool) -> None:
+    path, state, before = changing_run(tmp_path)
+    with pytest.warns(UserWarning, match="^replay: weights, optimizer state or .*; nothing is replayed"):
+        made = changing(state, early, path, change)
+    engine = made[0]
+    assert engine.released == engine.steps == 2, "past every step begun"
+    assert "weights" in engine.not_replayed
+    (noise,) = releases(made, 1)
+    assert engine.steps == 3 and not (noise == before[0]).any()
+
+
+@pytest.mark.parametrize("field", ["processes", "digest"])
+def test_nothing_is_replayed_on_another_number_of_processes(tmp_path: Path, field: str) -> None:
+    path, state, _ = changing_run(tmp_path)
+    state["engine"]["weights"][FIELDS.index(field)] += 1
+    with pytest.warns(UserWarning, match="^replay: .* number of processes are not those of the state; nothing"):
+        made = changing(state, False, path)
+    assert made[0].released == made[0].steps == 2
+
+
+def test_a_state_of_another_processes_shards_says_nothing_of_ours(tmp_path: Path) -> None:
+    path, state, before = changing_run(tmp_path)
+    state["engine"]["weights"][FIELDS.index("process")] += 1
+    state["engine"]["weights"][FIELDS.index("digest")] += 1
+    assert torch.equal(releases(changing(state, False, path), 1)[0], before[0])
+
+
+def test_a_forked_process_takes_no_step_and_the_parent_goes_on() -> None:
+    trial = Trial().make_private()
+    assert re.match("engine: its key belongs to process .* this one was forked", in_child(lambda: trial.noises(1)))
+    unopened = Trial()
+    assert re.match("engine: its key belongs to process .* this one was forked", in_child(unopened.make_private))
+    assert in_child(lambda: Trial().make_private() and None) == "fine"
+    trial.noises(1)
+    assert trial.engine.steps == 1
+
+
+def test_weights_that_change_between_the_load_and_the_first_step_are_refused(tmp_path: Path) -> None:
+    path, state, _ = changing_run(tmp_path)
+    made = changing(state, False, path)
+    CHANGES["weight"](made[1], made[2])
+    with pytest.raises(gramian.GramianError, match="^replay: the weights were changed after load_state_dict; expected"):
+        releases(made, 1)
+    assert made[0].steps == 2
+    made[0].load_state_dict(state["engine"])
+    releases(made, 1)
+    assert made[0].steps == 3
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("generator", [None, 1, 3])
+def test_noise_of_another_generator_is_not_replayed(tmp_path: Path, generator: int | None, early: bool) -> None:
+    path, state, before = changing_run(tmp_path)
+    assert state["engine"].pop("generator") == chacha.NORMALS_VERSION
+    if generator is not None:
+        state["engine"]["generator"] = generator
+    with pytest.warns(UserWarning, match=f"^replay: its noise is of generator {generator or 1}, .*nothing is replayed"):
+        made = changing(state, early, path)
+    assert made[0].released == made[0].steps == 2 and "generator" in made[0].not_replayed
+    assert not (releases(made, 1)[0] == before[0]).any()
+
+
 # ---- damaged states --------------------------------------------------------------------------------------------------------
 
 DROPPED = object()
@@ -182,7 +333,8 @@ def harmless(at: tuple[Any, ...], value: Any) -> bool:
     history = ("accountant", "history")  # may be empty where only the counter knew of releases
     flag = ("secrets", "insecure_reproducible")
     plausible = ((history, []), ((*history, 0), DROPPED), ((*history, 0, 0), 1.5), (flag, True))
-    read_later = at[0] == "config" and (value is DROPPED or value == {})
+    no_replay = at == ("generator",) and value is DROPPED or at == ("weights",) and value in (DROPPED, None)
+    read_later = no_replay or at[0] == "config" and (value is DROPPED or value == {})
     return at == ("accountant", "mechanism") or read_later or any(at == a and value == v for a, v in plausible)
 
 
@@ -206,7 +358,7 @@ def damaged(state: dict[str, Any], at: tuple[Any, ...], value: Any) -> dict[str,
     return state
 
 
-@pytest.mark.filterwarnings("ignore:state. steps begun")
+@pytest.mark.filterwarnings("ignore:state. steps begun", "ignore:replay. ")
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_damaged_state_is_one_line_and_changes_nothing(before: Any, replay: bool, is_open: bool) -> None:

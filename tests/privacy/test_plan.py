@@ -93,7 +93,7 @@ shares = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(shares, st.floats(0, 1.2))
 def test_a_plan_fits_its_budget_or_holds_nothing(found: list[Share], fraction: float) -> None:
     free = plan_clipping(found, HALF, None)
@@ -109,7 +109,7 @@ def test_a_plan_fits_its_budget_or_holds_nothing(found: list[Share], fraction: f
     assert plan_clipping(found, HALF, budget) == plan  # the same every time
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(shares)
 def test_without_a_limit_every_parameter_takes_its_fastest_way(found: list[Share]) -> None:
     plan = plan_clipping(found, HALF, None)

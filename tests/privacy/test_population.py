@@ -74,7 +74,7 @@ PARTS = (
 
 @pytest.mark.parametrize("sampler", PARTS, ids=lambda sampler: type(sampler).__name__)
 def test_poisson_draws_do_not_replace_a_sampler_that_chooses(sampler: Any) -> None:
-    for options in ({}, {"sample_rate": 0.1}):
+    for options in ({}, {"expected_batch": BATCH, "sample_rate": 0.1}):
         with pytest.raises(gramian.GramianError, match=r"data_loader: its \w+ would give way .*Subset") as caught:
             private(DataLoader(DATA, batch_size=BATCH, sampler=sampler), True, **options)
         assert "\n" not in str(caught.value)
@@ -177,7 +177,7 @@ def test_a_sampler_that_may_repeat_records_needs_a_rate(sampler: Any) -> None:
         private(loader, False)
     with pytest.raises(gramian.GramianError, match=r"sample_rate: the loader's \w+ may yield a record several"):
         private(loader, False, expected_batch=BATCH)
-    engine, _ = private(loader, False, sample_rate=0.5)
+    engine, _ = private(loader, False, expected_batch=BATCH, sample_rate=0.5)
     assert (engine.sample_rate, engine.expected_batch) == (0.5, BATCH)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from tests.kit.matrix import FULL
@@ -23,12 +23,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ROUNDING = {torch.float64: 2.0**-50, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-7}
 """Of the difference of two sums, relative to their size: some units in the last place of each."""
 NAMES = ("mlp", "linear_3d", "tied_gpt", "conv2d", "reused", "padded_embedding", "broadcast", "vit")
-few = settings(
-    max_examples=60 if FULL else 12,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+few = settings(max_examples=60 if FULL else 12)
 
 
 def _vector(found: dict[str, Tensor]) -> Tensor:

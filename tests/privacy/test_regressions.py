@@ -295,13 +295,11 @@ def test_a_replay_with_other_options_is_refused() -> None:
     engine.detach()
 
 
-def test_a_draw_that_another_optimizer_stepped_along_is_noticed() -> None:
+def test_a_draw_that_no_step_released_is_noticed() -> None:
     engine, model, _, loader = private(net(), noise_multiplier=1.0)
-    other = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(gramian.GramianError, match="no step of the private optimizer"):
         for (x,) in loader:
             loss_of(model, x).backward()
-            other.step()
     engine.detach()
 
 
@@ -479,11 +477,8 @@ def test_layers_that_carry_samples_on_are_refused_at_single_samples_too(layer: n
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.layer(x[:, 0].long() if isinstance(self.layer, nn.Embedding) else x))
 
-    model = Model()
-    engine, _, _, _ = private(model, poisson_sampling=False, max_physical_batch=1)
     with pytest.raises(gramian.GramianError, match=f"layer .{type(layer).__name__}"):
-        loss_of(model, torch.ones(1, 5).double()).backward()
-    engine.detach()
+        private(Model(), poisson_sampling=False, max_physical_batch=1)
 
 
 def test_hooks_on_a_parameter_are_refused() -> None:
@@ -578,6 +573,7 @@ def test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw(physical: int
         data_loader=DataLoader(TensorDataset(tokens), batch_size=1),
         noise_multiplier=0.0,
         max_grad_norm=1.0,
+        expected_batch=1.0,
         sample_rate=1e-4,
         max_physical_batch=physical,
     )
@@ -650,6 +646,7 @@ def test_a_dropped_half_precision_gradient_takes_its_wide_sum_along() -> None:
     loss_of(model, torch.randn(4, 5).bfloat16()).backward()
     assert len(engine._sums._behind) == 4
     optimizer.zero_grad()
+    optimizer.step()
     assert len(engine._sums._behind) == 0
     engine.detach()
 
@@ -709,36 +706,6 @@ def test_convolutions_take_maps_of_any_layout(size: int, layout: str) -> None:
     engine.detach()
 
 
-@pytest.mark.parametrize("physical", [None, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_gradient_that_was_written_to_before_the_step_is_refused(dtype: torch.dtype, physical: int | None) -> None:
-    model = net().to(dtype)
-    engine, _, optimizer, _ = private(model, poisson_sampling=False, max_physical_batch=physical, batch=1)
-    x, weight = torch.ones(1, 5).to(dtype), model[0].weight
-
-    def larger() -> None:
-        weight.grad.mul_(3.0)
-
-    def another() -> None:
-        weight.grad = torch.ones_like(weight)
-
-    def clipped() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
-
-    before = copy.deepcopy(dict(model.named_parameters()))
-    for change in (larger, another, clipped):
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        change()
-        with pytest.raises(gramian.GramianError, match="0.weight: its .grad was changed between backward and step"):
-            optimizer.step()
-        with pytest.raises(gramian.GramianError, match="0.weight: its .grad was changed between backward and step"):
-            loss_of(model, x).backward()
-    assert engine.steps == 0
-    assert moved(before, model) == 0
-    engine.detach()
-
-
 def test_a_gradient_may_be_written_to_where_it_has_its_noise() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -749,18 +716,6 @@ def test_a_gradient_may_be_written_to_where_it_has_its_noise() -> None:
         loss_of(model, rows(8)).backward()
         optimizer.step()
         model[0].weight.grad.mul_(0.5)
-    assert moved(before, model) == 0
-    engine.detach()
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_gradient_may_be_dropped_before_the_step(to_none: bool) -> None:
-    model = net()
-    engine, _, optimizer, _ = private(model, poisson_sampling=False)
-    before = copy.deepcopy(dict(model.named_parameters()))
-    loss_of(model, rows(8)).backward()
-    optimizer.zero_grad(set_to_none=to_none)
-    optimizer.step()
     assert moved(before, model) == 0
     engine.detach()
 

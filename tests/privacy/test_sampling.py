@@ -56,7 +56,7 @@ def test_inclusions_are_independent_with_the_given_rate():
     assert abs(successive) < 6 * (size * (draws - 1)) ** 0.5, "between draws"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     number=st.integers(0, 2**64),
     size=st.integers(1, 60),

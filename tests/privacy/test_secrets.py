@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -53,6 +54,54 @@ def test_neither_text_nor_pickle_shows_the_key():
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(GramianError, match="^secrets: .*; expected state_dict"):
             copied(secrets)
+
+
+def in_child(work):
+    """What a forked process says: the text of the GramianError, or "fine"."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "lost"
+        try:
+            said = "fine" if work() is None else "another result"
+        except GramianError as error:
+            said = str(error)
+        finally:
+            os.write(write, said.encode())
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_process_draws_nothing_with_the_key_of_its_parent():
+    secrets = Secrets()
+    want = "engine: its key belongs to process .*, from which this one was forked, .*; expected a PrivacyEngine made in this"
+    for use in (lambda: secrets.noise_key, lambda: secrets.sampling_key, lambda: secrets.refuse_forks()):
+        assert re.match(want, in_child(use))
+    assert secrets.noise_key, "the parent goes on"
+
+
+def test_a_forked_process_may_have_a_key_of_its_own_or_be_given_one():
+    secrets = Secrets()
+    assert in_child(lambda: Secrets().refuse_forks()) == "fine"
+
+    def given():  # as the processes of a run are, by the first of them
+        mine = Secrets()
+        mine.load_state_dict(secrets.state_dict())
+        mine.refuse_forks()
+        assert mine.noise_key == secrets.subkey("noise")
+
+    assert "forked" in in_child(given), "the parent's object itself stays refused"
+
+    def taken():
+        mine = Secrets()
+        mine.load_state_dict(secrets.state_dict())
+        return None if len(mine.noise_key) == 32 else 1
+
+    assert in_child(taken) == "fine"
 
 
 def test_the_key_travels_through_a_file_that_is_loaded_without_running_code(tmp_path):

@@ -29,7 +29,7 @@ from tests.statistics.problems import (
 pytestmark = pytest.mark.oracle
 
 SAMPLES = 6
-quick = settings(max_examples=40 if FULL else 5, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=40 if FULL else 5)
 
 
 def loop(p: Problem, index: Any = slice(None)) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -325,7 +325,6 @@ def test_intervals_of_a_diagonal_cover_it_in_95_of_100_cases() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize("sizes", [(4, 2), (6, 0)])
 @distributed(world_size=2)
 def test_captures_over_two_processes_are_those_of_one(rank: int, world_size: int, sizes: tuple[int, int]) -> None:

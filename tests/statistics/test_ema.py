@@ -11,7 +11,7 @@ import gramian
 from gramian.statistics import MovingAverage
 from tests.kit.matrix import FULL
 
-quick = settings(max_examples=200 if FULL else 25, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=200 if FULL else 25)
 
 
 def written_out(steps: list[tuple[float, float] | None], decay: float) -> float:

@@ -17,7 +17,7 @@ from gramian.statistics import WeightedMoments
 from tests.kit.matrix import FULL
 from tests.kit.processes import distributed
 
-quick = settings(max_examples=200 if FULL else 25, deadline=None, derandomize=not FULL)
+quick = settings(max_examples=200 if FULL else 25)
 
 
 def drawn(n: int, *shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -401,7 +401,6 @@ def test_a_state_that_no_observations_give_is_refused() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.xdist_group("processes")
 @distributed(world_size=2)
 def test_moments_over_processes_are_those_of_one(rank: int, world_size: int) -> None:
     x, w = drawn(20, 3)

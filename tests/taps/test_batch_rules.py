@@ -265,7 +265,7 @@ def _pack(sizes: list[int], width: int) -> Tensor:
 
 
 @given(sizes=lengths(), seed=st.integers(0, 1000), algorithm=st.sampled_from(ALGORITHMS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_packed_ragged_and_padded_sequences_have_the_same_norms(sizes: list[int], seed: int, algorithm: str) -> None:
     model = _words()
     sequences = _ragged(sizes, seed)
@@ -299,7 +299,7 @@ def test_packed_ragged_and_padded_sequences_have_the_same_norms(sizes: list[int]
 
 
 @given(seed=st.integers(0, 1000), units=st.integers(1, 5), algorithm=st.sampled_from(ALGORITHMS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_assignment_of_tokens_to_units_sums_each_units_tokens(seed: int, units: int, algorithm: str) -> None:
     model = _words()
     generator = torch.Generator().manual_seed(seed)

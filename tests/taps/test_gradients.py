@@ -136,7 +136,7 @@ def _make(form: str, size: tuple[int, int, list[int], int]) -> Written:
 
 
 def _several(test: object) -> object:
-    return settings(max_examples=15, deadline=None)(given(size=sizes())(test))
+    return settings(max_examples=15)(given(size=sizes())(test))
 
 
 def _squares(rows_B: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def test_the_grams_of_a_record_are_computed_once() -> None:
 
 
 @given(T=st.integers(1, 64), M=st.integers(1, 64), N=st.integers(1, 64))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_chosen_algorithm_is_the_one_with_fewer_operations(T: int, M: int, N: int) -> None:
     direct, gram = 2 * T * M * N, 2 * T * T * (M + N)
     expected = "rank1" if T == 1 else "gram" if gram < direct else "direct"

@@ -435,7 +435,6 @@ def test_names_are_the_users_whatever_wrapper_stands_around_or_inside(name: str)
     assert_norms(norms.values, loop_norms(_blocks(), lambda m, x, reduction: m(x).square().sum(), (x,)))
 
 
-@pytest.mark.xdist_group("processes")
 @distributed(world_size=1)
 def test_names_are_the_users_under_ddp(rank: int, world_size: int) -> None:
     from torch.nn.parallel import DistributedDataParallel

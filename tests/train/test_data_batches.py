@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -25,6 +24,7 @@ from gramian.train.data import Batches, DataWorkerDied, StepBatch, Windows
 from gramian.train.data.order import windows_at
 from gramian.train.data.stream import Stream
 from gramian.train.data.windows import NOT_COUNTED
+from tests.kit.waiting import PATIENCE
 
 LENGTH = 5
 
@@ -74,7 +74,7 @@ def same(left: StepBatch, right: StepBatch) -> bool:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(1, 30), st.integers(1, 13), st.integers(0, 6), st.integers(1, 5), st.integers(0, 9), st.booleans())
 def test_ranks_together_are_one_process(
     size: int, batch: int, micro_batch: int, world: int, start: int, isolate: bool
@@ -101,7 +101,7 @@ def test_ranks_together_are_one_process(
             assert all(values.dtype == torch.int64 for micro in part.micro for values in micro.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 12), st.sets(st.integers(0, 20)), st.integers(1, 8))
 def test_any_start_continues_and_skipped_positions_are_left_out(start: int, skipped: set[int], batch: int) -> None:
     windows = windows_of(11)
@@ -179,7 +179,7 @@ def test_a_dead_worker_is_told_by_the_next_batch_in_one_line_and_replaced() -> N
     next(iterator)
     worker = min(set(multiprocessing.active_children()) - before, key=lambda process: process.pid or 0)
     os.kill(worker.pid or 0, signal.SIGKILL)
-    time.sleep(0.3)  # whatever a signal handler would raise, it would raise here
+    os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)  # what a signal handler raises, it raises here
     with pytest.raises(DataWorkerDied) as caught:
         next(iterator)
     assert str(caught.value) == (
@@ -222,7 +222,7 @@ def test_a_process_that_just_ends_takes_its_workers_along() -> None:
         "next(iterator)\n"
         "print(*[child.pid for child in multiprocessing.active_children()])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stderr == ""
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
@@ -279,5 +279,5 @@ def _no_worker_is_left() -> Iterator[None]:
     before = set(multiprocessing.active_children())
     yield
     for child in set(multiprocessing.active_children()) - before:
-        child.join(5)
+        child.join(PATIENCE)
     assert set(multiprocessing.active_children()) <= before

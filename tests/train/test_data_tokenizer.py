@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("tokenizer"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text("aé€😀\n\0", max_size=30))
 def test_bytes_are_decoded_to_what_was_encoded(text: str) -> None:
     tokenizer = ByteTokenizer()

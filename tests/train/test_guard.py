@@ -65,7 +65,7 @@ def only(guard: Guard, observations: Iterable[Observation]) -> tuple[int, Rollba
 # ---- quiet -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([256, 50257]), st.sampled_from([0.02, 0.1, 0.3, 0.6]))
 def test_a_healthy_run_is_never_rolled_back(seed: int, vocabulary: int, noise: float) -> None:
     """Of 2,000,000 such steps 2 were, and at most 7 in a run advised on; here are 40,000."""
@@ -362,7 +362,7 @@ def faulty(seed: int) -> list[Observation]:
     return curve
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.integers(0, 10), st.integers(0, 439))
 def test_a_guard_saved_at_any_point_goes_on_as_if_it_had_not_been(seed: int, point: int) -> None:
     curve = faulty(seed)

@@ -19,6 +19,7 @@ from gramian.train.config import Config
 from gramian.train.run_folder import Lines, read_lines
 from gramian.train.snapshot import Snapshots
 from gramian.verify.runs.resume import differences
+from tests.kit.waiting import PATIENCE
 from tests.train.runs import PRIVATE, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.xdist_group("processes")]
@@ -174,7 +175,7 @@ def exit_code(config: Config, path: Path, point: str | None = None) -> int | Non
     context.set_forkserver_preload(["gramian.cli.train", "gramian.train.trainer", "gramian.train.build"])
     process = context.Process(target=_child, args=(str(path), point))
     process.start()
-    process.join(120)
+    process.join(PATIENCE)
     return process.exitcode
 
 

@@ -123,7 +123,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(states)
 def test_a_nested_state_comes_back_from_flat_tensors_and_json(state: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}

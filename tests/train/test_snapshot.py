@@ -56,7 +56,7 @@ def test_going_on_does_not_change_a_snapshot() -> None:
     assert tensors["model.w"].eq(1).all() and tensors["model.n"] == 1 and tensors["key"].eq(0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8),
