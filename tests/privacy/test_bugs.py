@@ -35,7 +35,7 @@ from gramian.privacy.timing import Stopwatch
 from gramian.verify.clipped_sum import clipped_sum
 from gramian.verify.single_sample import per_sample_norms
 from tests.dist import private_bodies as bodies
-from tests.dist import test_private_ddp, test_private_fsdp2
+from tests.dist import test_private_ddp
 from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gram_squares
 from tests.kit.matrix import sample
 from tests.kit.processes import run_on_ranks
@@ -397,7 +397,7 @@ def _alone(test: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings('ignore:proof: is "off"')
+@pytest.mark.filterwarnings("ignore:proof")
 def test_a_bypass_in_a_compiled_sharded_model_is_named_without_a_proof_too() -> None:
     torch.compiler.reset()
     with _world_of_one():
