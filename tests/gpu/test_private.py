@@ -151,7 +151,7 @@ def test_noise_is_the_cpus_and_a_fused_optimizer_unscales_it(fused):
             module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=2.0, max_grad_norm=0.5,
             poisson_sampling=False, loss_scale=scaler,
         )  # fmt: skip
-        scaler.scale(model(torch.ones(4, 33, device=device)).square().mean()).backward()
+        scaler.scale(model(torch.rand(4, 33).to(device)).square().mean()).backward()
         scaler.step(optimizer)
         steps[device] = {n: (before[n] - p.detach()).cpu() for n, p in model.named_parameters()}
         engine.detach()
