@@ -269,7 +269,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.hub:Hub.run",
-                "if output.dim() and output.shape[0] == 1:",
+                "if rows == 1:",
                 "if self.batch == -1:",
             ),
         ),
@@ -349,7 +349,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.capture:Capture.pass_info",
-                "None if self._sample_ids is None else Units.of(self._sample_ids, batch)",
+                "None if self.sample_ids is None else Units.of(self.sample_ids, batch)",
                 "None",
             ),
         ),

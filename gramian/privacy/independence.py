@@ -10,9 +10,8 @@ from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
 from gramian.taps.hub import Hub
-from gramian.taps.preserve_state import preserve_state
 from gramian.taps.proof.prover import Prover
-from gramian.taps.proof.row_proof import eager, refuse
+from gramian.taps.proof.row_proof import refuse, undisturbed
 from gramian.taps.proof.runs import Refuted
 from gramian.taps.proof.samples import Samples
 
@@ -48,7 +47,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
 
     samples = Samples.of(batch, rows)
     for seed in range(4 if rows < FEW else 1):
-        with preserve_state(root), eager():
+        with undisturbed(root):
             prover = Prover(hub, execute, samples, seed=seed)
             if prover.open:
                 raise GramianError("batch: all its samples are equal; expected samples that differ")

@@ -127,6 +127,11 @@ def _unscaled(gradients: list[Tensor], inverse_scale: Tensor) -> list[Tensor]:
     copies = [gradient.clone() for gradient in gradients]
     for device, dtype in {(copy.device, copy.dtype) for copy in copies}:
         group = [copy for copy in copies if copy.device == device and copy.dtype == dtype]
+        if (
+            dtype == torch.bfloat16 and device.type == "cuda"
+        ):  # torch refuses to unscale these: only fused optimizers do
+            torch._foreach_mul_(group, inverse_scale.to(device))
+            continue
         found = torch.zeros(1, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found, inverse_scale.to(device))
     return copies

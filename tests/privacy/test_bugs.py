@@ -1485,7 +1485,11 @@ BUGS = (
     # ---- processes ----
     Mutation(
         "every process its own key",
-        (Edit(f"{_PRIVACY}.secrets:Secrets.load_state_dict", "self._key = bytes(key.tolist())", "pass"),),
+        (
+            Edit(
+                f"{_PRIVACY}.secrets:Secrets.load_state_dict", "self._key, self._process = bytes(key.tolist()),", "_ ="
+            ),
+        ),
         test_the_second_process_takes_the_key_of_the_first,
     ),
     Mutation(

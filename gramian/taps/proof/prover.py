@@ -55,6 +55,8 @@ class Proven:
     """{number of an output: why it was not proven}: no backward may go through it."""
     exact: bool = True
     """True if rows were unchanged bit for bit."""
+    silent: frozenset[Any] = frozenset()
+    """Calls whose output gradient was zero."""
 
 
 class Prover:
@@ -128,14 +130,16 @@ class Prover:
                 alone = compare_alone(runs, self._samples, base, rows, chosen, lone)
         elif runs.shared:
             self._constant(base)
+        loud = {key[1:3] for key, rows in base.rows.items() if base.sides[key] == "output gradient" and rows.largest}
         return Proven(
-            frozenset(base.calls),
-            frozenset(runs.shared),
-            self._count,
-            runs.count,
-            reversal,
-            alone,
+            calls=frozenset(base.calls),
+            shared=frozenset(runs.shared),
+            units=self._count,
+            runs=runs.count,
+            reversal=reversal,
+            alone=alone,
             exact=not self._repeat,
+            silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )
 
     def separating_sets(self) -> list[set[int]]:

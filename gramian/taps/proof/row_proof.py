@@ -3,15 +3,16 @@
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gramian.errors import GramianError
+from gramian.parallel.gradients import local
 from gramian.taps.preserve_state import Generators, preserve_state
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.prover import Proven, Prover
@@ -47,6 +48,9 @@ class RowProof:
     """One sample as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
     _calls: set[Any] = field(default_factory=set)
+    _silent: frozenset[Any] = frozenset()
+    """Calls whose output gradient was zero in every proof so far, so that nothing of it was shown."""
+    _waited: int = 0
     _summed: set[Any] = field(default_factory=set)
     """Structures of sharded models of which part 1 alone was shown."""
     _sizes: set[Any] = field(default_factory=set)
@@ -78,9 +82,13 @@ class RowProof:
         assert root is not None
         self._generators = self._generators or Generators(root)
         states = self._generators.states()
-        self.hub.calls = []
+        self.hub.calls, shared = [], set(self.hub.shared)
         output = forward(args, kwargs)
         unseen = [call for call in self.hub.calls if call not in self._calls]
+        if tells_apart and not unseen and not proven_before and self._silent.intersection(self.hub.calls):
+            self._waited += 1
+            if self._waited.bit_count() == 1:  # after 1, 2, 4, 8 … forwards: their gradient may not vanish any more
+                unseen = [call for call in self.hub.calls if call in self._silent]
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be told
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
@@ -90,7 +98,9 @@ class RowProof:
                     "same calls in every batch"
                 )
             self._prove(key, samples, execute, whole=tells_apart)
-            if any(rows == 0 for _, _, rows in unseen):  # it ran without the row of each sample
+            if any(
+                rows == 0 and layer not in shared for layer, _, rows in unseen
+            ):  # it ran without a row for each sample
                 self._generators.restore(states)
                 output = forward(args, kwargs)
         if key in self.proven:
@@ -169,7 +179,7 @@ class RowProof:
     def _calls_of(self, samples: Samples, execute: Execute) -> set[Any]:
         root = self.hub.root()
         assert root is not None
-        with preserve_state(root), eager():
+        with undisturbed(root):
             runs = Runs(self.hub, execute, samples, 0)
             return set(runs.tapped(runs.everyone).calls)
 
@@ -196,6 +206,7 @@ class RowProof:
                 return
             self.hub.shared |= found.shared
             self._calls |= found.calls
+            self._silent = (self._silent | found.silent) - (found.calls - found.silent)
             if whole:
                 before = self.proven.get(key)
                 if before is not None:
@@ -210,7 +221,7 @@ class RowProof:
         """
         root = self.hub.root()
         assert root is not None
-        with preserve_state(root), eager():
+        with undisturbed(root):
             first = self._prover(samples, execute)
             try:
                 return self._run(first, samples.batch, whole)
@@ -270,7 +281,7 @@ class RowProof:
         assert root is not None
         for samples in groupings:
             rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
-            with preserve_state(root), eager():
+            with undisturbed(root):
                 prover = Prover(self.hub, execute, replace(samples, rows=rows), seed=self._seed())
                 outputs = Outputs(samples.batch)
                 if prover.open:
@@ -324,13 +335,34 @@ class Outputs:
 
 
 @contextmanager
-def eager() -> Iterator[None]:
-    """Compiled modules run as they were written."""
-    if "torch._dynamo" not in sys.modules:
+def undisturbed(root: nn.Module) -> Iterator[None]:
+    """Runs of a proof: no trace is left, compiled modules run as they were written, checkpoints around the model see nothing.
+
+    Weights that are all zero are random inside: behind them no gradient would flow, and nothing could be shown.
+    """
+    compiled = "torch._dynamo" in sys.modules
+    with (
+        preserve_state(root),
+        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        _zeros_filled(root),
+    ):
         yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+
+
+@contextmanager
+def _zeros_filled(root: nn.Module) -> Iterator[None]:
+    weights = [local(p.detach()) for p in root.parameters() if p.requires_grad and p.is_floating_point() and p.numel()]
+    zeros = [w for w in weights if w.numel() and w.dim() > 1 and not bool(w.any())]
+    for number, weight in enumerate(zeros):
+        generator = torch.Generator(weight.device).manual_seed(number)
+        drawn = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=torch.float32)
+        weight.data.copy_(drawn / max(1, weight[0].numel()) ** 0.5)
+    try:
         yield
+    finally:
+        for weight in zeros:
+            weight.data.zero_()
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], bool]]:

@@ -234,12 +234,18 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> S
     """
     if not pairs:
         return [None] * len(inputs)
+    hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in inputs if t._backward_hooks]
+    for found, _ in hooks:
+        found.clear()  # what the user does to a weight's gradient is not the layer's
     try:
         return torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant=True" not in str(error):
             raise
         raise GramianError("model: has a reentrant checkpoint; expected checkpoint(..., use_reentrant=False)") from None
+    finally:
+        for found, before in hooks:
+            found.update(before)
 
 
 def rows_of(output: Tensor, batch: int) -> int:
