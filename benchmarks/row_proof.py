@@ -1,7 +1,7 @@
 """What the row proof costs: once for a structure of inputs, before the first private batch of the GPT of `private_step`.
 
-Seconds of the first forward over those of a plain training step, the number of runs, and the peak of both. On a CPU a small model
-stands in.
+Seconds of the first forward over those of a plain training step, the number of runs, and the peak of both. On a CPU a small
+model stands in.
 """
 
 import argparse

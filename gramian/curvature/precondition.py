@@ -112,9 +112,10 @@ def _scale(
 
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step()` is an error: it has an argument without a default."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps the instance's
     return any(
         given.default is given.empty and given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)
-        for given in inspect.signature(optimizer.step).parameters.values()
+        for given in arguments
     )
 
 

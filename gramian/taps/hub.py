@@ -260,7 +260,8 @@ class Hub:
         """One call of the root in eager mode: a pass, proven where samples are told apart."""
         forward = partial(self._forward_root, tap, module, plain)
         batch = self._samples_of(args, kwargs)
-        if self.rehearsing is not None or in_backward() or batch < 2 or self.tensor_parallel is not None:
+        unproven = self.tensor_parallel is not None or self.trusts_shapes
+        if self.rehearsing is not None or in_backward() or batch < 2 or unproven:
             return forward(args, kwargs)
         return self.proof.guard(forward, args, kwargs, batch, proven_before=isinstance(module, FSDPModule))
 
@@ -276,6 +277,7 @@ class Hub:
         Every process comes here for every forward, and runs along if any of them has something to prove.
         """
         listens = self.live and torch.is_grad_enabled() and self.rehearsing is None and self.weights is None
+        listens = listens and not self.trusts_shapes
         if listens and not in_backward() and self.tensor_parallel is None and module is self.root():
             self.proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
@@ -367,7 +369,8 @@ class Hub:
         """
         batch = self.batch
         if not torch.compiler.is_compiling():
-            if self.rehearsing is None and tap.name not in self.shared:
+            proven = self.rehearsing is not None or tap.name in self.shared or self.trusts_shapes
+            if batch and not proven:  # of no samples there are no rows
                 return output
             if in_backward():
                 batch = self._passes.batch_of_second_run(tap.name)
@@ -531,6 +534,12 @@ class Hub:
         return self._forward_root(tap, root, partial(type(root).forward, root), args, kwargs)
 
     @property
+    def trusts_shapes(self) -> bool:
+        """True for a sharded model in whose captures not every process takes part, so that none can run it for a proof."""
+        collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self._listeners)
+        return isinstance(self.root(), FSDPModule) and not collective
+
+    @property
     def tells_samples_apart(self) -> bool:
         """True if somebody needs to know whose row is which, and has not switched the proof off."""
         return any(listener.per_sample and listener.proof != "off" for listener in self._listeners)
@@ -568,8 +577,8 @@ class Hub:
         """Let a proof alone listen."""
         listeners, current, per_sample, batch = list(self._listeners), self._passes.current, self.per_sample, self.batch
         output_layer = self.output_layer
+        self.per_sample, self.rehearsing = self.tells_samples_apart, Rehearsal()
         self._listeners[:] = [recorder]
-        self.per_sample, self.rehearsing = True, Rehearsal()
         try:
             yield self.rehearsing
         finally:

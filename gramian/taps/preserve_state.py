@@ -17,18 +17,22 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def preserve_state(root: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, random states, and counters kept by modules and their hooks are afterwards what they were.
+def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
+    """Gradients, buffers and random states are afterwards what they were; on demand also what modules and hooks count.
 
     Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating; modes are
     left as they are, so dropout drops as the user set it. Also restores after an error. Memory: a copy of every buffer.
+
+    Args:
+        root: the model.
+        counters: True to put back numbers and lists that modules, hook objects and closures of hooks hold.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in sharded for group in fsdp_groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
-    counters, generators = _python_state(root), Generators(root)
+    undo_counts, generators = _python_state(root) if counters else [], Generators(root)
     random_states = generators.states()
     for p, _ in gradients:
         p.grad = None
@@ -39,7 +43,7 @@ def preserve_state(root: nn.Module) -> Iterator[None]:
             yield
     finally:
         generators.restore(random_states)
-        for undo in counters:
+        for undo in undo_counts:
             undo()
         for group, reduces, all_reduces in syncs:
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
@@ -131,7 +135,7 @@ def _python_state(root: nn.Module) -> list[Undo]:
 
 def _callable_state(function: Any, seen: set[int]) -> list[Undo]:
     """Of a user's hook; torch's own hooks (FSDP2) look after themselves."""
-    if (getattr(function, "__module__", None) or "").split(".")[0] in ("torch", "gramian"):
+    if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
         return []
     owner = getattr(function, "__self__", None if hasattr(function, "__code__") else function)
     found = [] if owner is None or isinstance(owner, nn.Module) else _attributes(owner, seen)

@@ -39,11 +39,11 @@ def tolerance(name: str) -> float:
     return 1e-6 if CASES[name].computes_in_float32 else 1e-9
 
 
-def captured(name: str, **options: object) -> tuple[nn.Module, gramian.KFACNaturalGradient]:
-    """A model of the table after one backward of its mean loss, one term per sample."""
+def captured(name: str, by_target: bool = False, **options: object) -> tuple[nn.Module, gramian.KFACNaturalGradient]:
+    """A model of the table after one backward of its mean loss, one term per sample, or per target."""
     p = problem(name, SAMPLES)
     model, found = p.model(), kfac(**options)
-    with found.capture(model, num_terms=SAMPLES):
+    with found.capture(model, num_terms=p.batch[-1].numel() if by_target else SAMPLES):
         p.backward(model, p.batch)
     return model, found
 
@@ -82,7 +82,7 @@ def matrices(name: str) -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_trainable_parameter_has_an_approximation_and_a_natural_gradient(name: str) -> None:
-    model, found = captured(name, strict=name != "unused")
+    model, found = captured(name, by_target=True, strict=name != "unused")
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}  # each once
     coverage, natural = found.coverage, found.compute_natural_gradient(model)
     assert coverage.keys() == {n for n, _ in model.named_parameters()}

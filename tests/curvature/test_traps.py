@@ -635,16 +635,16 @@ TRAPS = (
     ),
     Mutation(
         "the user's gradients lost",
-        (Edit(f"{_CURVATURE}.untouched:untouched", "p.grad = gradient", "p.grad = None"),),
+        (Edit("gramian.taps.preserve_state:preserve_state", "p.grad = gradient", "p.grad = None"),),
         functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "empirical", False),
     ),
     Mutation(
         "the user's random state moved on",
         (
             Edit(
-                f"{_CURVATURE}.untouched:untouched",
-                "torch.random.fork_rng(devices=devices), torch.enable_grad()",
-                "torch.enable_grad()",
+                "gramian.taps.preserve_state:preserve_state",
+                "generators.restore(random_states)",
+                "pass",
             ),
         ),
         functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "mc", False),

@@ -52,7 +52,7 @@ class RowProof:
     """Calls whose output gradient was zero in every proof so far, so that nothing of it was shown."""
     _waited: int = 0
     _summed: set[Any] = field(default_factory=set)
-    """Structures of sharded models of which part 1 alone was shown."""
+    """Structures of which part 1 alone was shown, where a layer sees one row for all samples."""
     _sizes: set[Any] = field(default_factory=set)
     """Sizes of arguments of compiled forwards whose calls are known."""
 
@@ -78,6 +78,10 @@ class RowProof:
                 self._prove(key, samples, execute)
             elif self.hub.proof_is_due():
                 self.repeat(key, samples, execute)
+        elif not tells_apart and not proven_before and key not in self._summed:
+            if any(rows == 0 for _, _, rows in self._calls_of(samples[0], execute) - self._calls):
+                self._prove(key, samples, execute, whole=False)
+            self._summed.add(key)
         root = self.hub.root()
         assert root is not None
         self._generators = self._generators or Generators(root)
@@ -136,7 +140,7 @@ class RowProof:
                 self.repeat(key, samples, partial(_execute, forward))
         except GramianError as error:
             failure = error
-        with preserve_state(root):
+        with preserve_state(root, counters=True):
             hub.lockstep.keep_company(partial(self._run_along, forward, args, kwargs))
         if hub.lockstep.any(failure is not None):
             raise failure or GramianError(
@@ -181,7 +185,10 @@ class RowProof:
         assert root is not None
         with undisturbed(root):
             runs = Runs(self.hub, execute, samples, 0)
-            return set(runs.tapped(runs.everyone).calls)
+            try:
+                return set(runs.tapped(runs.everyone).calls)
+            except Refuted as failure:
+                refuse(failure)
 
     def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[Samples]]:
         root, hub = self.hub.root(), self.hub
@@ -342,7 +349,7 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
     """
     compiled = "torch._dynamo" in sys.modules
     with (
-        preserve_state(root),
+        preserve_state(root, counters=True),
         torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         _zeros_filled(root),
