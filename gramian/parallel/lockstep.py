@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -13,6 +14,7 @@ def sharing_group(root: FSDPModule) -> Any:
 
     Meshes of parameters that compare equal are one object to DTensor, whatever their groups are, so they are not asked.
     """
+    assert isinstance(root, nn.Module)
     units = [unit for module in root.modules() if isinstance(module, FSDPModule) for unit in fsdp_groups(module)]
     return getattr(units[0].mesh_info, "shard_process_group", None) if units else None
 

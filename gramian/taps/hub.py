@@ -263,7 +263,13 @@ class Hub:
         unproven = self.tensor_parallel is not None or self.trusts_shapes
         if self.rehearsing is not None or in_backward() or batch < 2 or unproven:
             return forward(args, kwargs)
-        return self.proof.guard(forward, args, kwargs, batch, proven_before=isinstance(module, FSDPModule))
+        sharded = isinstance(module, FSDPModule)
+        if sharded and self._hook is None:
+            raise GramianError(
+                "model: was sharded inside a capture, where it cannot be proven whose row is which; expected fully_shard "
+                'before the capture is entered, or proof="off"'
+            )
+        return self.proof.guard(forward, args, kwargs, batch, proven_before=sharded)
 
     def _samples_of(self, args: Any, kwargs: Any) -> int:
         if self.batch_size is not None:

@@ -145,7 +145,11 @@ def wrapped_inside_the_block(rank: int, way: str, name: str) -> None:
     p, rows = problem(name, sum(sizes)), mine(rank, sizes)
     expected = plain_gradients(p, way, lambda model: p.backward(model, p.rows(rows)))
     bare = p.model()
-    with gramian.per_sample_norms(bare) as norms:
+    if way != "ddp":
+        late, refused = p.model(), pytest.raises(gramian.GramianError, match="^model: was sharded inside a capture")
+        with refused, gramian.per_sample_norms(late):
+            p.backward(wrap(way, late), p.rows(rows))
+    with gramian.per_sample_norms(bare, proof="auto" if way == "ddp" else "off") as norms:
         model = wrap(way, bare)
         p.backward(model, p.rows(rows))
     assert_norms(norms.values, p.norms(rows), p.tolerance)
