@@ -33,6 +33,8 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
     Raises:
         GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be told.
     """
+    if not callable(loss_fn):
+        raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
     rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
     if rows < 2:
         raise GramianError(f"batch: has {rows} samples; expected at least two")

@@ -260,8 +260,7 @@ class Hub:
         """One call of the root in eager mode: a pass, proven where samples are told apart."""
         forward = partial(self._forward_root, tap, module, plain)
         batch = self._samples_of(args, kwargs)
-        unproven = self.tensor_parallel is not None or self.trusts_shapes
-        if self.rehearsing is not None or in_backward() or batch < 2 or unproven:
+        if self.rehearsing is not None or in_backward() or batch < 2 or self.trusts_shapes:
             return forward(args, kwargs)
         sharded = isinstance(module, FSDPModule)
         if sharded and self._hook is None:
@@ -284,7 +283,7 @@ class Hub:
         """
         listens = self.live and torch.is_grad_enabled() and self.rehearsing is None and self.weights is None
         listens = listens and not self.trusts_shapes
-        if listens and not in_backward() and self.tensor_parallel is None and module is self.root():
+        if listens and not in_backward() and module is self.root():
             self.proof.together(lambda a, k: module(*a, **k), args, kwargs, self._samples_of(args, kwargs))
 
     def _forward_root(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -541,9 +540,9 @@ class Hub:
 
     @property
     def trusts_shapes(self) -> bool:
-        """True for a sharded model in whose captures not every process takes part, so that none can run it for a proof."""
+        """True where no proof runs: in a tensor-parallel model, and in a sharded one that not every process captures."""
         collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self._listeners)
-        return isinstance(self.root(), FSDPModule) and not collective
+        return self.tensor_parallel is not None or (isinstance(self.root(), FSDPModule) and not collective)
 
     @property
     def tells_samples_apart(self) -> bool:
