@@ -3,9 +3,8 @@
 Legend: B = 1 row, P tokens of the proof, D width, V vocabulary.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from gramian.distill.head import Head
 from gramian.distill.teacher import hidden_of, is_native, linear_of, text_config
 from gramian.errors import GramianError
+from gramian.taps.eager import run_eagerly
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 """Fields of Hugging Face configs that multiply or divide logits."""
@@ -141,12 +141,10 @@ def _proof(model: nn.Module) -> Iterator[None]:
 
     A model that is compiled is not compiled for 4 tokens: it would take its time, and the next shape for a changing one.
     """
-    compiles = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     was_training = model.training
     model.eval()
     try:
-        with eager, torch.no_grad(), torch.autocast(linear_of(model).weight.device.type, enabled=False):
+        with run_eagerly(), torch.no_grad(), torch.autocast(linear_of(model).weight.device.type, enabled=False):
             yield
     finally:
         model.train(was_training)

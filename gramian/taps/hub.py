@@ -57,17 +57,24 @@ class Rehearsal:
     expanded: set[str] = field(default_factory=set)
 
 
+BEFORE_ROOT = "a sharded model is proven eagerly"
+
+
 class BeforeRoot:
     """A hook in front of FSDP2's own; copies and pickles of a module carry one that does nothing."""
 
     def __init__(self, hub: "Hub | None") -> None:
         """Remember the hub, weakly."""
         self._hub: Any = (lambda: None) if hub is None else weakref.ref(hub)
+        self._run = self._begin if hub is None else torch.compiler.disable(self._begin, reason=BEFORE_ROOT)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A forward of the root begins."""
+        """A forward of the root begins; a compiled one leaves its graph here, as it does for FSDP2's own hooks."""
+        self._run(module, args, kwargs)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         hub = self._hub()
-        if hub is not None and not torch.compiler.is_compiling():
+        if hub is not None:
             hub.before_sharded_root(module, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> "BeforeRoot":
@@ -263,12 +270,16 @@ class Hub:
         if self.rehearsing is not None or in_backward() or batch < 2 or self.trusts_shapes:
             return forward(args, kwargs)
         sharded = isinstance(module, FSDPModule)
-        if sharded and self._hook is None:
+        if sharded:
+            self._refuse_sharded_late()
+        return self.proof.guard(forward, args, kwargs, batch, proven_before=sharded)
+
+    def _refuse_sharded_late(self) -> None:
+        if self._hook is None and not self.trusts_shapes:
             raise GramianError(
                 "model: was sharded inside a capture, where it cannot be proven whose row is which; expected fully_shard "
                 'before the capture is entered, or proof="off"'
             )
-        return self.proof.guard(forward, args, kwargs, batch, proven_before=sharded)
 
     def _samples_of(self, args: Any, kwargs: Any) -> int:
         if self.batch_size is not None:
@@ -450,6 +461,8 @@ class Hub:
         if not self.live:
             return
         pass_ = self._passes.get(number)
+        if isinstance(self.root(), FSDPModule) and self.tells_samples_apart and pass_.batch > 1:
+            self.proof.refuse_unseen([(tap.name, ordinal, _rows_over_batch(kept, gradients, pass_.batch))])
         for name in tap.parameters.values():
             tied = sum(name in other.parameters.values() for other in self._installed) - 1
             pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
@@ -523,6 +536,11 @@ class Hub:
         assert root is not None
         tap = self._taps[root]
         if batch < 2:
+            return
+        if isinstance(
+            root, FSDPModule
+        ):  # proven by all processes before it began; its calls are looked at as they report
+            self._refuse_sharded_late()
             return
         try:
             args, kwargs = read(text, tensors, integers, reals)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from gramian.curvature import steps
 from gramian.parallel.exchange import Exchange
 from gramian.taps.hub import Hub, hub_of
+from gramian.taps.proof import row_proof
 from tests.kit.waiting import PATIENCE
 
-one_at_a_time = threading.Lock()
+one_at_a_time = threading.RLock()
 """For what threads share and processes do not: the global generator, and the list of all models with open captures."""
 
 
@@ -119,8 +120,16 @@ def _patched() -> Any:
         with one_at_a_time:
             plain(hub)
 
+    prove = row_proof.undisturbed
+
+    @contextmanager
+    def undisturbed(root: nn.Module) -> Any:
+        with one_at_a_time, prove(root):  # it restores the global generator
+            yield
+
     with (
         mock.patch.object(Hub, "_set_flags", set_flags),
+        mock.patch.object(row_proof, "undisturbed", undisturbed),
         mock.patch.object(steps, "exchange_of", exchange_of),
         mock.patch.object(steps, "Meeting", LoopbackMeeting),
         mock.patch.object(steps, "world_size", world_size),

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from gramian.curvature.consistency import unique_parameters
 from gramian.curvature.parameter_space import ParameterSpace
 from gramian.errors import GramianError
+from gramian.taps.eager import run_eagerly
 from gramian.taps.hub import hub_of
-from gramian.taps.names import is_compiled, named_modules
+from gramian.taps.names import named_modules
 from gramian.taps.preserve_state import preserve_state
 
 EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -42,8 +43,7 @@ def quiet(root: nn.Module) -> Iterator[None]:
         around.enter_context(ExactEmbeddings())
         for device in {p.device.type for p in root.parameters()}:
             around.enter_context(torch.autocast(device, enabled=False))
-        if any(is_compiled(module) for module in root.modules()):
-            around.enter_context(torch.compiler.set_stance("force_eager"))
+        around.enter_context(run_eagerly())
         try:
             torch.backends.mha.set_fastpath_enabled(False)  # it has no derivatives
             for module, _ in modes:

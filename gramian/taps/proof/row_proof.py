@@ -1,9 +1,8 @@
 """When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen."""
 
 import hashlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from gramian.errors import GramianError
 from gramian.parallel.gradients import local
+from gramian.taps.eager import run_eagerly
 from gramian.taps.preserve_state import Generators, preserve_state
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.prover import Proven, Prover
@@ -96,11 +96,7 @@ class RowProof:
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be told
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
-                raise GramianError(
-                    f"{unseen[0][0] or 'model'}: is called in a way that no proof has seen (call {unseen[0][1]}, "
-                    f"{unseen[0][2]} rows a sample), and a sharded model cannot be proven by one process alone; expected the "
-                    "same calls in every batch"
-                )
+                self.refuse_unseen(unseen)
             self._prove(key, samples, execute, whole=tells_apart)
             if any(
                 rows == 0 and layer not in shared for layer, _, rows in unseen
@@ -146,6 +142,19 @@ class RowProof:
             raise failure or GramianError(
                 "model: the row proof failed on another process; expected what its error says"
             )
+
+    def refuse_unseen(self, calls: Sequence[Any]) -> None:
+        """A sharded model made these calls.
+
+        Raises:
+            GramianError: if no proof has seen one of them: one process alone cannot prove it.
+        """
+        for layer, ordinal, rows in calls:
+            if (layer, ordinal, rows) not in self._calls:
+                raise GramianError(
+                    f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), and "
+                    "a sharded model cannot be proven by one process alone; expected the same calls in every batch"
+                )
 
     def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
         """A forward and a backward that gather what the other processes need; nothing is looked at."""
@@ -242,6 +251,13 @@ class RowProof:
                         continue
                     return found and replace(found, fixed=fixed)
                 refuse(failure)
+            except GramianError:
+                raise
+            except Exception:
+                first.runs.tapped(
+                    first.runs.everyone
+                )  # a tap that refuses the layer says more than the layer's own failure
+                raise
 
     def _prover(self, samples: Samples, execute: Execute, second_axis: bool = False) -> Prover:
         lone = partial(self.lone, samples)
@@ -347,10 +363,9 @@ def undisturbed(root: nn.Module) -> Iterator[None]:
 
     Weights that are all zero are random inside: behind them no gradient would flow, and nothing could be shown.
     """
-    compiled = "torch._dynamo" in sys.modules
     with (
         preserve_state(root, counters=True),
-        torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+        run_eagerly(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         _zeros_filled(root),
     ):
