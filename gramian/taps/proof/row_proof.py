@@ -152,8 +152,8 @@ class RowProof:
         for layer, ordinal, rows in calls:
             if (layer, ordinal, rows) not in self._calls:
                 raise GramianError(
-                    f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), and "
-                    "a sharded model cannot be proven by one process alone; expected the same calls in every batch"
+                    f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), "
+                    "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
                 )
 
     def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
