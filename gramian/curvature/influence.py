@@ -161,7 +161,7 @@ def influence_scores(
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
         loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
-        audit: compare with autograd's gradients on the model's first batch.
+        audit: compare with autograd's gradients in every backward.
 
     Returns:
         A context manager with `values` ([B], or [B, Q] for a list of queries; passes one after another) and `coverage`.

@@ -103,7 +103,7 @@ class DiagonalFisherEstimate:
             sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
             loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
             process_group: take the samples of all these processes in, on each of them (collective); None: this one's only.
-            audit: compare with autograd's gradients on the model's first batch.
+            audit: compare with autograd's gradients in every backward.
         """
         return FisherCapture(
             self,

@@ -123,7 +123,7 @@ def per_sample_norms(
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
         loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
-        audit: compare with autograd's gradients on the model's first batch.
+        audit: compare with autograd's gradients in every backward.
         proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone; a
             number: and again after so many forwards; "off": trust the shapes.
 

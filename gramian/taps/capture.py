@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gramian.errors import GramianError
 from gramian.parallel.placement import place_like
 from gramian.parallel.sums import all_reduce
-from gramian.taps.audit import Audit
+from gramian.taps.audit import Audit, Projections
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.names import named_parameters
@@ -61,7 +61,7 @@ class Capture:
                 what the loss makes them. None: all tokens count.
             loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
-            audit: compare with autograd's gradients on the model's first batch.
+            audit: compare with autograd's gradients in every backward.
             proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone,
                 where a statistic tells samples apart; a number: and again after so many backwards; "off": trust the shapes.
 
@@ -108,11 +108,13 @@ class Capture:
         return self
 
     def _new_audit(self) -> Audit | None:
-        """An audit of what was not compared yet, if anything is left and weight gradients are formed at all."""
-        left = {name: p for name, p in self._hub.parameters.items() if name not in self._hub.audited}
-        if not left or not self._audit_wanted or self._hub.rule.withholds:
+        """An audit of the next backward, if weight gradients are formed; of a tensor-parallel model, of the first alone."""
+        hub = self._hub
+        spread, known = hub.tensor_parallel, hub.audited
+        left = {name: p for name, p in hub.parameters.items() if spread is None or name not in known}
+        if not left or not self._audit_wanted or hub.rule.withholds:
             return None
-        audit = Audit(left, self._hub.tensor_parallel, lambda: self._hub.live)
+        audit = Audit(left, Projections(hub.directions), known, spread, lambda: hub.live)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit

@@ -22,6 +22,7 @@ from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps import names
 from gramian.taps.blank import apart, with_a_row, without_a_row
 from gramian.taps.discover import discover
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.passes import (
     SECOND_BACKWARD,
     Explained,
@@ -105,6 +106,9 @@ class Hub:
         self.rule: GradientRule = Ordinary()
         self.parameters: dict[str, ParameterInfo] = {}
         self.audited: frozenset[str] = frozenset()
+        """Parameters whose whole gradient was compared with autograd's; after that, projections are."""
+        self.directions: dict[Any, Directions] = {}
+        """On which audits project gradients, by shape and device."""
         self._listeners: list[Listener] = []
         self._passes = PassBook(self._listeners, lambda: self.rule)
         self._taps: weakref.WeakKeyDictionary[nn.Module, Tap] = weakref.WeakKeyDictionary()

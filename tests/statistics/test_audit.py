@@ -1,4 +1,4 @@
-"""The first-batch audit: silent where the taps explain the gradient, by name where they do not."""
+"""The audit of every backward: silent where the taps explain the gradient, by name where they do not."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -227,8 +227,9 @@ def test_a_failed_audit_is_repeated_and_a_repaired_model_passes(proof: str) -> N
             _step(model, _text_loss, proof=proof)
     model.outside = False
     _step(model, _text_loss, proof=proof)
-    model.outside = True  # seen once and found right: not looked at again
-    _step(model, _text_loss, proof=proof)
+    model.outside = True  # found right once, and looked at again
+    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        _step(model, _text_loss, proof=proof)
 
 
 @BOTH
@@ -317,3 +318,101 @@ def test_a_capture_keeps_its_model() -> None:
 
 def _wide() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+# ---- later batches -----------------------------------------------------------------------------------------------------
+
+PRECISIONS = [torch.float64, torch.float32, torch.bfloat16]
+
+
+class _Net(nn.Module):
+    """A table, a convolution, norms, matrices and their biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = nn.Embedding(11, 8), nn.Conv1d(8, 8, 3, padding=1, groups=2)
+        self.norm, self.up, self.head = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 11)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        h = self.conv(self.table(ids_BT).transpose(1, 2)).transpose(1, 2)
+        return self.head(self.up(self.norm(h)).relu())
+
+
+def _next_token(model: nn.Module, ids_BT: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids_BT).flatten(0, 1).float(), ids_BT.roll(-1, 1).flatten())
+
+
+def _net(dtype: torch.dtype) -> tuple[_Net, Tensor]:
+    torch.manual_seed(3)
+    return _Net().to(dtype), torch.randint(11, (5, 12))
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+@pytest.mark.parametrize("name", [name for name, _ in _Net().named_parameters()])
+def test_a_penalty_on_any_weight_that_enters_the_loss_later_is_named(name: str, dtype: torch.dtype) -> None:
+    model, ids = _net(dtype)
+    weight = model.get_parameter(name)
+    gradient = torch.autograd.grad(_next_token(model, ids), weight)[0]
+    beside = torch.randn_like(gradient)
+    beside *= gradient.norm() / beside.norm()
+    with (
+        pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient .*penalty"),
+        gramian.per_sample_norms(model),
+    ):
+        for batch in range(3):
+            loss = _next_token(model, ids)
+            (loss + (beside * weight).sum() if batch == 2 else loss).backward()
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+def test_many_ordinary_batches_are_no_false_alarm(dtype: torch.dtype) -> None:
+    model, _ = _net(dtype)
+    with gramian.per_sample_norms(model) as norms:
+        for batch in range(40):
+            ids = torch.randint(11, (1 + batch % 5, 3 + batch), generator=torch.Generator().manual_seed(batch))
+            _next_token(model, ids).backward()
+    assert norms.values.isfinite().all()
+
+
+def test_a_small_penalty_is_found_in_float32() -> None:
+    model, ids = _net(torch.float32)
+    with pytest.raises(gramian.GramianError, match="penalty"), gramian.per_sample_norms(model):
+        for batch in range(2):
+            penalty = sum(p.square().sum() for p in model.parameters())
+            (_next_token(model, ids) + 1e-3 * batch * penalty).backward()
+
+
+def test_a_weight_that_is_read_beside_its_layer_later_is_named() -> None:
+    model, ids = _net(torch.float32)
+    with pytest.raises(gramian.GramianError, match=r"^up\.weight: got a gradient"), gramian.per_sample_norms(model):
+        _next_token(model, ids).backward()
+        (_next_token(model, ids) + F.linear(torch.ones(1, 8), model.up.weight).square().mean()).backward()
+
+
+def test_an_unused_weight_that_a_penalty_reaches_is_named() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
+    model.forward = lambda x: model["used"](x)
+    x = torch.randn(4, 3)
+    with pytest.raises(gramian.GramianError, match=r"^idle\.weight: got a gradient"), gramian.per_sample_norms(model):
+        for batch in range(3):
+            (
+                model(x).square().sum() + (0 if batch == 1 else 1e-3 * batch) * model["idle"].weight.square().sum()
+            ).backward()
+
+
+def test_k_fac_sees_a_penalty_that_enters_later() -> None:
+    model, ids = _net(torch.float32)
+    kfac = gramian.KFACNaturalGradient(damping=1e-2, update_freq=1)
+    with pytest.raises(gramian.GramianError, match="penalty"):
+        for batch in range(2):
+            with kfac.capture(model, num_terms=ids.numel()):
+                (_next_token(model, ids) + 0.1 * batch * model.up.weight.square().sum()).backward()
+
+
+def test_a_compiled_model_is_audited_in_every_backward() -> None:
+    torch._dynamo.reset()
+    model, ids = _net(torch.float32)
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(gramian.GramianError, match=r"^up\.weight: .*penalty"), gramian.per_sample_norms(compiled):
+        for batch in range(2):
+            (_next_token(compiled, ids) + batch * model.up.weight.square().sum()).backward()

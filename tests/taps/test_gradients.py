@@ -18,6 +18,7 @@ from gramian.kernels.gram_squares import gram_squares
 from gramian.plan import norms as plan
 from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed, join
 from gramian.taps.gradients.convolved import Geometry
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.joined import Joined
 from gramian.taps.units import Units
 
@@ -187,6 +188,17 @@ def test_magnitude_bounds_the_norm_of_the_total(form: str, size: tuple[int, int,
     gradient = _make(form, size).gradient
     assert gradient.magnitude().dim() == 0
     assert gradient.magnitude() >= gradient.total().norm() - 1e-12
+
+
+@every_form
+@_several
+def test_projected_terms_add_up_to_the_projection_of_the_sum(form: str, size: tuple[int, int, list[int], int]) -> None:
+    gradient = _make(form, size).gradient
+    directions = Directions(gradient.shape, torch.device("cpu"))
+    left_MK, right_NK = directions.sides(torch.float64)
+    total_MN = gradient.total().reshape(len(left_MK), len(right_NK))
+    expected_K = torch.einsum("mk,mn,nk->k", left_MK, total_MN, right_NK)
+    torch.testing.assert_close(gradient.projected(directions).sum(0), expected_K, **EXACT)
 
 
 @every_form

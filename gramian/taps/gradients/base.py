@@ -9,6 +9,7 @@ from torch import Tensor
 from gramian.kernels.weighted_sum import weighted_sum
 from gramian.linalg.wide import wide_norms
 from gramian.plan.norms import Algorithm, samples_per_chunk
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.units import Units
 
 
@@ -25,6 +26,8 @@ class PerSampleGradient(ABC):
     """B, the number of samples (units)."""
     dtype: torch.dtype
     """The narrowest dtype that took part: what the numbers can be trusted to."""
+    summed_wide = True
+    """False if autograd may add the tokens up one after the other in their own dtype (tables)."""
 
     @abstractmethod
     def per_sample(self) -> Tensor:
@@ -41,6 +44,10 @@ class PerSampleGradient(ABC):
     @abstractmethod
     def magnitude(self) -> Tensor:
         """Σ over tokens of the norm of a token's gradient, 0-dim: an upper bound of ‖total‖ that rounding scales with."""
+
+    def projected(self, directions: Directions) -> Tensor:
+        """Terms, one for each token where that is cheap, whose sum is u_kᵀ(Σ_i g_i)v_k: [terms, K], wide."""
+        return directions.project(self.total())[None]
 
     @abstractmethod
     def select(self, start: int, stop: int) -> "PerSampleGradient":

@@ -13,6 +13,7 @@ from gramian.kernels.scaled_rows import scaled_rows
 from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.gradients.dense import Dense
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.units import Units
 
 
@@ -70,6 +71,21 @@ class Convolved(PerSampleGradient):
         taps = float(torch.Size(self.shape[2:]).numel() ** 0.5)
         bound: Tensor = (wide_norms(self.images_BK.flatten(2)) * wide_norms(self.gradients_BK.flatten(2))).sum()
         return taps * bound
+
+    def projected(self, directions: Directions) -> Tensor:
+        """⟨x ∗ v_k, Σ_o u_ko g_o⟩ for every image: a convolution with K output channels in each group: [images, K]."""
+        images, gradients = wide(self.images_BK).flatten(0, 1), wide(self.gradients_BK).flatten(0, 1)
+        left_OK, right_NK = directions.sides(images.dtype)
+        if not images.shape[0]:
+            return images.new_zeros(0, left_OK.shape[1])
+        groups, (outputs, channels, *kernel) = self.geometry.groups, self.shape
+        weight = right_NK.mT.reshape(-1, channels, *kernel).repeat(groups, 1, *(1 for _ in kernel))
+        slide = (self.geometry.stride, self.geometry.padding, self.geometry.dilation, False, [0] * len(kernel), groups)
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            along_images = torch.convolution(images, weight, None, *slide)
+        by_group = gradients.reshape(len(images), groups, outputs // groups, -1)
+        along_outputs = torch.einsum("igop,gok->igkp", by_group, left_OK.reshape(groups, outputs // groups, -1))
+        return (along_images.reshape(along_outputs.shape) * along_outputs).sum((1, 3))
 
     def select(self, start: int, stop: int) -> "Convolved":
         """Samples start … stop-1."""

@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide, wide_norms
+from gramian.linalg.wide import wide, wide_mm, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.units import Units
 
 
 class Indexed(PerSampleGradient):
     """g_i[v] = Σ_{t: index_it = v} rows_it, from index_BT and rows_BTD, for a table of V×D."""
+
+    summed_wide = False
 
     def __init__(self, index_BT: Tensor, rows_BTD: Tensor, vocabulary: int) -> None:
         """Keep views; nothing is computed."""
@@ -37,6 +40,12 @@ class Indexed(PerSampleGradient):
     def magnitude(self) -> Tensor:
         """Σ ‖g_t‖."""
         return wide_norms(self.rows_BTD).sum()
+
+    def projected(self, directions: Directions) -> Tensor:
+        """u_k[x_t] (g_t·v_k) for every token: [B·T, K]. 2·B·T·K·D FLOPs."""
+        rows = self.rows_BTD.flatten(0, 1)
+        along_rows = wide_mm(rows, directions.sides(rows.dtype)[1])
+        return directions.sides(along_rows.dtype)[0][self.index_BT.flatten()] * along_rows
 
     def select(self, start: int, stop: int) -> "Indexed":
         """Samples start … stop-1."""

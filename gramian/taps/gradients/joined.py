@@ -13,6 +13,7 @@ from torch import Tensor
 from gramian.linalg.wide import wide, wide_bmm
 from gramian.plan.norms import Algorithm
 from gramian.taps.gradients.base import PerSampleGradient, flat
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.outer import Outer
 from gramian.taps.gradients.summed import Summed
@@ -56,6 +57,7 @@ class Joined(PerSampleGradient):
         self.parts = list(parts)
         self.batch, self.shape = parts[0].batch, parts[0].shape
         self.dtype = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        self.summed_wide = all(part.summed_wide for part in parts)
 
     def per_sample(self) -> Tensor:
         """Sum of the parts, written out."""
@@ -72,6 +74,10 @@ class Joined(PerSampleGradient):
     def magnitude(self) -> Tensor:
         """Sum of the parts' bounds."""
         return torch.stack([part.magnitude() for part in self.parts]).sum()
+
+    def projected(self, directions: Directions) -> Tensor:
+        """The terms of all parts."""
+        return torch.cat([part.projected(directions) for part in self.parts])
 
     def select(self, start: int, stop: int) -> "Joined":
         """Samples start … stop-1."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gramian.kernels.token_sums import normed_sums
 from gramian.linalg.wide import wide
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.summed import Summed
 
 
@@ -58,6 +59,11 @@ class Normed(Summed):
     def tokens(self) -> int:
         """T."""
         return self.inputs_BTN.shape[1]
+
+    def projected(self, directions: Directions) -> Tensor:
+        """⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ for every token: [B·T, K]. The products are written down and dropped."""
+        products_BTN = self._with(self.inputs_BTN, self.gradients_BTN).tokens_BTN
+        return Summed(products_BTN, self.shape).projected(directions)
 
     def tensors(self) -> list[Tensor]:
         """Inputs and gradients."""

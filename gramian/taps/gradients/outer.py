@@ -16,6 +16,7 @@ from gramian.kernels.weighted_product import weighted_product
 from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
 from gramian.plan.norms import Algorithm, choose
 from gramian.taps.gradients.base import PerSampleGradient
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.units import Units
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
@@ -50,6 +51,12 @@ class Outer(PerSampleGradient):
     def magnitude(self) -> Tensor:
         """Σ ‖l_t‖‖r_t‖."""
         return (wide_norms(self.left_BTM) * wide_norms(self.right_BTN)).sum()
+
+    def projected(self, directions: Directions) -> Tensor:
+        """(l_t·u_k)(r_t·v_k) for every token: [B·T, K]. 2·B·T·K·(M+N) FLOPs."""
+        left, right = self.left_BTM.flatten(0, 1), self.right_BTN.flatten(0, 1)
+        along_left = wide_mm(left, directions.sides(left.dtype)[0])
+        return along_left * wide_mm(right, directions.sides(right.dtype)[1])
 
     def select(self, start: int, stop: int) -> "Outer":
         """Samples start … stop-1."""

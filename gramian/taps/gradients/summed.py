@@ -5,8 +5,9 @@ from torch import Tensor
 
 from gramian.kernels.token_sums import token_sums
 from gramian.kernels.weighted_sum import weighted_sum
-from gramian.linalg.wide import wide, wide_norms
+from gramian.linalg.wide import wide, wide_mm, wide_norms
 from gramian.taps.gradients.base import PerSampleGradient, flat
+from gramian.taps.gradients.directions import Directions
 from gramian.taps.units import Units
 
 
@@ -43,6 +44,15 @@ class Summed(PerSampleGradient):
     def magnitude(self) -> Tensor:
         """Σ ‖g_t‖."""
         return wide_norms(self.tokens_BTN).sum()
+
+    def projected(self, directions: Directions) -> Tensor:
+        """⟨u_k v_kᵀ, g_t⟩ for every token: [B·T, K]. 2·B·T·K·N FLOPs."""
+        tokens = self.tokens_BTN.flatten(0, 1)
+        tokens = (
+            tokens if len(self.shape) == 1 else wide(tokens)
+        )  # products of entries have too many digits for half precision
+        left_MK, right_NK = directions.sides(tokens.dtype)
+        return wide_mm(tokens, (left_MK[:, None] * right_NK).flatten(0, 1))
 
     def select(self, start: int, stop: int) -> "Summed":
         """Samples start … stop-1."""

@@ -1,0 +1,44 @@
+"""Random directions of a parameter, on which two gradients of it are compared."""
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import wide_dtype, wide_mm
+
+COUNT = 8
+"""K. A product with 8 columns reads as much memory as one with a single column."""
+
+
+class Directions:
+    """K matrices u_k v_kᵀ of normal entries, for a parameter seen as a matrix [M, N]: its first axis, and the rest.
+
+    ⟨u_k v_kᵀ, Δ⟩ has mean 0 and variance ‖Δ‖², so a difference Δ of two gradients shows by its own size. The entries are the
+    same for all parameters of one shape, and have so few digits that every dtype holds them exactly.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Draw the entries.
+
+        Args:
+            shape: of the parameter.
+            device: of its gradient.
+        """
+        rows, columns = shape[0] if shape else 1, torch.Size(shape[1:]).numel()
+        generator = torch.Generator().manual_seed(rows * 1_000_003 + columns)
+        left_MK, right_NK = ((32 * torch.randn(n, COUNT, generator=generator)).round() / 32 for n in (rows, columns))
+        right_NK = right_NK if columns > 1 else torch.ones(1, COUNT)
+        self._sides = left_MK.to(device), right_NK.to(device)
+        self._cast: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def sides(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """u [M, K] and v [N, K] in a dtype."""
+        if dtype not in self._cast:
+            left_MK, right_NK = (side.to(dtype) for side in self._sides)
+            self._cast[dtype] = left_MK, right_NK
+        return self._cast[dtype]
+
+    def project(self, gradient: Tensor) -> Tensor:
+        """u_kᵀ G v_k: [K], wide. One pass over G."""
+        right_NK = self.sides(gradient.dtype)[1]
+        products_MK = wide_mm(gradient.reshape(-1, len(right_NK)), right_NK)
+        return (products_MK * self.sides(wide_dtype(gradient))[0]).sum(0)
