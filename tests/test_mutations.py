@@ -36,6 +36,7 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
+from tests.taps import test_attribution
 
 RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
@@ -119,6 +120,7 @@ class Mutation:
         check: the test that turns red, with its arguments; a check of this file where that test starts processes itself.
         red: the test of the suite, as pytest names its function.
         on_ranks: the check takes a rank and runs on two processes.
+        refused: of bugs that the row proof must find: how its error begins, which names the layer or the parameter.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Mutation:
     check: Callable[..., Any]
     red: str = ""
     on_ranks: bool = False
+    refused: str = ""
     applied: Callable[[], Any] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -190,8 +193,185 @@ def _fisher(name: str) -> Callable[[], None]:
     return functools.partial(test, name, "mean", torch.float64)
 
 
+def _rows_of(name: str) -> Callable[[], None]:
+    return functools.partial(test_attribution.test_an_ordinary_model_is_proven_and_exact, name)
+
+
+def _units_of(name: str) -> Callable[[], None]:
+    return functools.partial(test_attribution.test_units_of_several_rows_are_proven_and_exact, name)
+
+
+def _tokens(expression: str) -> tuple[Edit, ...]:
+    """`tokens`, by which the sites of linear and embedding layers group rows, with another order of its result."""
+    result = "split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])"
+    return (Edit("gramian.taps.sites.site:tokens", f"return {result}", f"found = {result}; return {expression}"),)
+
+
+_MOVES = "when other samples are replaced"
+"""What the proof says of rows that depend on another sample than theirs."""
+_SUMS = "the taps explain a gradient of norm"
+"""What it says where the sum over samples is not autograd's."""
 _GRADIENTS, _SITES = "gramian.taps.gradients", "gramian.taps.sites"
 _DIAGONAL, _AVERAGE = "gramian.statistics.diagonal_estimate", "gramian.statistics.ema:MovingAverage"
+
+ROWS = (
+    Mutation("rows rolled by one", _tokens("found.roll(1, 0)"), _rows_of("linear_3d"), refused=rf"^2: .* {_MOVES}"),
+    Mutation(
+        "rows of two samples swapped",
+        _tokens("found[[1, 0, *range(2, batch)]]"),
+        _rows_of("linear_3d"),
+        refused=rf"^2: .* {_MOVES}",
+    ),
+    Mutation(
+        "tokens read token-major",
+        _tokens("found.reshape(found.shape[1], batch, -1).transpose(0, 1)"),
+        _rows_of("linear_3d"),
+        refused=rf"^0: the input .* {_MOVES}",
+    ),
+    Mutation(
+        "last token of a sample given to the next",
+        _tokens("found.flatten(0, 1).roll(1, 0).view_as(found)"),
+        _rows_of("linear_3d"),
+        refused=rf"^2: .* {_MOVES}",
+    ),
+    Mutation(
+        "last row a copy of the one before",
+        _tokens("found[[*range(batch - 1), batch - 2]]"),
+        _rows_of("mlp"),
+        refused=rf"^0\.weight: {_SUMS}",
+    ),
+    Mutation(
+        "row of the first sample expanded over all",
+        (Edit("gramian.taps.hub:Hub.run", "if rows == 1:", "output = output[:1]\n        if rows:"),),
+        _rows_of("linear_3d"),
+        refused="^0, 2: returns one row for all samples, and the model returns something else",
+    ),
+    Mutation(
+        "input of the first call for every call",
+        (
+            Edit(
+                "gramian.taps.tap:Tap.observe",
+                "hub.probe, use, len(outputs), *outputs, *kept",
+                "hub.probe, use, len(outputs), *outputs, *vars(use.pass_).setdefault(self.name, kept)",
+            ),
+        ),
+        _rows_of("reused"),
+        refused=rf"^shared\.weight: {_SUMS}",
+    ),
+    Mutation(
+        "calls of one layer joined in another order of samples",
+        (
+            Edit(
+                f"{_GRADIENTS}.joined:_cat",
+                "[t.to(dtype) for t in tensors]",
+                "[t.to(dtype).roll(i, 0) for i, t in enumerate(tensors)]",
+            ),
+        ),
+        _rows_of("reused"),
+        refused=rf"^shared\.\w+: the sum over calls .* {_MOVES}",
+    ),
+    Mutation(
+        "output gradients in reversed order",
+        (Edit("gramian.taps.tap:Observe.backward", "list(gradients))", "[g.flip(0) for g in gradients])"),),
+        _rows_of("linear_3d"),
+        refused=rf"^0\.weight: {_SUMS}",
+    ),
+    Mutation(
+        "inputs and output gradients in reversed order",
+        (
+            Edit(
+                "gramian.taps.tap:Observe.backward",
+                "kept, list(gradients))",
+                "[k.flip(0) for k in kept], [g.flip(0) for g in gradients])",
+            ),
+        ),
+        _rows_of("conv2d"),
+        refused=rf"^0: the input .* {_MOVES}",
+    ),
+    Mutation(
+        "embedding index of the neighbour",
+        (Edit(f"{_SITES}.embedding:Embedding.gradients", "Indexed(index_BT,", "Indexed(index_BT.roll(1, 0),"),),
+        _rows_of("pooled"),
+        refused=rf"^0\.weight: {_SUMS}",
+    ),
+    Mutation(
+        "embedding index and row of the neighbour",
+        (
+            Edit(
+                f"{_SITES}.embedding:Embedding.gradients",
+                "Indexed(index_BT, rows_BTD,",
+                "Indexed(index_BT.roll(1, 0), rows_BTD.roll(1, 0),",
+            ),
+        ),
+        _rows_of("pooled"),
+        refused=rf"^0: .* {_MOVES}",
+    ),
+    Mutation(
+        "images of a sample regrouped in the norm",
+        (
+            Edit(
+                f"{_GRADIENTS}.convolved:Convolved.per_sample",
+                ".reshape(self.batch, -1, *shape)",
+                ".reshape(-1, self.batch, *shape).transpose(0, 1)",
+            ),
+        ),
+        _rows_of("frames"),
+        refused=r"^image\.weight: sample \d alone has a gradient of norm",
+    ),
+    Mutation(
+        "norms of the neighbour",
+        (
+            Edit(
+                f"{_GRADIENTS}.outer:Outer.squared_norms",
+                "return self._squares[name]",
+                "return self._squares[name].roll(1)",
+            ),
+        ),
+        _rows_of("linear_3d"),
+        refused=r"^0\.weight: sample \d alone has a gradient of norm",
+    ),
+    Mutation(
+        "scale of a norm layer from the neighbour",
+        (
+            Edit(
+                f"{_SITES}.normalization:TrailingNorm.gradients",
+                "Normed(x_BTN, g_BTN,",
+                "Normed(x_BTN.roll(1, 0), g_BTN.roll(1, 0),",
+            ),
+        ),
+        _rows_of("rmsnorm"),
+        refused=rf"^1: .* {_MOVES}",
+    ),
+    Mutation(
+        "gradients of a layer without a formula rolled by one",
+        (
+            Edit(
+                f"{_SITES}.generic:Generic.gradients", "gradients[name].detach()", "gradients[name].detach().roll(1, 0)"
+            ),
+        ),
+        _rows_of("mha"),
+        refused=rf"^attention: .* {_MOVES}",
+    ),
+    Mutation(
+        "unit ids shifted by one unit",
+        (
+            Edit(
+                "gramian.taps.units:Units._plan",
+                "index_UL[flat[order], position] = order",
+                "index_UL[(flat[order] + 1) % self.count, position] = order",
+            ),
+        ),
+        _units_of("linear_3d"),
+        refused=r"^\d",
+    ),
+    Mutation(
+        "unit ids shifted by one row",
+        (Edit("gramian.taps.units:Units.sum_rows", "self.ids.to(t_B.device)", "self.ids.roll(1).to(t_B.device)"),),
+        _units_of("conv2d"),
+        refused=rf"^2: .* {_MOVES}",
+    ),
+)
+"""Bugs in the taps that give a sample another one's rows. The proof must refuse the model before a number is used."""
 
 MUTATIONS = (
     Mutation(
@@ -274,6 +454,7 @@ MUTATIONS = (
             ),
         ),
         _norms("gpt"),
+        refused=rf"^positions\.weight: {_SUMS}",
     ),
     Mutation(
         "rows of a sample taken batch-minor",
@@ -285,6 +466,7 @@ MUTATIONS = (
             ),
         ),
         _norms("windows"),
+        refused=rf"^attention\.out: .* {_MOVES}",
     ),
     Mutation(
         "loss scale not undone",
@@ -466,6 +648,7 @@ MUTATIONS = (
         (Edit(f"{_AVERAGE}.value", "self._weights[name]", "((1 - self.decay**self.steps) / (1 - self.decay))"),),
         test_ema.test_a_tensor_that_stays_away_keeps_its_value_and_forgets_its_weight,
     ),
+    *ROWS,
 )
 BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 each = pytest.mark.parametrize("mutation", [m for m in MUTATIONS if not m.on_ranks], ids=lambda m: m.name)
@@ -478,7 +661,8 @@ each_on_ranks = pytest.mark.parametrize("name", [m.name for m in MUTATIONS if m.
 @each
 def test_a_deliberate_bug_turns_its_test_red(mutation: Mutation) -> None:
     mutation.check()
-    with mutation.applied(), pytest.raises(RED):
+    seen: Any = (gramian.GramianError, mutation.refused) if mutation.refused else (RED, None)
+    with mutation.applied(), pytest.raises(seen[0], match=seen[1]):
         mutation.check()
     mutation.check()
 

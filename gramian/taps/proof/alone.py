@@ -81,7 +81,7 @@ def compare_alone(
     own = base.recorder.own
     narrowed = [number for number, region in regions.items() if _narrow(runs, number, rows, region, samples.batch)]
     if narrowed:
-        own = runs.tapped(runs.everyone, alone=rows).recorder.own
+        own = runs.tapped(runs.everyone, alone=base.recorder.alone).recorder.own
     scaled = any(number not in runs.row_outputs for number in chosen)
     bad = disagreement(own, gradients, ALONE, floor=base.rounding, scaled=scaled)
     if bad is not None:

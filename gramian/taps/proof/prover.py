@@ -113,8 +113,8 @@ class Prover:
         outputs, gradients = runs.untapped(choose)
         chosen = [i for i, cotangent in enumerate(runs.cotangents) if cotangent is not None]
         lone = self._find_lone() if whole and self._units is None else None
-        rows = self._rows_alone(lone) if whole else []
-        base = runs.tapped(runs.everyone, sums=True, alone=rows)
+        unit = self._unit_alone(lone) if whole else None
+        base = runs.tapped(runs.everyone, sums=True, alone=unit)
         self._compare_outputs(outputs, base)
         self._compare_sums(base, gradients)
         del gradients
@@ -127,6 +127,7 @@ class Prover:
                 self._reverse(base)
             alone = "random operations ran"
             if not base.drew:
+                rows = [row for row, own in enumerate(self._unit_of_rows()) if own == unit]
                 alone = compare_alone(runs, self._samples, base, rows, chosen, lone)
         elif runs.shared:
             self._constant(base)
@@ -159,15 +160,14 @@ class Prover:
         """
         source: Source
         if self._units is not None and self._units.ids.dim() == 2:
-            source, rows = self._other_tokens(replaced), [unit for unit in range(self._count) if unit not in replaced]
+            source = self._other_tokens(replaced)
         else:
-            of_row = self._unit_of_rows()
-            pairs = zip(of_row, donors(self._contents, self._draw), strict=True)
+            pairs = zip(self._unit_of_rows(), donors(self._contents, self._draw), strict=True)
             source = [
                 donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)
             ]
-            rows = [row for row, unit in enumerate(of_row) if unit not in replaced]
-        moved = self._moved(base, self.runs.tapped(source), rows, rows)
+        stayed = [unit for unit in range(self._count) if unit not in replaced]
+        moved = self._moved(base, self.runs.tapped(source), stayed, stayed)
         if moved is not None:
             raise Refuted(
                 f"{moved} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
@@ -202,16 +202,15 @@ class Prover:
                 )
 
     def _unit_of_rows(self) -> list[int]:
-        return list(self.runs.everyone) if self._units is None else self._units.ids.tolist()
+        """The unit of each row; of rows that several units share, none."""
+        if self._units is None:
+            return list(self.runs.everyone)
+        return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
 
-    def _rows_alone(self, lone: Lone | None) -> list[int]:
-        """Rows of the unit that is run alone: the loader's, else the first of the numbering."""
-        if lone is not None:
-            return [lone.row]
-        if self._units is not None and self._units.ids.dim() == 2:
-            return []
-        unit = self._numbers.index(0)
-        return [row for row, other in enumerate(self._unit_of_rows()) if other == unit]
+    def _unit_alone(self, lone: Lone | None) -> int | None:
+        """The unit that is run alone: the loader's, else the first of the numbering that has rows."""
+        rows = self._unit_of_rows()
+        return lone.row if lone is not None else min(rows, key=self._numbers.__getitem__, default=None)
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
         """For every token of the replaced units another token of the batch: [B, T]."""
@@ -262,10 +261,10 @@ class Prover:
         return None
 
     def _compared(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
-        """Tensors of both runs, in words: inputs in the order of the forward, then output gradients, then outputs."""
+        """Tensors of both runs, in words: inputs in the order of the forward, output gradients, joined calls, outputs."""
         pairs: list[tuple[str, Fingerprint, Fingerprint, Key | int]] = [
             (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
-            for side in ("input", "output gradient")
+            for side in ("input", "output gradient", "sum over calls")
             for key in (reversed(base.rows) if side == "input" else base.rows)
             if base.sides[key] == side
         ]

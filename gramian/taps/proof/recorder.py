@@ -1,13 +1,14 @@
 """The listener of a proof's runs: it keeps fingerprints of what the taps attribute to each sample, and nothing else."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide
+from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
 from gramian.taps.units import Units
@@ -40,6 +41,18 @@ class Sketch:
         bound = 0.0 if magnitude is None else float(magnitude)
         return cls(projections, float(matrix.norm()), bound, dtype or gradient.dtype, gradient.numel())
 
+    @classmethod
+    def of_unit(cls, gradient: PerSampleGradient, unit: int) -> "Sketch":
+        """What a capture takes for the gradient of one unit: its place in a weighted sum, and in the norms. Two passes."""
+        own, wide_type = gradient.select(unit, unit + 1), wide(gradient.tensors()[-1][:0]).dtype
+        weights_U = torch.zeros(gradient.batch, device=gradient.tensors()[-1].device, dtype=wide_type)
+        weights_U[unit] = 1
+        total = gradient.weighted_total(weights_U, wide_type)
+        if not bool(total.isfinite().all()):  # another unit is not finite, and nothing times infinity is no number
+            total = own.total()
+        norm = float(gradient.squared_norms()[unit].sqrt())
+        return replace(cls.of(total, own.magnitude(), gradient.dtype), norm=norm)
+
 
 @dataclass
 class Recorder:
@@ -50,8 +63,8 @@ class Recorder:
     batch_size: int | None
     sums: bool = False
     """True to sketch the sum over samples of every parameter's gradient."""
-    alone: list[int] = field(default_factory=list)
-    """Rows of the unit whose own gradient is to be sketched; none: of nobody."""
+    alone: int | None = None
+    """The unit whose own gradient is to be sketched; None: of nobody."""
     per_sample: bool = True
     takes_shares: bool = False
     statistics: Sequence[Any] = ()
@@ -69,34 +82,28 @@ class Recorder:
     def pass_info(self, number: int, batch: int) -> PassInfo:
         """Gradients as the backward carries them."""
         self.forwards.append(number)
-        by_token = self.units is not None and self.units.ids.dim() == 2
-        return PassInfo(number, batch, self.units if by_token else None, None, None, 1.0, 1.0)
+        return PassInfo(number, batch, self.units, None, None, 1.0, 1.0)
 
     def layer(self, record: LayerRecord) -> None:
         """Fingerprint every tensor from which a sample's gradient is formed, once each."""
+        units, found = record.info.units, record.gradients.values()
+        gradients = found if units is None else [gradient.regroup(units) for gradient in found]
         inputs = {t.untyped_storage().data_ptr() for t in record.inputs}
-        forward, seen = self.forwards.index(record.info.number), dict[tuple[int, torch.Size], Tensor]()
-        for gradient in record.gradients.values():
-            if record.info.units is not None:
-                gradient = gradient.regroup(record.info.units)
-            for t in gradient.tensors():
-                if (t.data_ptr(), t.shape) in seen:  # two parameters of a layer share a side
-                    continue
-                seen[t.data_ptr(), t.shape] = t
-                key = (forward, record.layer, record.ordinal, len(seen))
-                self.rows[key] = Fingerprint.of(t, self.seed)
-                self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
+        for number, t in enumerate(_tensors(gradients)):
+            key = (self.forwards.index(record.info.number), record.layer, record.ordinal, number)
+            self.rows[key] = Fingerprint.of(t, self.seed)
+            self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Sketch sums, and the gradient of the unit that is to be compared with itself alone."""
+        """Sketch sums, and the gradient of the unit that is to be compared with itself alone; fingerprint joined uses."""
         gradient = record.gradient
+        for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
+            key = (self.forwards.index(record.info.number), record.parameter, 0, number)
+            self.rows[key], self.sides[key] = Fingerprint.of(t, self.seed), "sum over calls"
         if self.sums:
             self.totals[record.parameter] = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
-        if self.alone and record.info.units is None:
-            parts = [gradient.select(row, row + 1) for row in self.alone]
-            total = torch.stack([part.total() for part in parts]).sum(0)
-            magnitude = torch.stack([part.magnitude() for part in parts]).sum()
-            self.own[record.parameter] = Sketch.of(total, magnitude, gradient.dtype)
+        if self.alone is not None:
+            self.own[record.parameter] = Sketch.of_unit(gradient, self.alone)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
         """Weights are looked at in the untapped run."""
@@ -116,6 +123,12 @@ class Recorder:
 
     def proof_stays_open(self) -> None:
         """One proof at a time."""
+
+
+def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
+    """What some gradients are formed from, once each: two parameters of a layer share a side."""
+    found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
+    return list(found.values())
 
 
 def disagreement(
@@ -152,7 +165,8 @@ def disagreement(
             continue
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
         rounding = info.eps * (mine.magnitude * abs(factor) + tiny)
-        apart = (mine.projections_K * factor - sketch.projections_K).square().mean().sqrt()
-        if not float(apart) <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
+        apart = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
+        apart = max(apart, abs(mine.norm * abs(factor) - sketch.norm))
+        if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
             return name, mine.norm * abs(factor), sketch.norm
     return None

@@ -240,13 +240,13 @@ class RowProof:
         with undisturbed(root):
             first = self._prover(samples, execute)
             try:
-                return self._run(first, samples.batch, whole)
+                return self._run(first, samples, whole)
             except Refuted as failure:
                 for fixed, second_axis in _readings(samples.ambiguous, first.runs.ambiguous_outputs):
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
                     prover = self._prover(replace(samples, rows=rows), execute, second_axis)
                     try:
-                        found = self._run(prover, samples.batch, whole)
+                        found = self._run(prover, samples, whole)
                     except Refuted:
                         continue
                     return found and replace(found, fixed=fixed)
@@ -263,12 +263,12 @@ class RowProof:
         lone = partial(self.lone, samples)
         return Prover(self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis)
 
-    def _run(self, prover: Prover, batch: int, whole: bool) -> Proven | None:
+    def _run(self, prover: Prover, samples: Samples, whole: bool) -> Proven | None:
         if whole and prover.open:
             self.open_batches += 1
             self.hub.proof_stays_open()
             return None
-        outputs = Outputs(batch)
+        outputs = Outputs(samples)
         if not whole:
             return prover.prove(outputs.choose_all, whole=False)
         found, failure = None, None
@@ -306,7 +306,7 @@ class RowProof:
             rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
             with undisturbed(root):
                 prover = Prover(self.hub, execute, replace(samples, rows=rows), seed=self._seed())
-                outputs = Outputs(samples.batch)
+                outputs = Outputs(samples)
                 if prover.open:
                     continue
                 try:
@@ -334,7 +334,7 @@ class RowProof:
 class Outputs:
     """The differentiable outputs of a model by kind: rows of samples, single numbers, and whatever else."""
 
-    batch: int
+    samples: Samples
     rows: list[int] = field(default_factory=list)
     scalars: list[int] = field(default_factory=list)
     odd: dict[int, str] = field(default_factory=dict)
@@ -347,10 +347,14 @@ class Outputs:
     def choose_rows(self, outputs: list[Tensor]) -> list[int]:
         """Those with rows of samples, which are proven together; where there is none, the first single number."""
         differentiable = [i for i, y in enumerate(outputs) if y.requires_grad]
-        self.rows = [i for i in differentiable if rows_of(outputs[i], self.batch)]
+        self.rows = [i for i in differentiable if rows_of(outputs[i], self.samples)]
         self.scalars = [i for i in differentiable if outputs[i].numel() == 1 and i not in self.rows]
+        batch, units = self.samples.batch, self.samples.units
+        wanted = f"first axis is not the batch of {batch}"
+        if units is not None and units.ids.dim() == 2:
+            wanted = f"first axes are not the tokens {list(units.ids.shape)} of the units"
         self.odd = {
-            i: f"has the shape {list(outputs[i].shape)}, whose first axis is not the batch of {self.batch}"
+            i: f"has the shape {list(outputs[i].shape)}, whose {wanted}"
             for i in differentiable
             if i not in self.rows and i not in self.scalars
         }

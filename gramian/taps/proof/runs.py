@@ -42,7 +42,7 @@ class TappedRun:
     @property
     def rounding(self) -> float:
         """What sums of the largest terms of this run may be off by: 64 ε · largest input · largest output gradient."""
-        sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0}
+        sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
         for key, fingerprint in self.rows.items():
             sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
         eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
@@ -87,8 +87,8 @@ class Runs:
         return range(self._samples.batch)
 
     def rows_of(self, output: Tensor) -> int:
-        """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B."""
-        return rows_of(output, self._samples.batch)
+        """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
+        return rows_of(output, self._samples)
 
     def untapped(
         self, choose: Callable[[list[Tensor]], Sequence[int]]
@@ -124,13 +124,13 @@ class Runs:
             pairs = cotangents(self._outputs(arguments))
             return None if pairs is None else _gradients(pairs, weights)
 
-    def tapped(self, source: Source, *, sums: bool = False, alone: Sequence[int] = ()) -> TappedRun:
+    def tapped(self, source: Source, *, sums: bool = False, alone: int | None = None) -> TappedRun:
         """Run the tapped model on other samples, each with its own cotangent.
 
         Args:
             source: who stands in each place.
             sums: sketch the sums of the parameters' gradients.
-            alone: rows of the unit whose own gradient is sketched.
+            alone: the unit whose own gradient is sketched.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
@@ -138,7 +138,7 @@ class Runs:
         self._begin()
         tokens = isinstance(source, Tensor)
         arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
-        recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=list(alone))
+        recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=alone)
         with self._hub.rehearsal(recorder) as rehearsal:
             try:
                 outputs = self._outputs(arguments)
@@ -192,10 +192,11 @@ class Runs:
 
     def _fingerprint(self, output: Tensor) -> Fingerprint:
         rows, units = self.rows_of(output), self._samples.units
-        if units is not None and units.ids.dim() == 2 and output.shape[:2] == units.ids.shape:
-            return Fingerprint.of(units.gather_tokens(output.detach()), self._seed)
-        shape = (output.shape[0] // rows, rows, *output.shape[1:]) if rows else (-1, *output.shape[1:])
-        return Fingerprint.of(output.detach().reshape(shape), self._seed)
+        if rows and (units is None or units.ids.dim() == 1):
+            output = output.reshape(output.shape[0] // rows, rows, *output.shape[1:])
+        if rows and units is not None:
+            output = units.gather_tokens(output)
+        return Fingerprint.of(output if output.dim() else output.reshape(1), self._seed)
 
     def _cotangent(self, number: int, output: Tensor) -> Tensor:
         if not self.rows_of(output):
@@ -248,11 +249,14 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> S
             found.update(before)
 
 
-def rows_of(output: Tensor, batch: int) -> int:
-    """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B."""
-    if not output.dim() or not output.shape[0] or output.shape[0] % batch:
+def rows_of(output: Tensor, samples: Samples) -> int:
+    """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
+    units = samples.units
+    if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
         return 0
-    return output.shape[0] // batch
+    if not output.dim() or not output.shape[0] or output.shape[0] % samples.batch:
+        return 0
+    return output.shape[0] // samples.batch
 
 
 def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
