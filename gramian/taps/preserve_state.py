@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gramian.parallel.lockstep import fsdp_groups
+from gramian.taps import names
 
 Undo = Callable[[], None]
 
@@ -31,7 +32,7 @@ def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
     groups = [group for module in sharded for group in fsdp_groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in root.buffers()]
+    buffers = Buffers(root)
     undo_counts, generators = _python_state(root) if counters else [], Generators(root)
     random_states = generators.states()
     for p, _ in gradients:
@@ -49,15 +50,42 @@ def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
         for p, gradient in gradients:
             p.grad = gradient
-        restore_buffers(buffers)
+        buffers.restore()
 
 
-def restore_buffers(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write the copied values back into those buffers that have changed."""
-    with torch.no_grad():
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):  # writing would spoil a backward of the user's that is still to come
-                buffer.copy_(value)
+class Buffers:
+    """The buffers of a model and copies of their values. A forward may write into a buffer, or put another in its place."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Copy the values."""
+        places = [
+            (names.join(name, local), module._buffers, local)
+            for name, module in names.named_modules(root)
+            for local in module._buffers
+        ]
+        self._found = [(name, owner, local, owner[local], _copy(owner[local])) for name, owner, local in places]
+
+    def changed(self) -> dict[str, torch.Tensor | None]:
+        """{name: a copy of its value now} of the buffers that have another value than they had."""
+        return {
+            name: _copy(owner[local]) for name, owner, local, _, value in self._found if not _equal(owner[local], value)
+        }
+
+    def restore(self) -> None:
+        """Put the tensors and their values back where they have changed."""
+        with torch.no_grad():
+            for _, owner, local, buffer, value in self._found:
+                owner[local] = buffer
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)  # only now: writing spoils a backward of the user's that is still to come
+
+
+def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 class Generators:

@@ -401,3 +401,44 @@ def test_one_changed_bit_changes_the_hash_of_its_row_alone(seed: int, dtype: tor
     assert (one.hashes_R != other.hashes_R).tolist() == [i == row for i in range(4)]
     if dtype in (torch.float32, torch.bfloat16):  # a float64's last bit drowns in the projection's own rounding
         assert bool(one.moved(other)[row] > 0) and not bool(one.moved(other)[[i for i in range(4) if i != row]].any())
+
+
+class Remembers(nn.Module):
+    """A buffer that follows something of the batch, written in place or put in place anew."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor], in_place: bool) -> None:
+        super().__init__()
+        self.layer, self.what, self.in_place = nn.Linear(4, 3), what, in_place
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.seen + self.what(x.detach())
+        if self.in_place:
+            self.seen.copy_(value)
+        else:
+            self.seen = value
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_remembers_samples_is_refused_under_privacy(in_place: bool) -> None:
+    model, x = Remembers(lambda x: x.abs().max(), in_place), torch.randn(4, 4)
+    buffer = model.seen
+    private(model, x)
+    with pytest.raises(GramianError, match=r"^seen: is a buffer whose values depend on samples"):
+        model(x)
+    assert model.seen is buffer and float(buffer) == 0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_counts_batches_stays_welcome_and_counts_no_run_of_the_proof(in_place: bool) -> None:
+    model, x = Remembers(lambda x: torch.ones(()), in_place), torch.randn(4, 4)
+    private(model, x)
+    model(x).sum().backward()
+    assert float(model.seen) == 1
+
+
+def test_a_buffer_that_remembers_samples_leaves_no_trace_in_norms() -> None:
+    model, x = Remembers(lambda x: x.abs().max(), in_place=False), torch.randn(4, 4)
+    norms(model, x)
+    assert float(model.seen) == float(x.abs().max())

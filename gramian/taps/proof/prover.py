@@ -57,6 +57,8 @@ class Proven:
     """True if rows were unchanged bit for bit."""
     silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero."""
+    scalars: bool = False
+    """True if the model returns a single number, such as a loss."""
 
 
 class Prover:
@@ -83,7 +85,7 @@ class Prover:
             second_axis: see `Runs`.
         """
         self._samples, self._units, self._find_lone = samples, samples.units, lone
-        self._draw = random.Random(seed)
+        self._draw, self._private = random.Random(seed), hub.rule.withholds
         self.runs = Runs(hub, execute, samples, seed, second_axis)
         self._repeat: TappedRun | None = None
         self._contents = samples.contents()
@@ -167,12 +169,28 @@ class Prover:
                 donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)
             ]
         stayed = [unit for unit in range(self._count) if unit not in replaced]
-        moved = self._moved(base, self.runs.tapped(source), stayed, stayed)
+        run = self.runs.tapped(source)
+        self._refuse_buffers(base, run)
+        moved = self._moved(base, run, stayed, stayed)
         if moved is not None:
             raise Refuted(
                 f"{moved} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
                 "next to each other and in the order of the batch"
             )
+
+    def _refuse_buffers(self, base: TappedRun, run: TappedRun) -> None:
+        """Under privacy no buffer may remember samples: nothing clips it and no noise covers it.
+
+        Raises:
+            Refuted: naming it.
+        """
+        for name in sorted(base.buffers.keys() | run.buffers.keys()) if self._private else ():
+            one, other = base.buffers.get(name), run.buffers.get(name)
+            if one is None or other is None or not torch.equal(one, other):
+                raise Refuted(
+                    f"{name}: is a buffer whose values depend on samples, which no clipping bounds and no noise covers; "
+                    "expected a module that keeps no statistics of private data, or one in evaluation mode"
+                )
 
     def _reverse(self, base: TappedRun) -> None:
         order = list(reversed(self.runs.everyone))

@@ -53,6 +53,8 @@ class RowProof:
     _waited: int = 0
     _summed: set[Any] = field(default_factory=set)
     """Structures of which part 1 alone was shown, where a layer sees one row for all samples."""
+    _returns_scalars: dict[Any, bool] = field(default_factory=dict)
+    """{structure: True if the model returns a single number, which may couple samples once some tokens do not count}."""
     _sizes: set[Any] = field(default_factory=set)
     """Sizes of arguments of compiled forwards whose calls are known."""
 
@@ -208,7 +210,10 @@ class RowProof:
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        return (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters)), found
+        key = (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters))
+        asks = hub.tells_samples_apart and self._returns_scalars.get(key, True)
+        uneven = found[0].uneven() if asks else ()
+        return (key, uneven), found
 
     def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
@@ -228,6 +233,9 @@ class RowProof:
                 if before is not None:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
                 self.proven[key] = found
+                self._returns_scalars[key[0]] = found.scalars
+                if key[1] and not found.scalars:
+                    self.proven[key[0], ()] = found  # it is not asked again which tokens count
 
     def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
         """Prove on one batch; where an axis may be B by chance, a second time with it read the other way.
@@ -280,19 +288,19 @@ class RowProof:
             failure = refuted
         reasons = dict(outputs.odd)
         if failure is not None and outputs.scalars:
-            reasons[outputs.scalars[0]] = f"couples samples ({failure})"
+            reasons[outputs.scalars[0]] = _couples(failure, samples)
         for scalar in outputs.scalars[0 if outputs.rows else 1 :]:
             try:
                 alone = prover.prove(partial(_only, scalar))
                 found = alone if found is None else replace(found, calls=found.calls | alone.calls)
             except Refuted as refuted:
-                failure, reasons[scalar] = refuted, f"couples samples ({refuted})"
+                failure, reasons[scalar] = refuted, _couples(refuted, samples)
         if found is None and failure is not None:
             raise failure
         if found is None or not (outputs.rows or outputs.scalars):
             reason = next(iter(reasons.values()), "returns nothing that is differentiable")
             raise Refuted(f"model: {reason}; expected an output with one row for each sample")
-        return replace(found, open_outputs=reasons, runs=prover.runs.count)
+        return replace(found, open_outputs=reasons, runs=prover.runs.count, scalars=bool(outputs.scalars))
 
     def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
         """One separating run more, on the batch at hand.
@@ -389,6 +397,16 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
     finally:
         for weight in zeros:
             weight.data.zero_()
+
+
+def _couples(failure: Refuted, samples: Samples) -> str:
+    if not samples.uneven():
+        return f"couples samples ({failure})"
+    return (
+        f"couples samples ({failure}); some samples have more tokens that do not count (−100, or 0 in a mask) than others, and "
+        "a mean over the tokens of the batch then depends on all of them: pass a constant num_items_in_batch=N with "
+        "loss_reduction=1/N, or take the mean of each sample's own loss"
+    )
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], bool]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
-from gramian.taps.preserve_state import Generators
+from gramian.taps.preserve_state import Buffers, Generators
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, Recorder
 from gramian.taps.proof.samples import Samples
@@ -38,6 +38,8 @@ class TappedRun:
     drew: bool
     """True if a random number was drawn."""
     recorder: Recorder
+    buffers: dict[str, Tensor | None]
+    """Values of the buffers that the run changed."""
 
     @property
     def rounding(self) -> float:
@@ -68,6 +70,7 @@ class Runs:
         self._hub, self._execute, self._samples, self._seed = hub, execute, samples, seed
         self._generators = Generators(root)
         self._states = self._generators.states()
+        self._buffers = Buffers(root)
         self.count = 0
         self.cotangents: list[Tensor | None] = []
         """Of every output, in the order of the batch; None: no backward through it."""
@@ -157,7 +160,8 @@ class Runs:
                     f"them ({type(error).__name__}); expected code that broadcasts the row over the batch"
                 ) from error
         self.shared |= rehearsal.expanded
-        return TappedRun(recorder.rows, recorder.sides, prints, list(rehearsal.calls), drew, recorder)
+        calls, buffers = list(rehearsal.calls), self._buffers.changed()
+        return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
         """The outputs of the model; those whose samples lie on axis 1 with them on axis 0."""
@@ -176,6 +180,7 @@ class Runs:
         self._hub.lockstep.announce()
         self.count += 1
         self._generators.restore(self._states)
+        self._buffers.restore()
 
     def _pairs(self, outputs: list[Tensor], source: Source) -> list[tuple[Tensor, Tensor]]:
         pairs = []

@@ -63,6 +63,23 @@ class Samples:
         ]
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
 
+    def uneven(self) -> tuple[int, ...]:
+        """Leaves of integers in which samples have different numbers of tokens that do not count: −100, or 0 (a mask).
+
+        A mean over the tokens of a batch tells samples apart as long as these numbers are equal, and couples them once they are
+        not. Cost: two counts of each such leaf; waits for the device once.
+        """
+        found, differ = [], []
+        for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
+            if not rows or not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dim() < 2:
+                continue
+            tokens = leaf.reshape(self.batch, -1)
+            counts = torch.stack([(tokens == value).sum(1) for value in (-100, 0)])
+            found.append(number)
+            differ.append((counts != counts[:, :1]).any())
+        flags = torch.stack(differ).tolist() if differ else []
+        return tuple(number for number, flag in zip(found, flags, strict=True) if flag)
+
     def take(self, source: Sequence[int]) -> Any:
         """The arguments with sample source[i] in place i; copies, which the forward may write into."""
         index = torch.tensor(source)
