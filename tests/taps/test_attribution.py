@@ -80,7 +80,8 @@ def test_an_output_whose_rows_several_units_share_is_refused() -> None:
     model = Pooled()
     with (
         pytest.raises(
-            gramian.GramianError, match=r"^model: has the shape \[3, 3\], whose first axes are not the tokens"
+            gramian.GramianError,
+            match=r"^output 0 of the model has the shape \[3, 3\], whose first axes are not the tokens",
         ),
         gramian.per_sample_norms(model, "sum", sample_ids=documents),
     ):

@@ -73,6 +73,17 @@ def test_a_loss_of_the_logits_is_exact_at_unequal_counts() -> None:
     assert_norms(norms.values, _loop(model, ids, labels, terms=1), 1e-9)
 
 
+def test_a_model_that_returns_nothing_but_its_loss_is_refused_with_the_remedy() -> None:
+    class LossAlone(TokenMean):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(ids, labels)["loss"]
+
+    model = LossAlone()
+    with pytest.raises(gramian.GramianError, match=REMEDY), gramian.per_sample_norms(model):
+        model(*_batch(2, 2, 2)).backward()
+        model(*_batch(1, 2, 3)).backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_a_mask_of_unequal_counts_in_a_later_batch_is_refused(dtype: torch.dtype) -> None:
     model, (ids, labels) = TokenMean(), _batch(0, 0, 0)

@@ -264,6 +264,7 @@ class Prover:
             return f"{odd[1] or 'model'}: is called another number of times"
         here, there = list(rows), list(places)
         for words, one, other, key in self._compared(base, run):
+            side = None if isinstance(key, int) else base.sides[key]
             if one.shape != other.shape:
                 return f"{words} has another shape"
             equal = one.hashes_R[here] == other.hashes_R[there]
@@ -275,8 +276,18 @@ class Prover:
             numbers = one.finite()[here] | other.finite()[there]  # else both rows are no numbers
             off = ~equal & ~(apart <= allowed) & numbers
             if bool(off.any()):
-                return f"{words} of sample {here[int(off.nonzero()[0])]} changes"
+                constant = side == "output gradient" and self._sees_no_sample(base, run, key)
+                found = f"{words} of sample {here[int(off.nonzero()[0])]} changes"
+                return f"{found} (its input does not: positions [T] want a batch axis, [1, T])" if constant else found
         return None
+
+    @staticmethod
+    def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
+        """True if all inputs of a call are the same in both runs, whatever the samples are."""
+        inputs = [
+            k for k, side in base.sides.items() if side == "input" and not isinstance(key, int) and k[:3] == key[:3]
+        ]
+        return bool(inputs) and all(torch.equal(base.rows[k].hashes_R, run.rows[k].hashes_R) for k in inputs)
 
     def _compared(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
         """Tensors of both runs, in words: inputs in the order of the forward, output gradients, joined calls, outputs."""

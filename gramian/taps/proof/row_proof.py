@@ -295,11 +295,11 @@ class RowProof:
                 found = alone if found is None else replace(found, calls=found.calls | alone.calls)
             except Refuted as refuted:
                 failure, reasons[scalar] = refuted, _couples(refuted, samples)
+        number, reason = next(iter(reasons.items()), (0, "is not differentiable"))
         if found is None and failure is not None:
-            raise failure
+            raise Refuted(f"output {number} of the model {reason}") if samples.uneven() else failure
         if found is None or not (outputs.rows or outputs.scalars):
-            reason = next(iter(reasons.values()), "returns nothing that is differentiable")
-            raise Refuted(f"model: {reason}; expected an output with one row for each sample")
+            raise Refuted(f"output {number} of the model {reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count, scalars=bool(outputs.scalars))
 
     def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
