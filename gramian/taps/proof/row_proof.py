@@ -95,6 +95,7 @@ class RowProof:
             self._waited += 1
             if self._waited.bit_count() == 1:  # after 1, 2, 4, 8 … forwards: their gradient may not vanish any more
                 unseen = [call for call in self.hub.calls if call in self._silent]
+        key = self._settled(key)
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be told
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
@@ -184,6 +185,7 @@ class RowProof:
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, whole=tells_apart)
         self._sizes.add(sizes)
+        key = self._settled(key)
         reasons = self.proven[key].open_outputs if key in self.proven else {}
         for number, reason in reasons.items():
             raise GramianError(
@@ -212,8 +214,11 @@ class RowProof:
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
         key = (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters))
         asks = hub.tells_samples_apart and self._returns_scalars.get(key, True)
-        uneven = found[0].uneven() if asks else ()
-        return (key, uneven), found
+        return (key, found[0].uneven() if asks else ()), found
+
+    def _settled(self, key: Any) -> Any:
+        """The same key once it is known that a model returns no single number: it does not matter which tokens count."""
+        return key if self._returns_scalars.get(key[0], True) else (key[0], ())
 
     def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
@@ -229,13 +234,12 @@ class RowProof:
             self._calls |= found.calls
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
             if whole:
+                self._returns_scalars[key[0]] = found.scalars
+                key = self._settled(key)
                 before = self.proven.get(key)
                 if before is not None:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
                 self.proven[key] = found
-                self._returns_scalars[key[0]] = found.scalars
-                if key[1] and not found.scalars:
-                    self.proven[key[0], ()] = found  # it is not asked again which tokens count
 
     def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
         """Prove on one batch; where an axis may be B by chance, a second time with it read the other way.
