@@ -290,6 +290,7 @@ class RowProof:
         if found is None and failure is not None:
             raise failure
         if found is None or not (outputs.rows or outputs.scalars):
+            prover.prove(lambda _: list(outputs.odd), whole=False)  # a tap that refuses a layer says more
             reason = next(iter(reasons.values()), "returns nothing that is differentiable")
             raise Refuted(f"model: {reason}; expected an output with one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
