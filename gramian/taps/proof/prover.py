@@ -31,6 +31,7 @@ from gramian.taps.proof.samples import Samples, donors
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
 
+ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative difference between a batch and the same samples in another order, by dtype."""
 ROUNDING = 64
@@ -174,8 +175,8 @@ class Prover:
         moved = self._moved(base, run, stayed, stayed)
         if moved is not None:
             raise Refuted(
-                f"{moved} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
-                "next to each other and in the order of the batch"
+                f"{moved[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
+                f"next to each other and in the order of the batch{moved[1]}"
             )
 
     def _refuse_buffers(self, base: TappedRun, run: TappedRun) -> None:
@@ -197,7 +198,7 @@ class Prover:
         moved = self._moved(base, self.runs.tapped(order), order, self.runs.everyone, REPRODUCES)
         if moved is not None:
             raise Refuted(
-                f"{moved} when the batch is reversed; expected rows that follow their sample to its place in the batch"
+                f"{moved[0]} when the batch is reversed; expected rows that follow their sample to its place in the batch"
             )
 
     def _constant(self, base: TappedRun) -> None:
@@ -249,8 +250,8 @@ class Prover:
         rows: Sequence[int],
         places: Sequence[int],
         tolerances: Mapping[torch.dtype, float] | None = None,
-    ) -> str | None:
-        """The first tensor of which a row is not what it was, in words; None: all are.
+    ) -> tuple[str, str] | None:
+        """The first tensor of which a row is not what it was, in words, and advice; None: all are.
 
         Args:
             base: the batch as it is.
@@ -261,12 +262,12 @@ class Prover:
         """
         if base.rows.keys() != run.rows.keys():
             odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
-            return f"{odd[1] or 'model'}: is called another number of times"
+            return f"{odd[1] or 'model'}: is called another number of times", ""
         here, there = list(rows), list(places)
         for words, one, other, key in self._compared(base, run):
             side = None if isinstance(key, int) else base.sides[key]
             if one.shape != other.shape:
-                return f"{words} has another shape"
+                return f"{words} has another shape", ""
             equal = one.hashes_R[here] == other.hashes_R[there]
             if bool(equal.all()):
                 continue
@@ -277,8 +278,7 @@ class Prover:
             off = ~equal & ~(apart <= allowed) & numbers
             if bool(off.any()):
                 constant = side == "output gradient" and self._sees_no_sample(base, run, key)
-                found = f"{words} of sample {here[int(off.nonzero()[0])]} changes"
-                return f"{found} (its input does not: positions [T] want a batch axis, [1, T])" if constant else found
+                return f"{words} of sample {here[int(off.nonzero()[0])]} changes", ONE_ROW if constant else ""
         return None
 
     @staticmethod

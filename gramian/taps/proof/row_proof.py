@@ -303,6 +303,7 @@ class RowProof:
         if found is None and failure is not None:
             raise Refuted(f"output {number} of the model {reason}") if samples.uneven() else failure
         if found is None or not (outputs.rows or outputs.scalars):
+            prover.prove(lambda _: list(outputs.odd), whole=False)  # a tap that refuses a layer says more
             raise Refuted(f"output {number} of the model {reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count, scalars=bool(outputs.scalars))
 
