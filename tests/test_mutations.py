@@ -36,7 +36,7 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
-from tests.taps import test_attribution
+from tests.taps import test_attribution, test_returned_loss, test_row_proof
 
 RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
@@ -586,6 +586,28 @@ MUTATIONS = (
         "audit asleep",
         (Edit("gramian.taps.audit:Audit.verdict", "if not bool(error <= allowed):", "if bool(error < 0):"),),
         functools.partial(test_audit.test_a_weight_used_outside_its_layer_is_named, torch.float64),
+    ),
+    Mutation(
+        "audit of the first batch alone",
+        (Edit("gramian.taps.audit:Projections.disagreement", "if excess > TINY:", "if excess < -1:"),),
+        test_audit.test_a_small_penalty_is_found_in_float32,
+    ),
+    Mutation(
+        "tokens that do not count go unseen",
+        (Edit("gramian.taps.proof.samples:Samples.uneven", "return tuple(", "return () and tuple("),),
+        test_returned_loss.test_equal_counts_are_exact_and_unequal_ones_of_a_later_batch_are_refused_with_the_remedy,
+    ),
+    Mutation(
+        "buffers that remember samples",
+        (Edit("gramian.taps.proof.prover:Prover.separate", "self._refuse_buffers(base, run)", "pass"),),
+        functools.partial(test_row_proof.test_a_buffer_that_remembers_samples_is_refused_under_privacy, False),
+    ),
+    Mutation(
+        "a buffer that is put in place anew stays",
+        (Edit("gramian.taps.preserve_state:Buffers.restore", "owner[local] = buffer", "pass"),),
+        functools.partial(
+            test_row_proof.test_a_buffer_that_counts_batches_stays_welcome_and_counts_no_run_of_the_proof, False
+        ),
     ),
     Mutation(
         "gradient read after it was accumulated",
