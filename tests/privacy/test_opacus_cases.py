@@ -351,13 +351,8 @@ def test_flat_bags_with_offsets_are_refused_by_name(mode: str, equal: bool) -> N
     bags = [bag[:1] for bag in bags] if equal else bags  # one token each: as many rows as samples
     model = nn.EmbeddingBag(V, width, mode=mode).double()
     offsets = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
-    named = (
-        r"model \(EmbeddingBag\)"
-        if equal
-        else "output 0 of the model .*whose first axis is not the batch of 16; expected"
-    )
     with private(model, 1.0):
-        with pytest.raises(gramian.GramianError, match=named):
+        with pytest.raises(gramian.GramianError, match=r"model \(EmbeddingBag\)"):
             l1(model, torch.cat(bags), offsets).backward()
         assert model.weight.grad is None
 
