@@ -14,6 +14,7 @@ from gramian.curvature.consistency import unique_parameters
 from gramian.errors import GramianError
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factor import fetch_traces
+from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.coverage import Cover, Coverage
 
 if TYPE_CHECKING:
@@ -41,12 +42,21 @@ def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
         "padding_counted": {layer: list(counts) for layer, counts in kfac.padding.items()},
         "loss_coefficient": kfac._coefficient,
         "head": kfac.head,
+        "shared_rows": _shared_rows(kfac),
         "seconds": dict(kfac._seconds),
         "identity": sorted(kfac._identity),
         "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values()))
         + sum(block.correction_nbytes for block in blocks.values()),
         "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
     }
+
+
+def _shared_rows(kfac: KFACNaturalGradient) -> str | None:
+    """How it is known that a layer's single row stands for all samples; None before a capture."""
+    root = None if kfac._model is None else kfac._model()
+    if root is None:
+        return None
+    return "proven" if TensorParallel.of(root) is None else "taken from shapes, as the model is tensor parallel"
 
 
 def coverage(kfac: KFACNaturalGradient) -> Coverage:

@@ -56,6 +56,8 @@ class Rehearsal:
 
     calls: list[Call] = field(default_factory=list)
     expanded: set[str] = field(default_factory=set)
+    failure: GramianError | None = None
+    """What a tap refused, where other processes gather weights in the same run: it is raised once the run is over."""
 
 
 BEFORE_ROOT = "a sharded model is proven eagerly"
@@ -330,8 +332,12 @@ class Hub:
         if torch.compiler.is_compiling():
             output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
         else:
-            with tap.named_errors():
-                output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
+            try:
+                with tap.named_errors():
+                    output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
+            except GramianError as error:
+                self._raise_after_the_run(error)
+                return plain(*args, **kwargs)
         if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
         if isinstance(output, Tensor):
@@ -458,7 +464,10 @@ class Hub:
         pass_, extra = use.pass_, use.extra
         if not self.rule.again:
             use.pass_ = use.extra = None  # the graph outlives the backward
-        self._receive(pass_, use.tap, use.ordinal, kept, gradients, extra, borrowed=False)
+        try:
+            self._receive(pass_, use.tap, use.ordinal, kept, gradients, extra, borrowed=False)
+        except GramianError as error:
+            self._raise_after_the_run(error)
 
     def report_compiled(self, tap: Tap, number: int, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""
@@ -611,8 +620,17 @@ class Hub:
         finally:
             self._passes.settle()
             self._listeners[:] = listeners
+            failure = self.rehearsing.failure
             self._passes.current, self.per_sample, self.batch, self.rehearsing = current, per_sample, batch, None
             self.output_layer = output_layer
+        if failure is not None:
+            raise failure
+
+    def _raise_after_the_run(self, error: GramianError) -> None:
+        """Raise, at once where no other process waits for what the rest of this run gathers."""
+        if self.rehearsing is None or self.lockstep.alone:
+            raise error
+        self.rehearsing.failure = self.rehearsing.failure or error
 
     @contextmanager
     def untapped(self) -> Iterator[dict[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,7 +17,7 @@ from gramian.taps.preserve_state import Generators, preserve_state
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.recorder import Recorder
-from gramian.taps.proof.runs import Execute, Refuted, Runs, output_tensors, rows_of
+from gramian.taps.proof.runs import Execute, Refuted, Runs, blamed_on, output_tensors, rows_of
 from gramian.taps.proof.samples import Samples
 from gramian.taps.units import Units
 
@@ -139,9 +139,13 @@ class RowProof:
                 self.repeat(key, samples, partial(_execute, forward))
         except GramianError as error:
             failure = error
+        except Refuted as refuted:
+            failure = GramianError(str(refuted))
         with preserve_state(root, counters=True):
-            hub.lockstep.keep_company(partial(self._run_along, forward, args, kwargs))
+            hub.lockstep.keep_company(partial(self._keep_company, forward, args, kwargs))
         if hub.lockstep.any(failure is not None):
+            if hub.lockstep.any(due and failure is not None) and not (due and failure):
+                hub.proof_failed()  # of another process, whose releases are this one's too
             raise failure or GramianError(
                 "model: the row proof failed on another process; expected what its error says"
             )
@@ -161,11 +165,15 @@ class RowProof:
 
     def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
         """A forward and a backward that gather what the other processes need; nothing is looked at."""
-        with self.hub.rehearsal(Recorder(0, None, self.hub.batch_size)):
+        with self.hub.rehearsal(Recorder(0, None, self.hub.batch_size)) as run, blamed_on(run.expanded):
             outputs = [y for y in output_tensors(forward(args, kwargs)) if y.requires_grad]
             if outputs:
                 ones = [torch.ones_like(y) for y in outputs]
                 torch.autograd.grad(outputs, [self.hub.probe], ones, allow_unused=True)
+
+    def _keep_company(self, forward: Forward, args: Any, kwargs: Any) -> None:
+        with suppress(GramianError, Refuted):  # what a tap refuses here was refused before
+            self._run_along(forward, args, kwargs)
 
     def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
         """Prove a compiled forward before it runs: of every size of arguments the calls are listed by an eager forward.

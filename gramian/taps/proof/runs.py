@@ -1,6 +1,7 @@
 """Single runs of a row proof: one forward and one backward each, from the same random state, under random cotangents."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +125,10 @@ class Runs:
         """
         self._begin()
         with self._hub.untapped() as weights:
-            pairs = cotangents(self._outputs(arguments))
-            return None if pairs is None else _gradients(pairs, weights)
+            outputs = self._outputs(arguments)
+            pairs = cotangents(outputs)
+            found = _gradients([(y, torch.ones_like(y)) for y in outputs] if pairs is None else pairs, weights)
+            return None if pairs is None else found
 
     def tapped(self, source: Source, *, sums: bool = False, alone: int | None = None) -> TappedRun:
         """Run the tapped model on other samples, each with its own cotangent.
@@ -142,23 +145,16 @@ class Runs:
         tokens = isinstance(source, Tensor)
         arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
         recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=alone)
-        with self._hub.rehearsal(recorder) as rehearsal:
-            try:
-                outputs = self._outputs(arguments)
-                drew = self._generators.moved(self._states)
-                prints = [self._fingerprint(y) for y in outputs]
-                pairs = self._pairs(outputs, source)
-                _grad(pairs, [self._hub.probe])
-            except GramianError:
-                raise
-            except Exception as error:
-                if not rehearsal.expanded:
-                    raise
-                layers = ", ".join(sorted(rehearsal.expanded))
-                raise Refuted(
-                    f"{layers}: returns one row for all samples, and the code behind it fails once that row stands for each of "
-                    f"them ({type(error).__name__}); expected code that broadcasts the row over the batch"
-                ) from error
+        with self._hub.rehearsal(recorder) as rehearsal, blamed_on(rehearsal.expanded):
+            outputs = self._outputs(arguments)
+            drew = self._generators.moved(self._states)
+            prints = [self._fingerprint(y) for y in outputs]
+            pairs, misfits = self._pairs(outputs, source)
+            _grad(pairs, [self._hub.probe])  # also of what does not fit: other processes may gather for it
+        if misfits:
+            raise Refuted(
+                f"output {misfits[0]}: has another shape when other samples are there; expected rows of samples"
+            )
         self.shared |= rehearsal.expanded
         calls, buffers = list(rehearsal.calls), self._buffers.changed()
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers)
@@ -182,18 +178,17 @@ class Runs:
         self._generators.restore(self._states)
         self._buffers.restore()
 
-    def _pairs(self, outputs: list[Tensor], source: Source) -> list[tuple[Tensor, Tensor]]:
-        pairs = []
+    def _pairs(self, outputs: list[Tensor], source: Source) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Outputs and their cotangents, and the numbers of outputs that do not fit theirs."""
+        pairs, misfits = [], []
         for number, (y, g) in enumerate(zip(outputs, self.cotangents, strict=False)):
             if g is None or not y.requires_grad:
                 continue
             moved = self._moved(g, source)
-            if y.shape != moved.shape:
-                raise Refuted(
-                    f"output {number}: has another shape when other samples are there; expected rows of samples"
-                )
-            pairs.append((y, moved))
-        return pairs
+            fits = y.shape == moved.shape
+            pairs.append((y, moved if fits else torch.ones_like(y)))
+            misfits += [] if fits else [number]
+        return pairs, misfits
 
     def _fingerprint(self, output: Tensor) -> Fingerprint:
         rows, units = self.rows_of(output), self._samples.units
@@ -222,6 +217,22 @@ class Runs:
         index = torch.tensor(list(samples), device=cotangent.device)
         grouped = cotangent.reshape(self._samples.batch, -1, *cotangent.shape[1:])
         return grouped.index_select(0, index).flatten(0, 1)
+
+
+@contextmanager
+def blamed_on(expanded: set[str]) -> Iterator[None]:
+    """Refuse a failure of the user's code by the names of the layers whose one row was expanded, if there are any."""
+    try:
+        yield
+    except GramianError:
+        raise
+    except Exception as error:
+        if not expanded:
+            raise
+        raise Refuted(
+            f"{', '.join(sorted(expanded))}: returns one row for all samples, and the code behind it fails once that row "
+            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch"
+        ) from error
 
 
 def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor | None]:

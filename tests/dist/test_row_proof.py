@@ -1,0 +1,184 @@
+"""The row proof on gloo processes: under DDP each proves its own batches; under FSDP2 all prove, and all raise, or none."""
+
+import math
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gramian
+from gramian.taps.hub import hub_of
+from tests.dist import tp_bodies
+from tests.dist.private_bodies import private_squares
+from tests.dist.worlds import assert_same_bits, gradients, mine, wrap
+from tests.kit.processes import distributed
+
+pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+
+WAYS = ("ddp", "fsdp2", "fsdp2 kept")
+SIZES = ((3, 1), (1, 4), (5, 5), (2, 0), (0, 9))
+COUPLED = ("centred", "sorted", "one row less")
+
+
+class Net(nn.Module):
+    """Two layers, between which samples may be coupled."""
+
+    def __init__(self, how: str = "apart") -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(4, 5), nn.Linear(5, 3), how
+        if how == "shared":
+            self.table = nn.Embedding(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if self.how == "centred":
+            return self.last(h - h.mean(0))
+        if self.how == "sorted":
+            order = x[:, 0].argsort()
+            return self.last(h[order])[order.argsort()]
+        if self.how == "shared":
+            return self.last(h) + self.table(torch.zeros(1, dtype=torch.long)).view(3)
+        if self.how == "one row less":
+            return torch.cat([self.last(h[1:]), h[:1, :3]])
+        return self.last(h)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(rank: int, sizes: tuple[int, ...]) -> Tensor:
+    return torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[
+        mine(rank, sizes)
+    ]
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+def own_norms(x: Tensor) -> Tensor:
+    """Norms of single samples, by a loop on one process."""
+    found = []
+    for i in range(len(x)):
+        model = net()
+        step(model, x[i : i + 1])
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    return torch.stack(found) if found else x.new_zeros(0)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("way", WAYS)
+@distributed(world_size=2)
+def test_every_rank_proves_its_own_batch_and_leaves_no_trace(
+    rank: int, world_size: int, way: str, sizes: tuple[int, ...]
+) -> None:
+    x, plain, model = batch(rank, sizes), wrap(way, net()), wrap(way, net())
+    step(plain, x)
+    state = torch.get_rng_state()
+    with gramian.per_sample_norms(model, "sum") as norms:
+        step(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same_bits(gradients(model), gradients(plain))
+    torch.testing.assert_close(norms.values, own_norms(x), rtol=1e-9, atol=1e-12)
+    proven = [found.runs for found in hub_of(model).proof.proven.values()]
+    assert proven == ([2 * math.ceil(math.log2(len(x))) + 4] if len(x) > 1 else [])
+
+
+@pytest.mark.parametrize("how", COUPLED)
+@pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.parametrize("coupled, sizes", [(0, (3, 4)), (1, (1, 4)), (1, (0, 3)), (0, (4, 2))])
+@distributed(world_size=2)
+def test_all_ranks_of_a_sharded_model_raise_where_one_is_refuted_and_go_on_together(
+    rank: int, world_size: int, way: str, how: str, coupled: int, sizes: tuple[int, ...]
+) -> None:
+    bare = net()
+    model, x = wrap(way, bare), batch(rank, sizes)
+    bare.how = how if rank == coupled else "apart"
+    named = r"^(first|last|model)\b" if rank == coupled else "^model: the row proof failed on another process"
+    with pytest.raises(gramian.GramianError, match=named), gramian.per_sample_norms(model, "sum"):
+        step(model, x)
+    bare.how = "apart"
+    with gramian.per_sample_norms(model, "sum") as norms:
+        step(model, x)
+    torch.testing.assert_close(norms.values, own_norms(x), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@distributed(world_size=2)
+def test_code_that_fails_on_an_expanded_row_is_refused_by_the_layers_name(rank: int, world_size: int, way: str) -> None:
+    model = wrap(way, Net("shared").double())
+    with (
+        pytest.raises(
+            gramian.GramianError, match="^table: returns one row for all samples, and the code behind it fails"
+        ),
+        gramian.per_sample_norms(model, "sum"),
+    ):
+        step(model, batch(rank, (3, 4)))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("how", COUPLED)
+@distributed(world_size=2)
+def test_under_ddp_the_rank_that_is_refuted_raises_before_anything_is_reduced(
+    rank: int, world_size: int, how: str
+) -> None:
+    bare = net()
+    model, x = wrap("ddp", bare), batch(rank, (4, 3))
+    engine, optimizer = private_squares(model)
+    before = deepcopy(bare.state_dict())
+    bare.how = how if rank == 1 else "apart"
+    if rank == 1:
+        with pytest.raises(gramian.GramianError, match=r"^(first|last)\b"):
+            step(model, x)
+        bare.how = "apart"
+    step(model, x)  # nothing was sent by the one that raised, so that both are at the same place
+    optimizer.step()
+    assert any(not torch.equal(before[name], p) for name, p in bare.state_dict().items())
+    engine.detach()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("due", [(0,), (1,), (0, 1)])
+@distributed(world_size=2)
+def test_a_repeat_that_is_due_on_one_rank_only(rank: int, world_size: int, way: str, due: tuple[int, ...]) -> None:
+    bare = net()
+    model, x = wrap(way, bare), batch(rank, (4, 3))
+    engine, optimizer = private_squares(model, proof=1)
+    assert engine._clipping is not None
+    engine._clipping.on_proof_due = lambda: rank in due and engine._proof_is_due()
+    for coupled in (False, False, True):
+        optimizer.zero_grad()
+        bare.how = "centred" if coupled and rank == due[-1] else "apart"
+        together = way != "ddp" or rank == due[-1]
+        if coupled and together:
+            named = (
+                "^last: the input of sample" if rank == due[-1] else "^model: the row proof failed on another process"
+            )
+            with pytest.raises(gramian.GramianError, match=named):
+                model(x)
+            assert engine.proof["releases not covered"] is not None and engine.proof["releases not covered"][1] == 2
+        elif not coupled:
+            step(model, x)
+            optimizer.step()
+    engine.detach()
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_a_tensor_parallel_model_trusts_shapes_and_its_record_says_so(rank: int, world_size: int) -> None:
+    """K-FAC, which needs sums alone, is what captures such a model; whatever tells samples apart is refused."""
+    case, records = tp_bodies.CASES["gpt"], []
+    for model in (case.model(), tp_bodies.spread(case.model(), "gpt", "tables", 1, 2)):
+        kfac = tp_bodies.make()
+        tp_bodies.refresh(kfac, model, case.data(3), [0, 1, 2])
+        records.append(kfac.record()["shared_rows"])
+    assert records == ["proven", "taken from shapes, as the model is tensor parallel"]
+    with (
+        pytest.raises(gramian.GramianError, match="is tensor parallel, which only K-FAC can look at"),
+        gramian.per_sample_norms(model),
+    ):
+        model(case.data(3)[0]).sum().backward()
