@@ -234,6 +234,8 @@ class Privacy:
     max_grad_norm: Positive = 1.0
     accountant: Literal["prv", "rdp", "gdp"] = "prv"
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
+    proof: int | str = "auto"
+    """Row proof before the first step, and one run of it again on one step in 1000, or in so many; "off": none, recorded."""
     insecure_reproducible: bool = False
     """The key follows from run.seed: for tests, no privacy."""
 
@@ -371,6 +373,9 @@ class Config:
         if privacy is not None:
             if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
                 raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
+            from gramian.taps.proof.row_proof import check_proof
+
+            check_proof(privacy.proof, "privacy.proof")
             if self.kfac is not None and not self.kfac.public_files:
                 raise GramianError(
                     "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"

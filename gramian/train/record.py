@@ -1,8 +1,10 @@
 """`record.json`: what a run is, for whoever wants to repeat it, and to read: a private run has no digest of its data in it."""
 
+import contextlib
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,14 +15,65 @@ from gramian.train.private import PrivateStepper
 from gramian.train.run_folder import write_whole
 
 
-def write_record(folder: Path, parts: Parts) -> None:
+class Record:
+    """Of one run: written when it begins, and again when more is known of its privacy."""
+
+    def __init__(self, folder: Path, parts: Parts) -> None:
+        """Nothing is written yet.
+
+        Args:
+            folder: of the run.
+            parts: of the run.
+        """
+        self._path, self._parts = folder / "record.json", parts
+        self._reasons: list[str] = []
+        self._written: Any = ()
+
+    def mark_not_valid(self, reason: str) -> None:
+        """Something happened that ε does not account for; the next `update` writes it."""
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+
+    def update(self) -> None:
+        """Write the record if it has changed: by the first process, or by the one whose row proof has failed.
+
+        Raises:
+            GramianError: if it cannot be written.
+        """
+        stepper, failed = self._parts.stepper, None
+        proof = stepper.engine.proof if isinstance(stepper, PrivateStepper) else None
+        if proof is not None and (failed := proof["releases not covered"]) is not None:
+            self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed before the last")
+        known = (proof, [*self._reasons])
+        if known == self._written or not (failed or self._parts.world.rank == 0):
+            return
+        self._written, record = known, facts_of_run(self._parts)
+        if proof is not None:
+            reasons = [*dict.fromkeys([*self._earlier(record["config_hash"]), *self._reasons])]
+            record["privacy"] |= {
+                "epsilon": "not valid" if reasons else "as accounted",
+                "epsilon_not_valid_because": reasons,
+                "proof": {**proof, "not_covered_by_epsilon": ["samples", "runs"]},
+            }
+        write_whole(self._path, json.dumps(record, indent=2) + "\n")
+
+    def _earlier(self, config_hash: str) -> list[str]:
+        """Reasons in the record of the same run before it was resumed."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            before = json.loads(self._path.read_text(encoding="utf-8"))
+            if before["config_hash"] == config_hash:
+                return [str(reason) for reason in before["privacy"]["epsilon_not_valid_because"]]
+        return []
+
+
+def facts_of_run(parts: Parts) -> dict[str, Any]:
     """Versions, machine, world and sizes; digests of the data where it is public.
 
     A digest without a key tells whether a guessed data set is the one that was trained on. Of a private run it is in the
     checkpoints, which only their owner reads.
     """
     cuda = parts.world.device.type == "cuda"
-    record = {
+    record: dict[str, Any] = {
         "gramian": gramian.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -50,4 +103,4 @@ def write_record(folder: Path, parts: Parts) -> None:
             "noise_generator": NORMALS_VERSION,
             "insecure_reproducible": parts.config.privacy is not None and parts.config.privacy.insecure_reproducible,
         }
-    write_whole(folder / "record.json", json.dumps(record, indent=2) + "\n")
+    return record

@@ -30,6 +30,7 @@ from gramian.train.late import Attempt, Late, Outcome
 from gramian.train.metrics import RunLog
 from gramian.train.nested import merge, split
 from gramian.train.private import PrivateStepper
+from gramian.train.record import Record
 from gramian.train.replay import first_nonfinite
 from gramian.train.run_folder import RunFolder
 from gramian.train.schedule import learning_rate
@@ -84,6 +85,7 @@ class Trainer:
         """
         self.parts, self.config, self.world = parts, parts.config, parts.world
         self.folder, self._on_outcome = folder, on_outcome
+        self.record = Record(folder.path, parts)
         self.step = self.position = self.attempt = self.tokens = 0
         self.skipped: set[int] = set()
         self.trail: list[tuple[int, int]] = []
@@ -113,6 +115,9 @@ class Trainer:
                 self._resume()
                 if (host := self.parts.host).snapshots < host.wish:
                     self.log.event({"event": "fewer_snapshots", "wish": host.wish, "plan": str(host)})
+                if isinstance(stepper := self.parts.stepper, PrivateStepper) and not self._ends():
+                    stepper.prove_loss()
+                self.record.update()
                 return self._loop(interrupts)
         finally:
             settled.remove()
@@ -199,7 +204,11 @@ class Trainer:
         rate = self._rate()
         if self.parts.teaching is not None:
             self.parts.teaching.begin(self.step)
-        taken = self.parts.stepper.take(batch, rate, flag)
+        try:
+            taken = self.parts.stepper.take(batch, rate, flag)
+        finally:
+            if self.config.privacy is not None:  # a row proof may have run
+                self.record.update()
         scaler = self.parts.stepper.scaler
         scale = None if scaler is None else scaler.get_scale()
         repeated = self.step < self._repeats_until

@@ -29,11 +29,11 @@ Forward = Callable[[Any, Any], Any]
 PROOFS = ("auto", "off")
 
 
-def check_proof(proof: Any) -> None:
-    """Raise GramianError unless the option is "auto", "off" or a period in steps."""
+def check_proof(proof: Any, field: str = "proof") -> None:
+    """Raise GramianError unless the option, of this name, is "auto", "off" or a period in steps."""
     period = isinstance(proof, int) and not isinstance(proof, bool) and proof > 0
     if proof not in PROOFS and not period:
-        raise GramianError(f'proof: expected "auto", "off" or a number of steps above 0, got {proof!r}')
+        raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
 
 
 @dataclass
@@ -129,15 +129,29 @@ class RowProof:
                     root
                 ):  # what a tap refuses may bring autograd down without one (weights that are gone)
                     hub.lockstep.announce()
-                    self._run_along(forward, args, kwargs)
+                    self._run_along(partial(forward, args, kwargs))
                 self._prove(key, samples, partial(_execute, forward), whole=hub.tells_samples_apart)
                 self._summed.add(key)
             elif due:
                 self.repeat(key, samples, partial(_execute, forward))
         except GramianError as error:
             failure = error
+        self.end_together(failure, partial(forward, args, kwargs))
+
+    def end_together(self, failure: GramianError | None, forward: Callable[[], Any]) -> None:
+        """Run along until every process that gathers weights for others has ended its proof.
+
+        Args:
+            failure: of this process's proof.
+            forward: of the model on this process's batch.
+
+        Raises:
+            GramianError: on every process, if the proof failed on one.
+        """
+        hub, root = self.hub, self.hub.root()
+        assert root is not None
         with preserve_state(root, counters=True):
-            hub.lockstep.keep_company(partial(self._run_along, forward, args, kwargs))
+            hub.lockstep.keep_company(partial(self._run_along, forward))
         if hub.lockstep.any(failure is not None):
             raise failure or GramianError(
                 "model: the row proof failed on another process; expected what its error says"
@@ -156,10 +170,10 @@ class RowProof:
                     "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
                 )
 
-    def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
+    def _run_along(self, forward: Callable[[], Any]) -> None:
         """A forward and a backward that gather what the other processes need; nothing is looked at."""
         with self.hub.rehearsal(Recorder(0, None, self.hub.batch_size)):
-            outputs = [y for y in output_tensors(forward(args, kwargs)) if y.requires_grad]
+            outputs = [y for y in output_tensors(forward()) if y.requires_grad]
             if outputs:
                 ones = [torch.ones_like(y) for y in outputs]
                 torch.autograd.grad(outputs, [self.hub.probe], ones, allow_unused=True)
