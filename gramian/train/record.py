@@ -43,7 +43,9 @@ class Record:
         stepper, failed = self._parts.stepper, None
         proof = stepper.engine.proof if isinstance(stepper, PrivateStepper) else None
         if proof is not None and (failed := proof["releases not covered"]) is not None:
-            self.mark_not_valid(f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed before the last")
+            self.mark_not_valid(
+                f"releases from {failed[0]} up to {failed[1]}: a repeated row proof failed before the last"
+            )
         known = (proof, [*self._reasons])
         if known == self._written or not (failed or self._parts.world.rank == 0):
             return
