@@ -121,9 +121,9 @@ class PrivateStepper:
         if self._proves and len(self._windows) > 1:
             places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
             rows = {name: value.to(self.world.device) for name, value in self._windows.stack(places).items()}
-            self.engine.check_independence(lambda model, rows: self._loss(model, rows)[0], rows)
+            self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
 
-    def _loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss to go back from, times the loss scale, and Σ −log p."""
         with self.numbers.autocast():
             loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
@@ -190,7 +190,7 @@ class PrivateStepper:
             piece = {name: value.to(self.world.device, non_blocking=True) for name, value in piece.items()}
             seed_all(self._seed, batch.position, i, self.world.rank)
             self.optimizer.zero_grad(set_to_none=True)
-            loss, nats = self._loss(self.module, piece)
+            loss, nats = self.loss(self.module, piece)
             self.engine.backward(loss)
             total[0] += nats
             total[2] += (piece["targets"] != IGNORED).sum()

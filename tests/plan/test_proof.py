@@ -45,7 +45,7 @@ def test_a_proof_peaks_where_it_is_planned_to(case: str, tmp_path: Path, monkeyp
     batch = parts.training.stack(torch.arange(rows).numpy() * (len(parts.training) // rows))
     with measured() as real:
         mark()
-        stepper._loss(parts.module, batch)
+        stepper.loss(parts.module, batch)
     needs = needs_of(config, parts.training.vocabulary, parts.numbers.kind, "cpu")  # type: ignore[arg-type]
     plan, step = plan_proof(needs, rows), needs.activations(rows).total + needs.weights
     (shown,) = stepper.engine.proof["structures"]
