@@ -236,6 +236,9 @@ class Privacy:
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
     proof: int | str = "auto"
     """Row proof before the first step, and one run of it again on one step in 1000, or in so many; "off": none, recorded."""
+    decisions: Literal["noised", "public_validation", "raw"] = "noised"
+    """What decides on rollbacks, the end of a run and the best checkpoint: figures with noise; also the validation loss, where
+    the user says that its data is public; or any figure, which leaves ε not valid."""
     insecure_reproducible: bool = False
     """The key follows from run.seed: for tests, no privacy."""
 
@@ -376,6 +379,11 @@ class Config:
             from gramian.taps.proof.row_proof import check_proof
 
             check_proof(privacy.proof, "privacy.proof")
+            if privacy.decisions == "public_validation" and data.source != "embedded" and not data.validation_files:
+                raise GramianError(
+                    "privacy.decisions: validation data is a part of the private data; expected data.validation_files with "
+                    '"public_validation"'
+                )
             if self.kfac is not None and not self.kfac.public_files:
                 raise GramianError(
                     "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"

@@ -586,7 +586,7 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
     config = small(
         tmp_path / "run",
         run={"steps": 40},
-        privacy={"target_epsilon": 8.0, "insecure_reproducible": True, "accountant": "rdp"},
+        privacy={"target_epsilon": 8.0, "insecure_reproducible": True, "accountant": "rdp", "decisions": "raw"},
     )
 
     def fault(parts: Parts) -> None:
