@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(decision))
     if config.privacy is not None:
-        console.print("What [privacy] holds on top is not counted.", markup=False)
+        for line in _private(needs, place):
+            console.print(line, markup=False, soft_wrap=True)
     curvature = None if config.kfac is None else _curvature(config, vocabulary, place, max(place.gpus, 1))
     if curvature is not None:
         tokens = config.data.batch * config.data.length
@@ -200,6 +201,26 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
     if place.device == "cpu" and config.run.device != "cpu":
         lines[-1] += "; no GPU is here: --gpus and --gpu-memory plan for some"
     return lines
+
+
+def _private(needs: Needs, place: _Place) -> list[str]:
+    """What the row proof of a private run costs beside its row of the table, and what the table leaves out."""
+    from gramian.plan.clipping import megabytes
+    from gramian.plan.proof import plan_proof
+    from gramian.privacy.independence import numberings
+
+    windows = needs.windows(place.gpus)
+    proof, left_out = plan_proof(needs, windows), "What clipping holds on top is not counted."
+    if not needs.proof:
+        return ['row proof: "off", as privacy.proof says', left_out]
+    if not proof.runs:
+        return ["row proof: not needed, a backward has one window", left_out]
+    loss = numberings(windows) * proof.runs
+    return [
+        f"row proof, before the first step: {proof.runs} forwards and backwards of {windows:,} windows, and {loss} for the "
+        f"loss; fingerprints of {megabytes(proof.host)} on the host",
+        left_out,
+    ]
 
 
 def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:

@@ -89,14 +89,11 @@ def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
 
     from gramian.cli.train_progress import Progress
     from gramian.train.build import build
-    from gramian.train.record import write_record
     from gramian.train.trainer import Trainer
 
     console = Console(quiet=not first)
     with _in_one_line(where):
         parts = build(config, where)
-        if first:
-            write_record(folder.path, parts)
         with Progress(console, config) as progress:
             trainer = Trainer(parts, folder, progress.show, progress.tell)
             ended = trainer.run()

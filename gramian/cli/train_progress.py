@@ -81,7 +81,8 @@ class Progress:
         best = ""
         if run.best is not None:
             best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
-        told = f"{reason} at step {run.step} of {run.config.run.steps}{best}; {run.folder.path}"
+        valid = f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
+        told = f"{reason} at step {run.step} of {run.config.run.steps}{best}{valid}; {run.folder.path}"
         self._console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 

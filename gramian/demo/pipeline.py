@@ -35,7 +35,6 @@ from gramian.train.doctor import examine
 from gramian.train.late import Outcome
 from gramian.train.models import build_model
 from gramian.train.precision import Numbers, numbers_for, set_globals
-from gramian.train.record import write_record
 from gramian.train.run_folder import RunFolder, read_lines
 from gramian.train.saved import load_run
 from gramian.train.trainer import Trainer
@@ -191,7 +190,6 @@ class _Demo:
                 update(outcome.attempt.step + 1, steps, f"loss {outcome.loss:.3f}{best}")
 
             parts = build(config, self.world)
-            write_record(folder.path, parts)
             trainer = Trainer(parts, folder, on_outcome)
             ended = trainer.run()
             if ended.reason != "done":

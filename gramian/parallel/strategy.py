@@ -25,6 +25,7 @@ from typing import Literal
 from gramian.errors import GramianError
 from gramian.plan.clipping import megabytes
 from gramian.plan.memory import Needs
+from gramian.plan.proof import plan_proof
 
 Strategy = Literal["one", "ddp", "fsdp2", "fsdp2 teacher + ddp student", "fsdp2 both", "cache only"]
 Layout = Literal["one", "ddp", "fsdp2"]
@@ -175,6 +176,8 @@ def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
         "loss": activations.loss,
         "working": activations.working,
     }
+    if needs.proof:
+        parts["row proof"] = plan_proof(needs, windows).device
     if layout == "fsdp2":
         shape = needs.shape
         parts["gathered"] = 2 * needs.stored * (shape.rest_parameters + 2 * shape.block_parameters)
@@ -216,6 +219,8 @@ def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
         "working": working,
         "gathered": f"2 × {w} B × ({shape.rest_parameters:,} + 2 × {shape.block_parameters:,})",
     }
+    if needs.proof:
+        found["row proof"] = f"{plan_proof(needs, windows).runs} runs of {batch}: the largest tensor, fingerprinted"
     if needs.teacher is not None:
         teacher = needs.teacher
         found["teacher"] = f"{teacher.shape.parameters:,} × {teacher.itemsize} B"

@@ -194,6 +194,8 @@ class Needs:
     """Whether a mask [B, T, T] keeps documents apart."""
     device: Literal["cuda", "cpu"] = "cuda"
     teacher: Teacher | None = None
+    proof: bool = False
+    """Whether a row proof runs before the first step."""
 
     @property
     def stored(self) -> int:

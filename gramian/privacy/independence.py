@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
         batch: tensors with the samples on dim 0, in any structure.
 
     Raises:
-        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be told.
+        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be told; on every
+            process of a sharded model, if it is raised on one.
     """
     if not callable(loss_fn):
         raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
@@ -47,20 +49,30 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
             raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
         return loss
 
-    samples = Samples.of(batch, rows)
-    for seed in range(4 if rows < FEW else 1):
-        with undisturbed(root):
-            prover = Prover(hub, execute, samples, seed=seed)
-            if prover.open:
-                raise GramianError("batch: all its samples are equal; expected samples that differ")
-            try:
-                found = prover.prove(lambda _: [0])
-            except Refuted as failure:
-                refuse(failure)
-        if not found.calls:
-            raise GramianError(
-                "loss_fn: its backward did not go through the private model; expected a loss of its outputs"
-            )
+    samples, failure = Samples.of(batch, rows), None
+    try:
+        for seed in range(numberings(rows)):
+            with undisturbed(root):
+                _prove(Prover(hub, execute, samples, seed=seed))
+    except GramianError as error:
+        failure = error
+    hub.proof.end_together(failure, partial(execute, batch))
+
+
+def numberings(rows: int) -> int:
+    """How many numberings of so many samples are tried."""
+    return 4 if rows < FEW else 1
+
+
+def _prove(prover: Prover) -> None:
+    if prover.open:
+        raise GramianError("batch: all its samples are equal; expected samples that differ")
+    try:
+        found = prover.prove(lambda _: [0])
+    except Refuted as failure:
+        refuse(failure)
+    if not found.calls:
+        raise GramianError("loss_fn: its backward did not go through the private model; expected a loss of its outputs")
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:

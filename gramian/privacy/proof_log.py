@@ -59,7 +59,7 @@ class ProofLog:
         shown = rows or ("off" if self.option == "off" else "proven" if proven else "not proven yet")
         return {
             "rows": shown,
-            "loss": "proven" if self.loss else "not proven",
+            "loss": rows or ("proven" if self.loss else "not proven"),
             "structures": [
                 {
                     "samples": p.units,

@@ -234,6 +234,11 @@ class Privacy:
     max_grad_norm: Positive = 1.0
     accountant: Literal["prv", "rdp", "gdp"] = "prv"
     clipping: Literal["auto", "bookkeeping", "keep", "two_pass"] = "auto"
+    proof: int | str = "auto"
+    """Row proof before the first step, and one run of it again on one step in 1000, or in so many; "off": none, recorded."""
+    decisions: Literal["noised", "public_validation", "raw"] = "noised"
+    """What decides on rollbacks, the end of a run and the best checkpoint: figures with noise; also the validation loss, where
+    the user says that its data is public; or any figure, which leaves ε not valid."""
     insecure_reproducible: bool = False
     """The key follows from run.seed: for tests, no privacy."""
 
@@ -371,6 +376,14 @@ class Config:
         if privacy is not None:
             if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
                 raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
+            from gramian.taps.proof.row_proof import check_proof
+
+            check_proof(privacy.proof, "privacy.proof")
+            if privacy.decisions == "public_validation" and data.source != "embedded" and not data.validation_files:
+                raise GramianError(
+                    "privacy.decisions: validation data is a part of the private data; expected data.validation_files with "
+                    '"public_validation"'
+                )
             if self.kfac is not None and not self.kfac.public_files:
                 raise GramianError(
                     "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"

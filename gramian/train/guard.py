@@ -44,8 +44,8 @@ class Observation:
     """What is told of one optimizer step, the same on every process."""
 
     step: int
-    loss: float
-    """Mean over the step's tokens, in nats, before the update."""
+    loss: float | None
+    """Mean over the step's tokens, in nats, before the update; None: it is not judged."""
     grad_norm: float
     """Of the unscaled gradient, before clipping."""
     finite: bool = True
@@ -97,7 +97,7 @@ class _Sound:
     """A step that the medians are taken over; the norm is None where the scaler skipped the step."""
 
     step: int
-    loss: float
+    loss: float | None
     log_norm: float | None
 
 
@@ -151,7 +151,8 @@ class Guard:
         self._recent = [*self._recent, (seen.step, bool(high))][-3:]
         self._note_scale(seen, finite)
 
-        if not math.isfinite(seen.loss) or high and sum(was_high for _, was_high in self._recent) > 1:
+        broken = seen.loss is not None and not math.isfinite(seen.loss)
+        if broken or high and sum(was_high for _, was_high in self._recent) > 1:
             return self._fault(seen.step, high)
         if not finite and seen.scale is None:
             return self._fault(seen.step, "a gradient is not finite")
@@ -240,11 +241,13 @@ class Guard:
         self._clipped = [entry for entry in self._clipped if entry[0] < step]
         self._halved = [halved for halved in self._halved if halved < step]
 
-    def _high_loss(self, loss: float) -> str:
+    def _high_loss(self, loss: float | None) -> str:
         """Why a loss is high; empty if it is not."""
+        if loss is None:
+            return ""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
-        losses = [sound.loss for sound in self._sound]
+        losses = [sound.loss for sound in self._sound if sound.loss is not None]
         if not self._enough(losses):
             return ""
         middle, deviation = _middle(losses)

@@ -37,8 +37,8 @@ PEAK_TERAFLOPS = {
     "V100": 125.0,
 }
 """Dense half-precision tensor-core peaks that vendors state."""
-LOOKED = ("advice", "rollback", "stopped", "unhealthy")
-"""Events that follow from a look at the data."""
+LOOKED = ("unhealthy", "advice", "rollback", "stopped")
+"""Events that follow from a look at the data; the last three do so only where `privacy.decisions` is "raw"."""
 NOT_COVERED = (
     "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
     "spikes",
@@ -115,7 +115,8 @@ class RunLog:
         if not self._writes:
             return
         line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
-        if self._run.config.privacy is not None and event["event"] in LOOKED:
+        privacy = self._run.config.privacy
+        if privacy is not None and event["event"] in (LOOKED if privacy.decisions == "raw" else LOOKED[:1]):
             line["covered_by_epsilon"] = False
         if self._events is None:
             self._waiting.append(line)
@@ -169,6 +170,8 @@ class RunLog:
         }
         if isinstance(run.parts.stepper, PrivateStepper):
             line["epsilon"] = run.parts.stepper.epsilon()
+            if run.record.not_valid:
+                line["epsilon_not_valid"] = True
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": {"seconds": seconds, "eval_share": self.eval_share()}})
         if first and step_seconds:

@@ -27,7 +27,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
     """What a run will hold.
 
     Args:
-        config: of the run. What K-FAC and private training hold on top is not counted.
+        config: of the run. What K-FAC and clipping hold on top is not counted; a row proof is.
         vocabulary: of its tokenizer; a Hugging Face model brings its own.
         precision: what `config.precision` means on the device.
         device: "cuda" or "cpu".
@@ -48,6 +48,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         isolated=data.isolate,
         device="cuda" if device == "cuda" else "cpu",
         teacher=None if config.teacher is None else teacher_of(config.teacher, precision),
+        proof=config.privacy is not None and config.privacy.proof != "off",
     )
 
 

@@ -4,10 +4,11 @@ A window's loss is the sum over its tokens, over `data.length`; the unit of priv
 covered by ε; the gradient norm is that of the noised gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -88,6 +89,7 @@ class PrivateStepper:
             "data_loader": loader,
             "max_grad_norm": options.max_grad_norm,
             "clipping": options.clipping,
+            "proof": options.proof,
             "loss_reduction": "sum",
             "loss_scale": 1.0 if self.scaler is None else self.scaler,
             "max_physical_batch": data.micro_batch or None,
@@ -104,7 +106,28 @@ class PrivateStepper:
         else:
             noise = options.noise_multiplier or 0.0
             _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **told)
-        self._delta = options.delta
+        self._delta, self._windows, self._proves = options.delta, windows, options.proof != "off"
+        self._rows = max(2, min(len(windows), data.micro_batch or data.batch // world.size))
+
+    def prove_loss(self) -> None:
+        """Prove that the run's loss keeps windows apart, unless privacy.proof is "off".
+
+        The same windows on every process, spread over the data, as many as a backward takes. Cost: see
+        `PrivacyEngine.check_independence`.
+
+        Raises:
+            GramianError: naming the layer whose rows change with other windows.
+        """
+        if self._proves and len(self._windows) > 1:
+            places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
+            rows = {name: value.to(self.world.device) for name, value in self._windows.stack(places).items()}
+            self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
+
+    def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss to go back from, times the loss scale, and Σ −log p."""
+        with self.numbers.autocast():
+            loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
+        return loss if self.scaler is None else self.scaler.scale(loss), nats
 
     def epsilon(self) -> float:
         """ε of the releases before the next; what a replay repeats counts once."""
@@ -167,9 +190,8 @@ class PrivateStepper:
             piece = {name: value.to(self.world.device, non_blocking=True) for name, value in piece.items()}
             seed_all(self._seed, batch.position, i, self.world.rank)
             self.optimizer.zero_grad(set_to_none=True)
-            with self.numbers.autocast():
-                loss, nats = self.module(piece["tokens"], piece["targets"], 1.0 / self._length, piece.get("documents"))
-            self.engine.backward(loss if self.scaler is None else self.scaler.scale(loss))
+            loss, nats = self.loss(self.module, piece)
+            self.engine.backward(loss)
             total[0] += nats
             total[2] += (piece["targets"] != IGNORED).sum()
             self._step()

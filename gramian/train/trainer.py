@@ -30,6 +30,7 @@ from gramian.train.late import Attempt, Late, Outcome
 from gramian.train.metrics import RunLog
 from gramian.train.nested import merge, split
 from gramian.train.private import PrivateStepper
+from gramian.train.record import Record
 from gramian.train.replay import first_nonfinite
 from gramian.train.run_folder import RunFolder
 from gramian.train.schedule import learning_rate
@@ -84,6 +85,7 @@ class Trainer:
         """
         self.parts, self.config, self.world = parts, parts.config, parts.world
         self.folder, self._on_outcome = folder, on_outcome
+        self.record = Record(folder.path, parts)
         self.step = self.position = self.attempt = self.tokens = 0
         self.skipped: set[int] = set()
         self.trail: list[tuple[int, int]] = []
@@ -100,6 +102,9 @@ class Trainer:
         self._copies: deque[_Pending] = deque()
         self._evaluated = self._written = self._deaths = 0
         self._unhealthy = False
+        decisions = "raw" if self.config.privacy is None else self.config.privacy.decisions
+        self._judges_loss, self._judges_validation = decisions == "raw", decisions != "noised"
+        """Which losses decide on rollbacks and on the best: of a private run, none that ε does not cover."""
         self._repeats_until = 0
         """Steps before it were made and told before a rollback, and are computed again."""
 
@@ -113,6 +118,9 @@ class Trainer:
                 self._resume()
                 if (host := self.parts.host).snapshots < host.wish:
                     self.log.event({"event": "fewer_snapshots", "wish": host.wish, "plan": str(host)})
+                if isinstance(stepper := self.parts.stepper, PrivateStepper) and not self._ends():
+                    stepper.prove_loss()
+                self.record.update()
                 return self._loop(interrupts)
         finally:
             settled.remove()
@@ -199,7 +207,14 @@ class Trainer:
         rate = self._rate()
         if self.parts.teaching is not None:
             self.parts.teaching.begin(self.step)
-        taken = self.parts.stepper.take(batch, rate, flag)
+        try:
+            taken = self.parts.stepper.take(batch, rate, flag)
+            if self.config.privacy is not None and not taken.stepped:
+                self.record.mark_not_valid("the loss scaler left out steps by looking at sums without noise")
+        finally:
+            if self.config.privacy is not None:  # a row proof may have run
+                with contextlib.suppress(GramianError):  # of a full disk; written after the next step
+                    self.record.update()
         scaler = self.parts.stepper.scaler
         scale = None if scaler is None else scaler.get_scale()
         repeated = self.step < self._repeats_until
@@ -231,10 +246,10 @@ class Trainer:
         attempt, limit = outcome.attempt, self.config.optimizer.max_norm
         return Observation(
             attempt.step,
-            outcome.loss,
+            outcome.loss if self._judges_loss else None,
             outcome.grad_norm,
             finite=math.isfinite(outcome.grad_norm),
-            scale=attempt.scale,
+            scale=attempt.scale if self._judges_loss else None,
             clipped=bool(limit) and outcome.grad_norm > limit and self.config.privacy is None,
         )
 
@@ -250,13 +265,17 @@ class Trainer:
     def _keep_up(self) -> Ended | None:
         """Evaluate, copy and write what is due; what was found out by the first is in the others. How the run ended, if it did.
 
-        A validation loss that is not finite tells what the next step's loss would: the last update is taken back.
+        A validation loss that is not finite tells what the next step's loss would: the last update is taken back. Where it must
+        not decide, weights that are not finite do.
         """
         better = False
         if self._eval_due() or self._ends():
             loss, better = self._evaluate()
-            if not math.isfinite(loss):
-                verdict = self.guard.broken(self.step - 1, f"the validation loss is {loss}")
+            broken = "" if math.isfinite(loss) else f"the validation loss is {loss}"
+            if not self._judges_validation:
+                broken = "" if self._weights_are_finite() else "a weight is not finite"
+            if broken:
+                verdict = self.guard.broken(self.step - 1, broken)
                 if isinstance(verdict, Stop):
                     return self._stop(verdict)
                 if isinstance(verdict, Rollback):
@@ -525,7 +544,7 @@ class Trainer:
             for event in self.parts.teaching.validated(self.step, measured.loss):
                 self.log.event(event)
         best = math.inf if self.best is None else self.best["loss"]
-        if not self.guard.calm or not measured.loss < best:  # nor is NaN
+        if not self._judges_validation or not self.guard.calm or not measured.loss < best:  # nor is NaN
             return measured.loss, False
         self.best = {"loss": measured.loss, "step": self.step}
         return measured.loss, True
@@ -544,9 +563,7 @@ class Trainer:
 
     def _save_last(self) -> None:
         """Write the state; where its weights are not finite, which no loss has told yet, the newest snapshot in its place."""
-        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in self.parts.module.parameters()]
-        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).all() if parameters else True
-        if not self.config.guard.on or not self.world.most(float(not finite)):
+        if not self.config.guard.on or self._weights_are_finite():
             self._write(self._snapshot())
             return
         step = self.snapshots.steps[-1]
@@ -554,6 +571,12 @@ class Trainer:
         snapshot = self.snapshots.before(step)
         if snapshot is not None and step > self._written:
             self._write(snapshot)
+
+    def _weights_are_finite(self) -> bool:
+        """On all processes; a question to them."""
+        parameters = [p.to_local() if isinstance(p, DTensor) else p for p in self.parts.module.parameters()]
+        finite = torch.stack([p.detach().isfinite().all() for p in parameters]).all() if parameters else True
+        return not self.world.most(float(not finite))
 
 
 def _of_model(saved: dict[str, Part]) -> dict[str, Part]:

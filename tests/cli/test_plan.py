@@ -211,3 +211,29 @@ def test_bad_input_exits_2_with_one_line(
     assert errors.count("\n") == 1
     for name in names:
         assert name in errors
+
+
+@pytest.mark.parametrize(
+    "override, row, line",
+    [
+        (
+            "data.batch=16",
+            r"row proof +12 runs of 16 × 128 tokens",
+            r"row proof.*: 12 forwards .* and 48 for the loss; .*host",
+        ),
+        (
+            "data.batch=32",
+            r"row proof +14 runs of 32 × 128 tokens",
+            r"row proof.*: 14 forwards .* and 14 for the loss; .*host",
+        ),
+        ("privacy.proof=off", "", 'row proof: "off", as privacy.proof says'),
+        ("data.micro_batch=1", "", "row proof: not needed, a backward has one window"),
+    ],
+)
+def test_a_private_run_is_planned_with_its_row_proof(
+    override: str, row: str, line: str, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", small, "privacy.noise_multiplier=1.0", override]) == 0
+    lines, _ = output(capsys)
+    assert bool(re.search(r" row proof ", "\n".join(lines))) == bool(row) and re.search(row, "\n".join(lines))
+    assert any(re.match(line, found) for found in lines)

@@ -18,7 +18,6 @@ from gramian.parallel.world import World
 from gramian.train.build import Parts, build
 from gramian.train.config import Config
 from gramian.train.objective import Measured
-from gramian.train.record import write_record
 from gramian.train.run_folder import RunFolder, read_lines
 from gramian.train.trainer import Ended, Trainer
 from tests.train.runs import small
@@ -102,7 +101,6 @@ def train(config: Config, fault: Callable[[Parts], None] = lambda parts: None) -
     """A run in this process, from where its folder is."""
     with RunFolder(config) as folder:
         parts = build(config, ONE)
-        write_record(folder.path, parts)
         fault(parts)
         trainer = Trainer(parts, folder)
         return trainer, trainer.run()

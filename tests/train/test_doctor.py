@@ -573,10 +573,28 @@ def test_missing_data_is_bad_input(tmp_path: Path) -> None:
 
 def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None:
     told = {"privacy": {"target_epsilon": 3.0}}
-    assert sections.privacy(subject_of(windows, **told)).ok
-    check = sections.privacy(subject_of(windows, before_blocks(BatchMean), **told))
-    assert not check.ok
-    assert "changes when other samples are replaced" in check.hint
+    assert [check.ok for check in sections.privacy(subject_of(windows, **told))] == [True, True]
+    for check in sections.privacy(subject_of(windows, before_blocks(BatchMean), **told)):
+        assert not check.ok
+        assert "changes when other samples are replaced" in check.hint and "\n" not in check.hint
+
+
+@pytest.mark.parametrize(
+    "keys, data, measured",
+    [
+        ({}, {"batch": 6}, "proven, 10 runs of 6 windows"),
+        ({}, {"batch": 6, "micro_batch": 4}, "proven, 8 runs of 4 windows"),
+        ({"proof": "off"}, {"batch": 6}, "off"),
+        ({}, {"micro_batch": 1}, "one sample a batch"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:proof:UserWarning")
+def test_the_row_proof_passes_on_the_first_batch_or_is_said_not_to_run(
+    keys: dict[str, Any], data: dict[str, Any], measured: str, windows: Windows
+) -> None:
+    check = sections.privacy(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
+    assert (check.name, check.measured, check.ok) == ("row proof", measured, True)
+    assert ("taken from shapes" in check.hint) == (measured == "off")
 
 
 def test_curvature_covers_every_parameter_or_names_it(windows: Windows) -> None:

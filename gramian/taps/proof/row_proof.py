@@ -29,11 +29,11 @@ Forward = Callable[[Any, Any], Any]
 PROOFS = ("auto", "off")
 
 
-def check_proof(proof: Any) -> None:
-    """Raise GramianError unless the option is "auto", "off" or a period in steps."""
+def check_proof(proof: Any, field: str = "proof") -> None:
+    """Raise GramianError unless the option, of this name, is "auto", "off" or a period in steps."""
     period = isinstance(proof, int) and not isinstance(proof, bool) and proof > 0
     if proof not in PROOFS and not period:
-        raise GramianError(f'proof: expected "auto", "off" or a number of steps above 0, got {proof!r}')
+        raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
 
 
 @dataclass
@@ -132,7 +132,7 @@ class RowProof:
                     root
                 ):  # what a tap refuses may bring autograd down without one (weights that are gone)
                     hub.lockstep.announce()
-                    self._run_along(forward, args, kwargs)
+                    self._run_along(partial(forward, args, kwargs))
                 self._prove(key, samples, partial(_execute, forward), whole=hub.tells_samples_apart)
                 self._summed.add(key)
             elif due:
@@ -141,10 +141,25 @@ class RowProof:
             failure = error
         except Refuted as refuted:
             failure = GramianError(str(refuted))
+        self.end_together(failure, partial(forward, args, kwargs), repeated=due)
+
+    def end_together(self, failure: GramianError | None, forward: Callable[[], Any], *, repeated: bool = False) -> None:
+        """Run along until every process that gathers weights for others has ended its proof.
+
+        Args:
+            failure: of this process's proof.
+            forward: of the model on this process's batch.
+            repeated: True if this process repeated a run of a proof that it had before.
+
+        Raises:
+            GramianError: on every process, if the proof failed on one.
+        """
+        hub, root = self.hub, self.hub.root()
+        assert root is not None
         with preserve_state(root, counters=True):
-            hub.lockstep.keep_company(partial(self._keep_company, forward, args, kwargs))
+            hub.lockstep.keep_company(partial(self._keep_company, forward))
         if hub.lockstep.any(failure is not None):
-            if hub.lockstep.any(due and failure is not None) and not (due and failure):
+            if hub.lockstep.any(repeated and failure is not None) and not (repeated and failure):
                 hub.proof_failed()  # of another process, whose releases are this one's too
             raise failure or GramianError(
                 "model: the row proof failed on another process; expected what its error says"
@@ -163,17 +178,17 @@ class RowProof:
                     "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
                 )
 
-    def _run_along(self, forward: Forward, args: Any, kwargs: Any) -> None:
+    def _run_along(self, forward: Callable[[], Any]) -> None:
         """A forward and a backward that gather what the other processes need; nothing is looked at."""
         with self.hub.rehearsal(Recorder(0, None, self.hub.batch_size)) as run, blamed_on(run.expanded):
-            outputs = [y for y in output_tensors(forward(args, kwargs)) if y.requires_grad]
+            outputs = [y for y in output_tensors(forward()) if y.requires_grad]
             if outputs:
                 ones = [torch.ones_like(y) for y in outputs]
                 torch.autograd.grad(outputs, [self.hub.probe], ones, allow_unused=True)
 
-    def _keep_company(self, forward: Forward, args: Any, kwargs: Any) -> None:
+    def _keep_company(self, forward: Callable[[], Any]) -> None:
         with suppress(GramianError, Refuted):  # what a tap refuses here was refused before
-            self._run_along(forward, args, kwargs)
+            self._run_along(forward)
 
     def before_compiled(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
         """Prove a compiled forward before it runs: of every size of arguments the calls are listed by an eager forward.
