@@ -5,9 +5,11 @@ over processes. It catches a weight used outside its layer, a wrong orientation,
 on the weights that enters the loss, in one comparison.
 
 The first time a parameter gets a gradient, the whole gradients are compared. Cost: one more weight gradient, once. After that
-both are projected on random directions: the difference Δ shows as numbers of mean 0 and variance ‖Δ‖². Cost: one pass over each
-gradient and over the tensors that the taps read, and one wait for the device at the end of the backward. No collective runs,
-except in a tensor-parallel model, whose backward is one anyway and of which the first batch alone is compared.
+one parameter in eight is compared in each backward, by turns: a penalty on all weights shows at once, one on a single weight
+within eight backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
+and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at the
+end of the backward. No collective runs, except in a tensor-parallel model, whose backward is one anyway and of which first
+gradients alone are compared.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +32,8 @@ AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 PROJECTED = 8
 """How many times its rounding a projected difference may reach, in the mean square over directions."""
 TENSOR_FLOAT_32 = 2.0**-10
+TURNS = 8
+"""A parameter that was compared whole is compared again in one backward of so many."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -39,42 +43,62 @@ class Projections:
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
     """By shape and device; the model's hub keeps them, so that they are drawn once."""
-    explained: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """{parameter: projections of what the taps explain [K], and how far rounding may put them off}."""
-    arrived: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """{parameter: projections of autograd's gradient [K], and its rounding}."""
+    tensor_float_32: bool = field(default_factory=lambda: torch.get_float32_matmul_precision() != "highest")
+    """True if the user's own products of float32 matrices may be rounded to TF32."""
+    explained: dict[str, list[Tensor]] = field(default_factory=dict)
+    """{parameter: terms of what the taps explain, [terms, K] for each of its records}."""
+    arrived: dict[str, list[Tensor]] = field(default_factory=dict)
+    """{parameter: G v_k of autograd's gradients, [M, K] each}."""
+    _rounding: dict[str, float] = field(default_factory=dict)
+    """{parameter: ε of the products and of the sums that made its gradient}."""
+    _sequential: set[str] = field(default_factory=set)
+    """Parameters whose tokens autograd may add up in their own dtype."""
+    _left: dict[str, Tensor] = field(default_factory=dict)
 
     def explain(self, record: ParameterRecord, device: torch.device) -> None:
-        """What the taps explain, of one use or of several.
-
-        Rounding: sums in the accumulation dtype are off by ε_wide times the sum of absolute terms, which is at most √n times
-        their norm; products that are rounded, or taken of rounded operands, by ε times the norm of the terms.
-        """
-        gradient = record.gradient
+        """What the taps explain, of one use or of several."""
+        name, gradient = record.parameter, record.gradient
         terms = gradient.projected(self._directions(gradient.shape, device))
-        size = torch.linalg.vector_norm(terms) / terms.shape[1] ** 0.5
-        eps = _eps(gradient.dtype, device)
-        summation = torch.finfo(terms.dtype).eps if gradient.summed_wide else eps
-        off = size * (eps + summation * max(1, len(terms)) ** 0.5)
-        self._add(self.explained, record.parameter, terms.sum(0), off)
+        self.explained.setdefault(name, []).append(terms)
+        self._round(name, gradient.dtype, device, len(gradient.shape))
+        if not gradient.summed_wide:
+            self._sequential.add(name)
 
     def arrive(self, name: str, gradient: Tensor) -> None:
-        """What autograd computed; a second gradient of one parameter is added."""
-        projections_K = self._directions(tuple(gradient.shape), gradient.device).project(gradient)
-        norm = torch.linalg.vector_norm(gradient, dtype=wide_dtype(gradient))
-        self._add(self.arrived, name, projections_K, norm * _eps(gradient.dtype, gradient.device))
+        """What autograd computed."""
+        directions = self._directions(tuple(gradient.shape), gradient.device)
+        self.arrived.setdefault(name, []).append(directions.along_rows(gradient))
+        self._left[name] = directions.sides(wide_dtype(gradient))[0]
+        self._round(name, gradient.dtype, gradient.device, gradient.dim())
 
     def disagreement(self) -> str | None:
-        """The first parameter whose gradient the taps do not explain. Waits for the device once."""
+        """The first parameter whose gradient the taps do not explain. Waits for the device once.
+
+        Rounding, in the mean over directions: a product that is rounded, or taken of rounded operands, is off by ε times its
+        norm; a sum by ε of its accumulator times the sum of absolute terms, which is at most √n times their norm.
+        """
         if not self.arrived:
             return None
-        nothing = tuple(torch.zeros_like(t) for t in next(iter(self.arrived.values())))
-        arrived = list(self.arrived.values())
-        explained = [self.explained.get(name, nothing) for name in self.arrived]
-        apart_PK = _stacked([k for k, _ in arrived]) - _stacked([k for k, _ in explained])
-        rounding_P = _stacked([r for _, r in arrived]) + _stacked([r for _, r in explained])
-        excess_P = apart_PK.square().mean(1).sqrt() - PROJECTED * rounding_P
-        for name, excess in zip(self.arrived, excess_P.tolist(), strict=True):
+        names = list(self.arrived)
+        empty = torch.zeros_like(next(iter(self.arrived.values()))[0][:1])
+        products = [part for name in names for part in self.arrived[name]]
+        signed = [part * self._left[name] for name in names for part in self.arrived[name]]
+        terms = [part for name in names for part in self.explained.get(name, [empty])]
+        arrived_PK = _sums(signed, [sum(map(len, self.arrived[name])) for name in names])
+        norms_P = _sums(products, [sum(map(len, self.arrived[name])) for name in names], squared=True).mean(1).sqrt()
+        counts = [sum(map(len, self.explained.get(name, [empty]))) for name in names]
+        explained_PK = _sums(terms, counts)
+        sizes_P = _sums(terms, counts, squared=True).mean(1).sqrt()
+        eps = [self._rounding[name] for name in names]
+        accumulator = torch.finfo(empty.dtype).eps
+        off = [
+            one + (one if name in self._sequential else accumulator) * max(1, count) ** 0.5
+            for name, one, count in zip(names, eps, counts, strict=True)
+        ]
+        rates = torch.tensor([eps, off], dtype=torch.float64).to(norms_P.device)
+        allowed_P = PROJECTED * (rates[0] * norms_P + rates[1] * sizes_P)
+        excess_P = (arrived_PK - explained_PK).square().mean(1).sqrt() - allowed_P
+        for name, excess in zip(names, excess_P.tolist(), strict=True):
             if excess > TINY:  # not so where something is not finite, of which nothing can be said
                 return name
         return None
@@ -84,22 +108,21 @@ class Projections:
             self.directions[shape, device] = Directions(shape, device)
         return self.directions[shape, device]
 
-    @staticmethod
-    def _add(sums: dict[str, tuple[Tensor, Tensor]], name: str, projections_K: Tensor, rounding: Tensor) -> None:
-        before = sums.get(name)
-        sums[name] = (projections_K, rounding) if before is None else (before[0] + projections_K, before[1] + rounding)
+    def _round(self, name: str, dtype: torch.dtype, device: torch.device, axes: int) -> None:
+        """Note the widest rounding of a parameter's products; convolutions have a switch of their own for TF32."""
+        eps = torch.finfo(dtype).eps
+        rounds = self.tensor_float_32 or (axes > 2 and torch.backends.cudnn.allow_tf32)
+        if device.type == "cuda" and dtype == torch.float32 and rounds:
+            eps = TENSOR_FLOAT_32
+        self._rounding[name] = max(eps, self._rounding.get(name, 0.0))
 
 
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([t.to(tensors[0].device) for t in tensors]).double()
-
-
-def _eps(dtype: torch.dtype, device: torch.device) -> float:
-    """Relative rounding of a product; float32 on a GPU may be rounded to TF32 by the user's leave."""
-    eps = torch.finfo(dtype).eps
-    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return TENSOR_FLOAT_32
-    return eps
+def _sums(parts: list[Tensor], lengths: list[int], squared: bool = False) -> Tensor:
+    """Sums over groups of rows, one after the other, of [rows, K] in all: [groups, K], float64."""
+    device = parts[0].device
+    flat = torch.cat([part.to(device) for part in parts]).double()
+    counts = torch.tensor(lengths).to(device)
+    return torch.segment_reduce(flat.square() if squared else flat, "sum", lengths=counts, axis=0, unsafe=True)
 
 
 class Audit:

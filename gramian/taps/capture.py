@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gramian.errors import GramianError
 from gramian.parallel.placement import place_like
 from gramian.parallel.sums import all_reduce
-from gramian.taps.audit import Audit, Projections
+from gramian.taps.audit import TURNS, Audit, Projections
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.names import named_parameters
@@ -108,13 +108,18 @@ class Capture:
         return self
 
     def _new_audit(self) -> Audit | None:
-        """An audit of the next backward, if weight gradients are formed; of a tensor-parallel model, of the first alone."""
+        """An audit of the next backward, if weight gradients are formed: of first gradients, and of others by turns."""
         hub = self._hub
         spread, known = hub.tensor_parallel, hub.audited
-        left = {name: p for name, p in hub.parameters.items() if spread is None or name not in known}
-        if not left or not self._audit_wanted or hub.rule.withholds:
+        hub.audits += 1
+        chosen = {
+            name: p
+            for number, (name, p) in enumerate(hub.parameters.items())
+            if name not in known or (spread is None and (number + hub.audits) % TURNS == 0)
+        }
+        if not chosen or not self._audit_wanted or hub.rule.withholds:
             return None
-        audit = Audit(left, Projections(hub.directions), known, spread, lambda: hub.live)
+        audit = Audit(chosen, Projections(hub.directions), known, spread, lambda: hub.live)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
+from gramian.taps.audit import TURNS
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites import registry
 from gramian.taps.sites.site import tokens
@@ -229,7 +230,8 @@ def test_a_failed_audit_is_repeated_and_a_repaired_model_passes(proof: str) -> N
     _step(model, _text_loss, proof=proof)
     model.outside = True  # found right once, and looked at again
     with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
-        _step(model, _text_loss, proof=proof)
+        for _ in range(TURNS):
+            _step(model, _text_loss, proof=proof)
 
 
 @BOTH
@@ -359,9 +361,9 @@ def test_a_penalty_on_any_weight_that_enters_the_loss_later_is_named(name: str, 
         pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient .*penalty"),
         gramian.per_sample_norms(model),
     ):
-        for batch in range(3):
+        for batch in range(2 + TURNS):
             loss = _next_token(model, ids)
-            (loss + (beside * weight).sum() if batch == 2 else loss).backward()
+            (loss + (beside * weight).sum() if batch > 1 else loss).backward()
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
@@ -385,8 +387,9 @@ def test_a_small_penalty_is_found_in_float32() -> None:
 def test_a_weight_that_is_read_beside_its_layer_later_is_named() -> None:
     model, ids = _net(torch.float32)
     with pytest.raises(gramian.GramianError, match=r"^up\.weight: got a gradient"), gramian.per_sample_norms(model):
-        _next_token(model, ids).backward()
-        (_next_token(model, ids) + F.linear(torch.ones(1, 8), model.up.weight).square().mean()).backward()
+        for batch in range(1 + TURNS):
+            beside = F.linear(torch.ones(1, 8), model.up.weight).square().mean()
+            (_next_token(model, ids) + min(batch, 1) * beside).backward()
 
 
 def test_an_unused_weight_that_a_penalty_reaches_is_named() -> None:
@@ -394,17 +397,16 @@ def test_an_unused_weight_that_a_penalty_reaches_is_named() -> None:
     model.forward = lambda x: model["used"](x)
     x = torch.randn(4, 3)
     with pytest.raises(gramian.GramianError, match=r"^idle\.weight: got a gradient"), gramian.per_sample_norms(model):
-        for batch in range(3):
-            (
-                model(x).square().sum() + (0 if batch == 1 else 1e-3 * batch) * model["idle"].weight.square().sum()
-            ).backward()
+        for batch in range(2 + TURNS):
+            penalty = model["idle"].weight.square().sum()
+            (model(x).square().sum() + (1e-3 if batch > 1 else 0.0) * penalty).backward()
 
 
 def test_k_fac_sees_a_penalty_that_enters_later() -> None:
     model, ids = _net(torch.float32)
     kfac = gramian.KFACNaturalGradient(damping=1e-2, update_freq=1)
     with pytest.raises(gramian.GramianError, match="penalty"):
-        for batch in range(2):
+        for batch in range(1 + TURNS):
             with kfac.capture(model, num_terms=ids.numel()):
                 (_next_token(model, ids) + 0.1 * batch * model.up.weight.square().sum()).backward()
 
@@ -414,5 +416,5 @@ def test_a_compiled_model_is_audited_in_every_backward() -> None:
     model, ids = _net(torch.float32)
     compiled = torch.compile(model, backend="aot_eager")
     with pytest.raises(gramian.GramianError, match=r"^up\.weight: .*penalty"), gramian.per_sample_norms(compiled):
-        for batch in range(2):
+        for batch in range(1 + TURNS):
             (_next_token(compiled, ids) + batch * model.up.weight.square().sum()).backward()

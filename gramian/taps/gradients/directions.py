@@ -37,8 +37,11 @@ class Directions:
             self._cast[dtype] = left_MK, right_NK
         return self._cast[dtype]
 
+    def along_rows(self, gradient: Tensor) -> Tensor:
+        """G v_k: [M, K], wide. One pass over G."""
+        right_NK = self.sides(gradient.dtype)[1]
+        return wide_mm(gradient.reshape(-1, len(right_NK)), right_NK)
+
     def project(self, gradient: Tensor) -> Tensor:
         """u_kᵀ G v_k: [K], wide. One pass over G."""
-        right_NK = self.sides(gradient.dtype)[1]
-        products_MK = wide_mm(gradient.reshape(-1, len(right_NK)), right_NK)
-        return (products_MK * self.sides(wide_dtype(gradient))[0]).sum(0)
+        return (self.along_rows(gradient) * self.sides(wide_dtype(gradient))[0]).sum(0)
