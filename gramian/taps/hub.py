@@ -338,7 +338,7 @@ class Hub:
                 with tap.named_errors():
                     output, kept, extra = self._run_site(tap, module, plain, args, kwargs)
             except GramianError as error:
-                self._raise_after_the_run(error)
+                self._raise_after_the_run(tap, error)
                 return plain(*args, **kwargs)
         if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
@@ -469,7 +469,7 @@ class Hub:
         try:
             self._receive(pass_, use.tap, use.ordinal, kept, gradients, extra, borrowed=False)
         except GramianError as error:
-            self._raise_after_the_run(error)
+            self._raise_after_the_run(use.tap, error)
 
     def report_compiled(self, tap: Tap, number: int, ordinal: int, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (compiled): the tensors are borrowed, the graph may reuse their memory."""
@@ -628,9 +628,14 @@ class Hub:
         if failure is not None:
             raise failure
 
-    def _raise_after_the_run(self, error: GramianError) -> None:
-        """Raise, at once where no other process waits for what the rest of this run gathers."""
-        if self.rehearsing is None or self.lockstep.alone:
+    def _raise_after_the_run(self, tap: Tap, error: GramianError) -> None:
+        """Raise; where other processes wait for what the rest of this run gathers, when it is over.
+
+        At once on weights that are not there (a unit that nobody gathers): autograd, which goes on, would crash on them.
+        """
+        module = tap.owner()
+        gone = module is None or any(isinstance(p, DTensor) for p in module.parameters())
+        if self.rehearsing is None or self.lockstep.alone or gone:
             raise error
         self.rehearsing.failure = self.rehearsing.failure or error
 
