@@ -1,5 +1,6 @@
 """Code blocks in the README and the docs run as written."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -11,6 +12,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+@pytest.fixture(autouse=True)
+def levels():
+    """Pages show how to hear more of a logger; tests that come later hear what they did."""
+    loggers = [logging.getLogger(name) for name in ("", "gramian", "gramian.curvature")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
