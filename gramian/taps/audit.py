@@ -43,8 +43,8 @@ class Projections:
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
     """By shape and device; the model's hub keeps them, so that they are drawn once."""
-    tensor_float_32: bool = field(default_factory=lambda: torch.get_float32_matmul_precision() != "highest")
-    """True if the user's own products of float32 matrices may be rounded to TF32."""
+    tensor_float_32: bool
+    """True if the user's own products of float32 matrices may be rounded to TF32; inside a backward, taps switch that off."""
     explained: dict[str, list[Tensor]] = field(default_factory=dict)
     """{parameter: terms of what the taps explain, [terms, K] for each of its records}."""
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)

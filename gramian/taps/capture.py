@@ -88,6 +88,7 @@ class Capture:
         self.proof, self._forwards = proof, 0
         self._group, self._audit_wanted = process_group, audit
         self._audit: Audit | None = None
+        self._tensor_float_32 = False
         self._sums: list[Any] = []
         self._state = "new"
         self._failed: list[Statistic] = []
@@ -103,6 +104,7 @@ class Capture:
             raise GramianError("capture: was entered before; expected a new capture for every with block")
         self._hub.attach(self)
         self._state = "open"
+        self._tensor_float_32 = torch.get_float32_matmul_precision() != "highest"
         self._sums = [statistic.start(self._hub.parameters) for statistic in self.statistics]
         self._audit = self._new_audit()
         return self
@@ -119,7 +121,7 @@ class Capture:
         }
         if not chosen or not self._audit_wanted or hub.rule.withholds:
             return None
-        audit = Audit(chosen, Projections(hub.directions), known, spread, lambda: hub.live)
+        audit = Audit(chosen, Projections(hub.directions, self._tensor_float_32), known, spread, lambda: hub.live)
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit

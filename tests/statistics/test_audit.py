@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.taps.audit import TURNS
+from gramian.taps.audit import TURNS, Projections
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
 from gramian.taps.sites import registry
 from gramian.taps.sites.site import tokens
@@ -418,3 +418,23 @@ def test_a_compiled_model_is_audited_in_every_backward() -> None:
     with pytest.raises(gramian.GramianError, match=r"^up\.weight: .*penalty"), gramian.per_sample_norms(compiled):
         for batch in range(1 + TURNS):
             (_next_token(compiled, ids) + batch * model.up.weight.square().sum()).backward()
+
+
+def test_the_users_leave_to_round_products_to_tf32_counts_in_every_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = _net(torch.float32)
+    seen = []
+
+    def projections(directions: Any, tensor_float_32: bool) -> Projections:
+        seen.append(tensor_float_32)
+        return Projections(directions, tensor_float_32)
+
+    monkeypatch.setattr("gramian.taps.capture.Projections", projections)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with gramian.per_sample_norms(model):
+            for _ in range(3):
+                _next_token(model, ids).backward()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == [True] * 4
