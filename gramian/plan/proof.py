@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from gramian.linalg.wide import BLOCK
-
 if TYPE_CHECKING:
     from gramian.plan.memory import Needs
 
+BLOCK = 2**24
+"""Entries that are widened at a time, as in `gramian.linalg.wide`."""
 FINGERPRINT = 40
 """Bytes of a row: a hash of 64 bits and four projections in float64."""
 WORKING = 32

@@ -61,6 +61,7 @@ class Buffers:
         places = [
             (names.join(name, local), module._buffers, local)
             for name, module in names.named_modules(root)
+            if not isinstance(module, torch.jit.ScriptModule)  # whose buffers are no dict; taps refuse it
             for local in module._buffers
         ]
         self._found = [(name, owner, local, owner[local], _copy(owner[local])) for name, owner, local in places]

@@ -336,7 +336,7 @@ CLIPPING_BUGS = {
         Indexed,
         "squared_norms",
         partial(scaled, by=1.001),
-        "text: clipped sums, float64: error",
+        "text: clipped sums, float64: ",  # the row proof refuses it before there is an error to measure
     ),  # fmt: skip
     "the actual batch": (GradientSums, "release", divided_by_the_batch, "mlp: several backwards: error"),
     "a bad sample": (Clipping, "_confirm", careless, "mlp: a sample that is NaN: error nan"),

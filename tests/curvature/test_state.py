@@ -100,7 +100,8 @@ def naturals(kfac: KFAC, model: nn.Module, powers: tuple[float, ...] = (-1.0, -0
 
 
 def without_time(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name != "seconds"}
+    """All but how long it took, and how rows of captured models are known: a loaded object has captured none."""
+    return {name: value for name, value in record.items() if name not in ("seconds", "shared_rows")}
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------

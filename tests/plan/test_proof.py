@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from gramian.linalg import wide
+from gramian.plan import proof
 from gramian.plan.proof import plan_proof, proof_runs
 from gramian.taps.proof.runs import Runs
 from gramian.train.build import build
@@ -57,3 +59,7 @@ def test_a_proof_peaks_where_it_is_planned_to(case: str, tmp_path: Path, monkeyp
 
 def test_one_sample_needs_no_run_and_each_doubling_two_more() -> None:
     assert [proof_runs(samples) for samples in (0, 1, 2, 3, 4, 5, 16, 17, 256)] == [0, 0, 6, 8, 8, 10, 12, 14, 20]
+
+
+def test_blocks_are_those_of_the_library() -> None:
+    assert proof.BLOCK == wide.BLOCK

@@ -1109,7 +1109,7 @@ BUGS = (
         "losses that couple samples accepted",
         (
             Edit(
-                f"{_PRIVACY}.independence:check_independence",
+                f"{_PRIVACY}.independence:_prove",
                 "prove(lambda _: [0])",
                 "prove(lambda _: [0], whole=False)",
             ),

@@ -136,7 +136,7 @@ def _wide_model() -> nn.Module:
 def test_grams_are_computed_once_for_all_statistics_of_a_capture(statistics: int, grams: Counter[str]) -> None:
     model = _wide_model()
     wanted = [gramian.PerSampleNorms(), gramian.NoiseScale(), gramian.PerSampleNorms("gram"), gramian.PerSampleNorms()]
-    with gramian.observe(model, *wanted[:statistics]):
+    with gramian.observe(model, *wanted[:statistics], proof="off"):
         model(torch.randn(3, 3, 20, dtype=torch.float64)).square().mean((1, 2)).mean().backward()
     assert grams == {"grams": 2}
 
@@ -144,9 +144,9 @@ def test_grams_are_computed_once_for_all_statistics_of_a_capture(statistics: int
 def test_grams_are_computed_once_for_nested_captures(grams: Counter[str]) -> None:
     model = _wide_model()
     with (
-        gramian.per_sample_norms(model),
-        gramian.per_sample_norms(model, 0.5),
-        gramian.observe(model, gramian.NoiseScale()),
+        gramian.per_sample_norms(model, proof="off"),
+        gramian.per_sample_norms(model, 0.5, proof="off"),
+        gramian.observe(model, gramian.NoiseScale(), proof="off"),
     ):
         model(torch.randn(3, 3, 20, dtype=torch.float64)).square().mean((1, 2)).sum().backward()
     assert grams == {"grams": 2}
@@ -154,7 +154,7 @@ def test_grams_are_computed_once_for_nested_captures(grams: Counter[str]) -> Non
 
 def test_no_gram_is_computed_where_nobody_asks_for_norms(grams: Counter[str]) -> None:
     model = _wide_model()
-    with gramian.observe(model, gramian.Health(), gramian.DiagonalFisher()):
+    with gramian.observe(model, gramian.Health(), gramian.DiagonalFisher(), proof="off"):
         model(torch.randn(3, 3, 20, dtype=torch.float64)).square().mean((1, 2)).mean().backward()
     assert not grams
 
@@ -169,7 +169,7 @@ def test_norms_of_a_parameter_are_formed_once_for_all_statistics(monkeypatch: py
 
     monkeypatch.setattr(Outer, "squared_norms", counted)
     model = _wide_model()
-    with gramian.observe(model, gramian.PerSampleNorms(), gramian.NoiseScale(), gramian.PerSampleNorms()):
+    with gramian.observe(model, gramian.PerSampleNorms(), gramian.NoiseScale(), gramian.PerSampleNorms(), proof="off"):
         model(torch.randn(3, 3, 20, dtype=torch.float64)).square().mean((1, 2)).mean().backward()
     assert calls == {(24, 20): 1, (20, 24): 1}
 

@@ -64,19 +64,20 @@ class Samples:
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
 
     def uneven(self) -> tuple[int, ...]:
-        """Leaves of integers in which samples have different numbers of tokens that do not count: −100, or 0 (a mask).
+        """Leaves of integers in which samples have different numbers of tokens that do not count: −100, or 0 in a mask.
 
         A mean over the tokens of a batch tells samples apart as long as these numbers are equal, and couples them once they are
-        not. Cost: two counts of each such leaf; waits for the device once.
+        not. A mask holds zeros and ones. Cost: some passes over each such leaf; waits for the device once.
         """
         found, differ = [], []
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
             if not rows or not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dim() < 2:
                 continue
-            tokens = leaf.reshape(self.batch, -1)
-            counts = torch.stack([(tokens == value).sum(1) for value in (-100, 0)])
+            tokens_BT = leaf.reshape(self.batch, -1)
+            ignored_B, zeros_B = ((tokens_BT == value).sum(1) for value in (-100, 0))
+            masks = ((tokens_BT == 0) | (tokens_BT == 1)).all()
             found.append(number)
-            differ.append((counts != counts[:, :1]).any())
+            differ.append((ignored_B != ignored_B[0]).any() | (masks & (zeros_B != zeros_B[0]).any()))
         flags = torch.stack(differ).tolist() if differ else []
         return tuple(number for number, flag in zip(found, flags, strict=True) if flag)
 
