@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
+from gramian.taps.hub import hub_of
 from tests.statistics.problems import assert_norms
 
 REMEDY = r"num_items_in_batch=N with loss_reduction=1/N"
@@ -63,6 +64,14 @@ def test_a_constant_number_of_terms_is_exact_at_unequal_counts() -> None:
         for labels in (_batch(2, 2, 2, 2)[1], batch[1]):
             model(batch[0], labels, num_items_in_batch=24)["loss"].backward()
     assert_norms(norms.values[4:], _loop(model, *batch, terms=24), 1e-9)
+
+
+def test_what_is_shown_at_unequal_counts_covers_equal_ones() -> None:
+    model, (ids, labels) = TokenMean(), _batch(0, 2, 5, 3)
+    with gramian.per_sample_norms(model, loss_reduction=1 / 24):
+        for these in (labels, _batch(2, 2, 2, 2)[1], labels):
+            model(ids, these, num_items_in_batch=24)["loss"].backward()
+    assert len(hub_of(model).proof.proven) == 1
 
 
 def test_a_loss_of_the_logits_is_exact_at_unequal_counts() -> None:

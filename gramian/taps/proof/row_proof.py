@@ -237,11 +237,18 @@ class RowProof:
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
         key = (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters))
         asks = hub.tells_samples_apart and self._returns_scalars.get(key, True)
-        return (key, found[0].uneven() if asks else ()), found
+        return self._settled((key, found[0].uneven() if asks else ())), found
 
     def _settled(self, key: Any) -> Any:
-        """The same key once it is known that a model returns no single number: it does not matter which tokens count."""
-        return key if self._returns_scalars.get(key[0], True) else (key[0], ())
+        """The key of what covers a batch: where counts differ all is shown for equal ones; without a loss they do not matter."""
+        if not self._returns_scalars.get(key[0], True):
+            return key[0], ()
+        covers = (
+            other
+            for other, proven in self.proven.items()
+            if other[0] == key[0] and set(other[1]) > set(key[1]) and not proven.open_outputs
+        )
+        return key if key in self.proven else next(covers, key)
 
     def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
