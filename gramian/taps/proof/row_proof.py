@@ -240,7 +240,7 @@ class RowProof:
         return self._settled((key, found[0].uneven() if asks else ())), found
 
     def _settled(self, key: Any) -> Any:
-        """The key of what covers a batch: where counts differ all is shown for equal ones; without a loss they do not matter."""
+        """The key of what covers a batch: unequal counts cover equal ones, and without a loss they do not matter."""
         if not self._returns_scalars.get(key[0], True):
             return key[0], ()
         covers = (
