@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out: list[pytest.Item] = []
     for matrix in () if FULL else matrices.values():
-        chosen = set(thinned([item.callspec.params if hasattr(item, "callspec") else {} for item in matrix]))
+        cells = [item.callspec.params if hasattr(item, "callspec") else {} for item in matrix]
+        chosen = set(thinned(cells, processes=matrix[0].get_closest_marker("dist") is not None))
         left_out += [item for i, item in enumerate(matrix) if i not in chosen]
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)

@@ -12,6 +12,7 @@ from tests.analysis.subjects import tiny
 pytestmark = pytest.mark.skipif(not plots.available(), reason="no matplotlib")
 
 
+@pytest.mark.full
 def test_a_largest_eigenvalue_that_occurs_often_has_the_ranks_from_one_on():
     result = analyse(tiny(), Settings(probes=0, eigenvalues=2))
     result["kfac"]["spectra"]["blocks.0"] = {"eigenvalues": [3.0, 1.0], "ranks": [5.0, 9.0]}

@@ -71,6 +71,7 @@ def result_of(folder: Path) -> dict:
     return json.loads((folder / "curvature.json").read_text())
 
 
+@pytest.mark.full
 def test_a_config_without_a_run_has_fresh_weights_and_says_so(config: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "out"
     assert main(["curvature", str(config), "--methods", "--out", str(out), *QUICK]) == 0

@@ -222,6 +222,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.full
 def test_every_length_has_its_phases_the_plain_step_and_the_ratio(profiled):
     printed, _ = profiled
     assert all(character == "\n" or character.isprintable() for character in printed)

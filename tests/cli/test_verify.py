@@ -123,6 +123,7 @@ def test_the_table_has_a_row_per_check_with_error_tolerance_and_verdict(capsys, 
     assert out.splitlines()[-1] == "18 of 18 checks passed"
 
 
+@pytest.mark.full
 def test_verbose_has_a_row_per_layer_and_case(capsys, monkeypatch):
     take_sample(monkeypatch, "gpt")
     status, out, _ = run(capsys, "--verbose")
@@ -141,6 +142,7 @@ def test_the_progress_bar_is_for_terminals(capsys, monkeypatch):
     assert "\x1b[" in out and "model: a check" in out
 
 
+@pytest.mark.full
 def test_clipping_has_a_row_per_check_and_a_row_per_layer_and_case_where_asked(capsys, monkeypatch):
     take_few(monkeypatch, "mlp", "tied gpt")
     status, out, err = run(capsys, "--verbose", target="clipping")
@@ -155,6 +157,7 @@ def test_clipping_has_a_row_per_check_and_a_row_per_layer_and_case_where_asked(c
             assert any(line.split()[0] == layer and case.label in line for line in part.splitlines() if line.strip())
 
 
+@pytest.mark.full
 def test_profile_adds_the_times_of_the_private_steps(capsys, monkeypatch):
     take_few(monkeypatch, "mlp")
     status, out, _ = run(capsys, "--profile", target="clipping")

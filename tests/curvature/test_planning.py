@@ -488,6 +488,7 @@ def test_seven_billion_parameters_are_planned_without_allocating_anything(budget
     assert head.layer == "head" and head.outputs > WIDEST_DENSE and "dense" not in head.G
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_vocabulary_is_dense_under_no_policy(policy: str) -> None:
     model = seven_billion()
@@ -672,6 +673,7 @@ def test_a_subset_within_a_budget_is_unbiased() -> None:
     assert float((means - exact).norm() / exact.norm()) < 0.2
 
 
+@pytest.mark.full
 def test_the_order_is_low_rank_then_fewer_tokens_then_diagonal_then_refusal() -> None:
     model = CASES["wide"].build()
     most = gramian.KFACNaturalGradient().plan(model).total()

@@ -153,6 +153,7 @@ def test_projectors_larger_than_the_student_are_sharded_beside_it() -> None:
     assert max(row["feature_loss"] for row in many[0]["rows"][:2]) == 0 < many[0]["rows"][2]["feature_loss"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["topk", pytest.param("hidden", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["learnable", pytest.param("fixed", marks=pytest.mark.full)])
 def test_a_cache_on_two_processes_teaches_as_a_live_teacher_on_one(kind: str, source: str) -> None:

@@ -91,6 +91,7 @@ def test_accumulation_without_gradient_sync(rank: int, world_size: int, way: str
     bodies.accumulated(rank, way, name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "hf_llama"])
 @ways
 @distributed(world_size=2)

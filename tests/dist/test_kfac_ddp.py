@@ -62,6 +62,7 @@ def test_four_processes_have_the_factors_of_one(rank: int, world_size: int, redu
     bodies.same_as_one(rank, "ddp", case, [[3, 1], [], [0, 4, 2], [5]], options, reduction="sum")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @distributed(world_size=2)
 def test_a_process_without_any_pass(rank: int, world_size: int, reduce: str) -> None:
@@ -70,6 +71,7 @@ def test_a_process_without_any_pass(rank: int, world_size: int, reduce: str) -> 
     bodies.same_as_one(rank, "plain", "words", TWO["empty"], options, empty_pass=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @distributed(world_size=2)
 def test_float32(rank: int, world_size: int, reduce: str) -> None:

@@ -52,6 +52,7 @@ def test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it
     bodies.one_step(rank, way, name, sizes, reduction, clipping)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, clipping, sizes, reduction", sample(MATRIX_OF_THREE, 5))
 @distributed(world_size=3)
 def test_a_step_of_three_ranks(
@@ -210,6 +211,7 @@ def test_steps_of_layers_without_a_formula(
     layers.two_steps(rank, kind, units, sizes, reduction, clipping, checkpoint)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, units, sizes, checkpoint",
     sample([(*pair, *rest) for pair, *rest in itertools.product(layers.ACCEPTED, UNEVEN, (False, True))], 12),

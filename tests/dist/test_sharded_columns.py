@@ -179,6 +179,7 @@ def test_what_is_made_of_factors_is_the_same_and_stays_where_it_is(
     run_on_ranks(world_size, _changed, make, change, storage, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)])
 @distributed(world_size=3)
 def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int, storage: torch.dtype) -> None:

@@ -4,10 +4,12 @@ import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-WHOLE = 8
+WHOLE = 4
 """Matrices up to this size are not thinned."""
-SHARE = 0.3
+SHARE = 0.1
 """Of a larger one, what is left of it at least."""
+FEW = 3
+"""What is left of a matrix whose every cell starts several processes: its axes are walked through without them."""
 
 FULL = os.environ.get("GRAMIAN_FULL") == "1"
 
@@ -42,17 +44,20 @@ def sample(items: Sequence[Item], n: int, case: Callable[[Item], object] | None 
     return [items[i] for i in sorted(chosen)]
 
 
-def thinned(cells: Sequence[Mapping[str, Any]]) -> list[int]:
+def thinned(cells: Sequence[Mapping[str, Any]], processes: bool = False) -> list[int]:
     """Which cells of a matrix to run: every value of every axis is in one of them, and so is a share of all.
 
     Args:
         cells: {axis: value} of each.
+        processes: True if each runs on several processes.
 
     Returns:
         Their numbers, in order.
     """
     if len(cells) <= WHOLE:
         return list(range(len(cells)))
+    if processes:
+        return sorted(k * _stride(len(cells)) % len(cells) for k in range(FEW))
     stride, seen, chosen, others = _stride(len(cells)), set[Hashable](), [], []
     for k in range(len(cells)):
         i = k * stride % len(cells)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.matrix import SHARE, WHOLE, thinned
+from tests.kit.matrix import FEW, SHARE, WHOLE, thinned
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
@@ -23,6 +23,13 @@ def test_every_value_of_every_axis_is_left(lengths: list[int]) -> None:
 
 def test_a_large_matrix_is_thinned_and_a_list_is_not() -> None:
     cells = [{"a": a, "b": b, "c": c} for a, b, c in itertools.product(range(6), range(5), range(4))]
-    assert len(thinned(cells)) == round(SHARE * len(cells)) == 36
+    assert len(thinned(cells)) == round(SHARE * len(cells)) == 12
     assert thinned([{"refused": value} for value in range(50)]) == list(range(50))
     assert len(thinned([{"a": a} for a in (1, True, 1.0) * 4])) == 4
+
+
+def test_of_a_matrix_on_several_processes_few_cells_are_left() -> None:
+    cells = [{"a": a} for a in range(50)]
+    chosen = thinned(cells, processes=True)
+    assert len(set(chosen)) == FEW and chosen == sorted(chosen)
+    assert thinned(cells[:WHOLE], processes=True) == list(range(WHOLE))

@@ -52,6 +52,7 @@ sys.exit(pytest.main(["-q", "-p", "tests.kit.seeds", "-p", "no:cacheprovider", "
 """
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("fresh")
 def test_a_run_is_a_function_of_its_seed(tmp_path: Path) -> None:
     def drawn(seed: int, *tests: str) -> list[str]:

@@ -186,6 +186,7 @@ def test_a_fresh_model_knows_nothing(config: GooseConfig, tied: bool, width: int
     assert logits.var(dim=-1).mean() < 0.2 * math.log(vocabulary)
 
 
+@pytest.mark.full
 @BOTH
 @pytest.mark.parametrize("rate", [1e-3, 3e-3])
 def test_learns_a_small_batch_by_heart(config: GooseConfig, rate: float) -> None:

@@ -286,7 +286,7 @@ COMPILED = [(name, "aot_eager", storage) for name in FEW if name != "vit" for st
 COMPILED = (
     [*COMPILED, ("tied_gpt", "aot_eager", "bookkeeping")] if FULL else sample(COMPILED, 2, case=lambda cell: cell[2])
 )
-INDUCTOR = [("tied_gpt" if FULL else "mlp", "inductor", "bookkeeping")]
+INDUCTOR = [("tied_gpt", "inductor", "bookkeeping")] * FULL
 INDUCTOR += [(name, "inductor", s) for name in ("mlp", "gpt", "reused") for s in ("auto", "keep", "bookkeeping")] * FULL
 
 

@@ -71,6 +71,7 @@ def test_a_step_is_one_draw_whatever_its_pieces(name: str, physical: int | None)
     assert_sums(moved, wanted(p, limit, seen).totals, p.tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("physical", [None, 2, 5])
 @pytest.mark.parametrize("options", [{"clipping": "two_pass"}, {"memory_budget": 100}], ids=["forced", "by the budget"])
 def test_two_passes_over_the_pieces_of_draws(options: dict[str, Any], physical: int | None) -> None:

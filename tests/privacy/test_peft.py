@@ -186,6 +186,7 @@ def _anatomy(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LORA)
 def test_detach_leaves_the_model_as_it_was_and_adapters_merge(name: str) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -248,6 +249,7 @@ def test_a_private_loop_and_its_adapters_in_another_model(name: str) -> None:
         assert torch.equal(fresh(input_ids=data).logits, model(input_ids=data).logits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, storage", sample(list(product(["gpt2, DoRA", "llama, every linear"], STORAGES)), 4))
 def test_checkpointed_blocks(name: str, storage: str) -> None:
     model = make(name).train()

@@ -188,6 +188,7 @@ def test_batches_of_the_users_own_need_a_rate() -> None:
     assert private(loader, False, expected_batch=2, sample_rate=1.0)[0].sample_rate == 1.0
 
 
+@pytest.mark.full
 def test_a_target_counts_the_steps_of_the_subset() -> None:
     """Ten epochs over 12 records in batches of 4 are 30 steps at rate 1/3, and end just below the target."""
     engine, model = gramian.PrivacyEngine("rdp"), nn.Linear(1, 1)

@@ -100,6 +100,7 @@ def test_a_backward_larger_than_it_may_be_is_refused() -> None:
         engine.detach()
 
 
+@pytest.mark.full
 def test_a_target_is_kept_by_as_many_steps_as_the_loader_yields() -> None:
     engine, model = gramian.PrivacyEngine("rdp"), net()
     data = TensorDataset(rows(60))

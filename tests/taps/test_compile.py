@@ -183,6 +183,7 @@ def test_compiled_and_eager_passes_of_one_capture_are_concatenated() -> None:
     assert_norms(norms.values, torch.cat([expected, expected]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "order", ["one backward", pytest.param("forward order", marks=pytest.mark.full), "reverse order"]
 )
@@ -274,6 +275,7 @@ def _next_token(model: nn.Module, ids: Tensor, reduction: str = "mean") -> Tenso
     return terms_B.sum() if reduction == "sum" else terms_B.mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if FULL else [])])
 def test_blocks_compiled_one_by_one_share_their_graphs(backend: str) -> None:
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ CASES = [*((position, nan_weights) for position in (28, 29, 30, 49, 59)), *((n, 
 """Finite weights that are bad at an evaluation show in a later loss, those after the last step in none."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("position, spoil", CASES)
 def test_a_bad_update_is_taken_back_wherever_it_falls(
     position: int, spoil: Callable[[Parts], None], tmp_path: Path

@@ -710,6 +710,7 @@ def test_a_process_killed_at_any_time_leaves_whole_checkpoints(tmp_path: Path, c
         longest *= 1 if any(reached) else 1.5  # until a busy machine has saved once
 
 
+@pytest.mark.full
 def test_a_limit_on_the_size_of_a_file_is_a_failed_save(tmp_path: Path, child: Child) -> None:
     assert child(tmp_path, -1, 0.0) == 0
     with Store(tmp_path) as store:

@@ -164,6 +164,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", LOOPS)
 def test_the_loop_is_what_a_hand_written_one_does(kind: str, tmp_path: Path) -> None:
@@ -423,6 +424,7 @@ def crashing(step: int) -> Callable[[Parts], None]:
     return fault
 
 
+@pytest.mark.full
 def test_what_goes_wrong_is_told_once_and_not_again_by_a_resumed_run(tmp_path: Path) -> None:
     steps = STUCK_STEPS + 40
     sections: dict[str, Any] = {

@@ -175,6 +175,7 @@ def kill_at(attempt: int) -> Callable[[Parts], None]:
     return fault
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("attempt", [14, *(pytest.param(n, marks=pytest.mark.full) for n in (11, 12, 13, 31, 33, 37))])
 @pytest.mark.parametrize(
     "positions", [{10, 11}, pytest.param({30, 31, 32}, marks=pytest.mark.full)], ids=["skips", "falls"]
@@ -250,7 +251,9 @@ def test_a_full_disk_loses_a_save_and_nothing_else(
     assert newest.step == STEPS
 
 
-@pytest.mark.parametrize("sections", [{}, {"privacy": PRIVATE}], ids=["plain", "private"])
+@pytest.mark.parametrize(
+    "sections", [{}, pytest.param({"privacy": PRIVATE}, marks=pytest.mark.full)], ids=["plain", "private"]
+)
 def test_a_data_worker_that_dies_is_replaced(tmp_path: Path, sections: Any) -> None:
     told: dict[str, Any] = {"run": {"steps": 24}, "eval": {"every": 100}, **sections}
     run(small(tmp_path / "whole", **told))
@@ -582,6 +585,7 @@ def test_a_run_that_never_began_leaves_its_folder_to_another_config(tmp_path: Pa
         pass
 
 
+@pytest.mark.full
 def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_path: Path) -> None:
     config = small(
         tmp_path / "run",

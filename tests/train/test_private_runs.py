@@ -182,6 +182,7 @@ def test_no_figure_without_noise_changes_the_weights_or_which_of_them_are_kept(
     assert (told(lied)["decisions"], told(lied)["epsilon"]) == ("noised", "as accounted")
 
 
+@pytest.mark.full
 def test_the_noised_gradient_and_the_weights_may_decide(tmp_path: Path) -> None:
     config = private(tmp_path / "gradient", steps=30)
     run(config, changing(longer))

@@ -107,6 +107,7 @@ def test_other_private_data_is_noticed_on_a_resume_all_the_same(runs: Any, capsy
     assert main(["train", str(runs[0] / "run.toml")]) == 0
 
 
+@pytest.mark.full
 def test_a_resume_from_other_weights_replays_nothing_and_says_so(tmp_path: Path) -> None:
     """From a checkpoint of step 4 in which one weight was changed, and the checksums with it."""
     private_run(tmp_path, "abc ")
