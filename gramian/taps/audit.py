@@ -61,7 +61,7 @@ class Projections:
         terms = gradient.projected(self._directions(gradient.shape, device))
         self.explained.setdefault(name, []).append(terms)
         self._round(name, gradient.dtype, device, len(gradient.shape))
-        if not gradient.summed_wide:
+        if not gradient.summed_wide and device.type == "cpu":
             self._sequential.add(name)
 
     def arrive(self, name: str, gradient: Tensor) -> None:
@@ -75,7 +75,8 @@ class Projections:
         """The first parameter whose gradient the taps do not explain. Waits for the device once.
 
         Rounding, in the mean over directions: a product that is rounded, or taken of rounded operands, is off by ε times its
-        norm; a sum by ε of its accumulator times the sum of absolute terms, which is at most √n times their norm.
+        norm. A sum of n terms of one sign, added one after the other, is off by some ε n times their norm, with ε of the
+        accumulator: float32 for products of matrices and on a GPU; on a CPU tables, biases and norms have their own.
         """
         if not self.arrived:
             return None
@@ -92,7 +93,7 @@ class Projections:
         eps = [self._rounding[name] for name in names]
         accumulator = torch.finfo(empty.dtype).eps
         off = [
-            one + (one if name in self._sequential else accumulator) * max(1, count) ** 0.5
+            one + (one if name in self._sequential else accumulator) * max(1, count)
             for name, one, count in zip(names, eps, counts, strict=True)
         ]
         rates = torch.tensor([eps, off], dtype=torch.float64).to(norms_P.device)

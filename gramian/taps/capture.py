@@ -113,13 +113,12 @@ class Capture:
         """An audit of the next backward, if weight gradients are formed: of first gradients, and of others by turns."""
         hub = self._hub
         spread, known = hub.tensor_parallel, hub.audited
-        hub.audits += 1
         chosen = {
             name: p
             for number, (name, p) in enumerate(hub.parameters.items())
             if name not in known or (spread is None and (number + hub.audits) % TURNS == 0)
         }
-        if not chosen or not self._audit_wanted or hub.rule.withholds:
+        if not self._audit_wanted or hub.rule.withholds:
             return None
         audit = Audit(chosen, Projections(hub.directions, self._tensor_float_32), known, spread, lambda: hub.live)
         for name, p in self._plain_parameters():
@@ -276,6 +275,7 @@ class Capture:
             compared = self._audit.verdict()
             if info.rows:  # an empty batch proves nothing
                 self._hub.audited |= compared
+            self._hub.audits += 1
             self._audit = self._new_audit()
 
 

@@ -110,7 +110,7 @@ class Hub:
         self.audited: frozenset[str] = frozenset()
         """Parameters whose whole gradient was compared with autograd's; after that, projections are."""
         self.audits = 0
-        """Audits that began; by their number parameters take turns."""
+        """Backwards that were audited; by their number parameters take turns."""
         self.directions: dict[Any, Directions] = {}
         """On which audits project gradients, by shape and device."""
         self._listeners: list[Listener] = []

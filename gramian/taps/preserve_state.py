@@ -1,6 +1,7 @@
 """Extra forwards and backwards that leave no trace in the user's model."""
 
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -69,7 +70,9 @@ class Buffers:
     def changed(self) -> dict[str, torch.Tensor | None]:
         """{name: a copy of its value now} of the buffers that have another value than they had."""
         return {
-            name: _copy(owner[local]) for name, owner, local, _, value in self._found if not _equal(owner[local], value)
+            name: _copy(owner[local])
+            for name, owner, local, _, value in self._found
+            if not same_values(owner[local], value)
         }
 
     def restore(self) -> None:
@@ -77,7 +80,7 @@ class Buffers:
         with torch.no_grad():
             for _, owner, local, buffer, value in self._found:
                 owner[local] = buffer
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                if buffer is not None and value is not None and not same_values(buffer, value):
                     buffer.copy_(value)  # only now: writing spoils a backward of the user's that is still to come
 
 
@@ -85,8 +88,11 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is other if one is None or other is None else torch.equal(one, other)
+def same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """The same values; what is no number equals itself."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return one is other
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 class Generators:
@@ -146,6 +152,9 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module, which torch looks after."""
+CONTAINERS = (list, dict, set, deque, OrderedDict, Counter, defaultdict)
 PLAIN = (int, float, bool, str, bytes, type(None))
 """Types of attributes that a forward or a hook may count in."""
 
@@ -156,7 +165,12 @@ def _python_state(root: nn.Module) -> list[Undo]:
     seen: set[int] = set()
     for module in root.modules():
         undo += _attributes(module, seen)
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
             for hook in hooks.values():
                 undo += _callable_state(hook, seen)
     return undo
@@ -187,8 +201,8 @@ def _attributes(owner: Any, seen: set[int]) -> list[Undo]:
         return found
     seen.add(id(owner))
     for name, value in attributes.items():
-        if name.startswith("_") and isinstance(owner, nn.Module):
-            continue  # torch's own
+        if name in OWN and isinstance(owner, nn.Module):
+            continue
         if isinstance(value, PLAIN):
             found.append(partial(attributes.__setitem__, name, value))
         else:
@@ -197,20 +211,15 @@ def _attributes(owner: Any, seen: set[int]) -> list[Undo]:
 
 
 def _container(value: Any, seen: set[int]) -> list[Undo]:
-    if id(value) in seen or type(value) not in (list, dict, set):
+    if id(value) in seen or type(value) not in CONTAINERS:
         return []
     seen.add(id(value))
     content = value.copy()
 
     def put_back() -> None:
-        if isinstance(value, list):
-            value[:] = content
-        elif value.keys() != content.keys() or any(value[k] is not v for k, v in content.items()):
-            value.clear()
-            value.update(content)
-
-    def put_back_set() -> None:
+        if isinstance(value, dict) and list(value) == list(content) and all(value[k] is v for k, v in content.items()):
+            return
         value.clear()
-        value.update(content)
+        value.extend(content) if isinstance(value, list | deque) else value.update(content)
 
-    return [put_back_set if isinstance(value, set) else put_back]
+    return [put_back]

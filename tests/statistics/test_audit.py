@@ -356,7 +356,7 @@ def test_a_penalty_on_any_weight_that_enters_the_loss_later_is_named(name: str, 
     weight = model.get_parameter(name)
     gradient = torch.autograd.grad(_next_token(model, ids), weight)[0]
     beside = torch.randn_like(gradient)
-    beside *= gradient.norm() / beside.norm()
+    beside *= gradient.norm() / beside.norm() * (100 if dtype == torch.bfloat16 else 1)  # norms are summed in it on a CPU
     with (
         pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient .*penalty"),
         gramian.per_sample_norms(model),

@@ -27,7 +27,7 @@ class PerSampleGradient(ABC):
     dtype: torch.dtype
     """The narrowest dtype that took part: what the numbers can be trusted to."""
     summed_wide = True
-    """False if autograd may add the tokens up one after the other in their own dtype (tables)."""
+    """False if autograd may add the tokens up one after the other in their own dtype, as it does on a CPU."""
 
     @abstractmethod
     def per_sample(self) -> Tensor:

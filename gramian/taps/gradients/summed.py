@@ -14,6 +14,8 @@ from gramian.taps.units import Units
 class Summed(PerSampleGradient):
     """g_i = Σ_t g_it, from tokens_BTN. The parameter may have any shape of N elements (norm layers over several axes)."""
 
+    summed_wide = False
+
     def __init__(
         self, tokens_BTN: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> None:

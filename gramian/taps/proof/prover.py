@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gramian.taps.audit import AGREES
+from gramian.taps.preserve_state import same_values
 from gramian.taps.proof.alone import Lone, compare_alone
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, disagreement
@@ -58,8 +59,6 @@ class Proven:
     """True if rows were unchanged bit for bit."""
     silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero."""
-    scalars: bool = False
-    """True if the model returns a single number, such as a loss."""
 
 
 class Prover:
@@ -165,7 +164,9 @@ class Prover:
         if self._units is not None and self._units.ids.dim() == 2:
             source = self._other_tokens(replaced)
         else:
-            pairs = zip(self._unit_of_rows(), donors(self._contents, self._draw), strict=True)
+            units = self._unit_of_rows()
+            stayed_rows = [row for row, unit in enumerate(units) if unit not in replaced]
+            pairs = zip(units, donors(self._contents, stayed_rows, self._draw), strict=True)
             source = [
                 donor if unit in replaced and donor is not None else row for row, (unit, donor) in enumerate(pairs)
             ]
@@ -187,7 +188,7 @@ class Prover:
         """
         for name in sorted(base.buffers.keys() | run.buffers.keys()) if self._private else ():
             one, other = base.buffers.get(name), run.buffers.get(name)
-            if one is None or other is None or not torch.equal(one, other):
+            if not same_values(one, other):
                 raise Refuted(
                     f"{name}: is a buffer whose values depend on samples, which no clipping bounds and no noise covers; "
                     "expected a module that keeps no statistics of private data, or one in evaluation mode"

@@ -53,8 +53,6 @@ class RowProof:
     _waited: int = 0
     _summed: set[Any] = field(default_factory=set)
     """Structures of which part 1 alone was shown, where a layer sees one row for all samples."""
-    _returns_scalars: dict[Any, bool] = field(default_factory=dict)
-    """{structure: True if the model returns a single number, which may couple samples once some tokens do not count}."""
     _sizes: set[Any] = field(default_factory=set)
     """Sizes of arguments of compiled forwards whose calls are known."""
 
@@ -95,7 +93,6 @@ class RowProof:
             self._waited += 1
             if self._waited.bit_count() == 1:  # after 1, 2, 4, 8 … forwards: their gradient may not vanish any more
                 unseen = [call for call in self.hub.calls if call in self._silent]
-        key = self._settled(key)
         tells_apart = tells_apart and key in self.proven  # else all samples are equal, and nothing can be told
         if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
             if proven_before:
@@ -208,7 +205,6 @@ class RowProof:
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, whole=tells_apart)
         self._sizes.add(sizes)
-        key = self._settled(key)
         reasons = self.proven[key].open_outputs if key in self.proven else {}
         for number, reason in reasons.items():
             raise GramianError(
@@ -235,14 +231,12 @@ class RowProof:
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        key = (tuple(s.structure for s in found), root.training, autocast, frozenset(hub.parameters))
-        asks = hub.tells_samples_apart and self._returns_scalars.get(key, True)
-        return self._settled((key, found[0].uneven() if asks else ())), found
+        modes = tuple(module.training for module in root.modules())
+        key = (tuple(s.structure for s in found), modes, autocast, frozenset(hub.parameters))
+        return self._covering((key, found[0].uneven() if hub.tells_samples_apart else ())), found
 
-    def _settled(self, key: Any) -> Any:
-        """The key of what covers a batch: unequal counts cover equal ones, and without a loss they do not matter."""
-        if not self._returns_scalars.get(key[0], True):
-            return key[0], ()
+    def _covering(self, key: Any) -> Any:
+        """The key of what covers a batch: what is shown where numbers of tokens differ covers batches where they are equal."""
         covers = (
             other
             for other, proven in self.proven.items()
@@ -264,8 +258,6 @@ class RowProof:
             self._calls |= found.calls
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
             if whole:
-                self._returns_scalars[key[0]] = found.scalars
-                key = self._settled(key)
                 before = self.proven.get(key)
                 if before is not None:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
@@ -284,7 +276,9 @@ class RowProof:
             try:
                 return self._run(first, samples, whole)
             except Refuted as failure:
-                for fixed, second_axis in _readings(samples.ambiguous, first.runs.ambiguous_outputs):
+                for fixed, second_axis in _readings(
+                    samples.ambiguous(self.hub.rule.withholds), first.runs.ambiguous_outputs
+                ):
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
                     prover = self._prover(replace(samples, rows=rows), execute, second_axis)
                     try:
@@ -306,6 +300,11 @@ class RowProof:
         return Prover(self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis)
 
     def _run(self, prover: Prover, samples: Samples, whole: bool) -> Proven | None:
+        if whole and not any(samples.rows) and samples.units is None:
+            raise Refuted(
+                f"model: no argument has the batch of {samples.batch} as its first axis, so that no sample can be replaced by "
+                'another; expected tensors or lists of numbers, one row or entry for each sample, or proof="off"'
+            )
         if whole and prover.open:
             self.open_batches += 1
             self.hub.proof_stays_open()
@@ -331,11 +330,11 @@ class RowProof:
                 failure, reasons[scalar] = refuted, _couples(refuted, samples)
         number, reason = next(iter(reasons.items()), (0, "is not differentiable"))
         if found is None and failure is not None:
-            raise Refuted(f"output {number} of the model {reason}") if samples.uneven() else failure
+            raise Refuted(f"output {number} of the model {reason}") if _counts_differ(samples) else failure
         if found is None or not (outputs.rows or outputs.scalars):
             prover.prove(lambda _: list(outputs.odd), whole=False)  # a tap that refuses a layer says more
             raise Refuted(f"output {number} of the model {reason}; expected one row for each sample")
-        return replace(found, open_outputs=reasons, runs=prover.runs.count, scalars=bool(outputs.scalars))
+        return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
     def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
         """One separating run more, on the batch at hand.
@@ -434,8 +433,12 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
             weight.data.zero_()
 
 
+def _counts_differ(samples: Samples) -> bool:
+    return any(kind != "values" for _, kind in samples.uneven())
+
+
 def _couples(failure: Refuted, samples: Samples) -> str:
-    if not samples.uneven():
+    if not _counts_differ(samples):
         return f"couples samples ({failure})"
     return (
         f"couples samples ({failure}); some samples have more tokens that do not count (−100, or 0 in a mask) than others, and "

@@ -45,41 +45,55 @@ class Samples:
             rows = [_grouped_rows(leaf, batch) for leaf in leaves]
         return cls(leaves, spec, rows, batch, units)
 
-    @property
-    def ambiguous(self) -> list[int]:
-        """Leaves other than the first tensor whose axis 0 may be B by chance: a mask [T, T] where T is B."""
+    def ambiguous(self, strict: bool) -> list[int]:
+        """Leaves other than the first tensor whose axis 0 may be B by chance: a mask [T, T] where T is B.
+
+        Args:
+            strict: True to take nothing else for it; False: where the first tensor has another axis of B, any leaf may be
+                (positions [T]).
+        """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:
             return []
-        elsewhere = self.batch in self.leaves[tensors[0]].shape[1:]
+        elsewhere = not strict and self.batch in self.leaves[tensors[0]].shape[1:]
         return [i for i in tensors[1:] if self.rows[i] and (elsewhere or self.batch in self.leaves[i].shape[1:])]
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Nesting, names, dtypes and ranks, and which leaves carry samples; no sizes."""
+        """Nesting, names, dtypes and ranks, flags and words, and which leaves carry samples; no sizes."""
         kinds = [
-            (str(leaf.dtype), leaf.dim(), bool(rows)) if isinstance(leaf, Tensor) else type(leaf).__name__
+            (str(leaf.dtype), leaf.dim(), bool(rows))
+            if isinstance(leaf, Tensor)
+            else (leaf if isinstance(leaf, bool | str) else type(leaf).__name__)
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
         ]
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
 
-    def uneven(self) -> tuple[int, ...]:
-        """Leaves of integers in which samples have different numbers of tokens that do not count: −100, or 0 in a mask.
+    def uneven(self) -> tuple[tuple[int, str], ...]:
+        """Leaves in which samples differ in how many of their tokens count, with what shows it.
 
-        A mean over the tokens of a batch tells samples apart as long as these numbers are equal, and couples them once they are
-        not. A mask holds zeros and ones. Cost: some passes over each such leaf; waits for the device once.
+        "counts": samples have different numbers of −100, or of zeros in a mask (nothing but zeros and ones). "ignored": some
+        number is −100. "values": integers, one for each sample (lengths, labels), differ. A mean over the tokens of a batch
+        tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in which they
+        are not has to be shown by itself. The first tensor is content. Cost: some passes over each other leaf, one wait.
         """
-        found, differ = [], []
+        found: list[tuple[int, str]] = []
+        differ: list[Tensor] = []
+        first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
-            if not rows or not isinstance(leaf, Tensor) or leaf.is_floating_point() or leaf.dim() < 2:
+            if not rows or not isinstance(leaf, Tensor) or number == first or leaf.is_complex() or not leaf.numel():
                 continue
-            tokens_BT = leaf.reshape(self.batch, -1)
-            ignored_B, zeros_B = ((tokens_BT == value).sum(1) for value in (-100, 0))
-            masks = ((tokens_BT == 0) | (tokens_BT == 1)).all()
-            found.append(number)
-            differ.append((ignored_B != ignored_B[0]).any() | (masks & (zeros_B != zeros_B[0]).any()))
-        flags = torch.stack(differ).tolist() if differ else []
-        return tuple(number for number, flag in zip(found, flags, strict=True) if flag)
+            values_BT = leaf.detach().reshape(self.batch, -1)
+            ignored_BT, zeros_BT = values_BT == -100, values_BT == 0
+            masks = (zeros_BT | (values_BT == 1)).all()
+            counts_B2 = torch.stack([ignored_BT.sum(1), zeros_BT.sum(1) * masks], 1)
+            flags = {"counts": (counts_B2 != counts_B2[:1]).any(), "ignored": ignored_BT.any()}
+            if values_BT.shape[1] == 1 and not leaf.is_floating_point():
+                flags["values"] = (values_BT != values_BT[:1]).any()
+            found += [(number, kind) for kind in flags]
+            differ += flags.values()
+        shown = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist() if differ else []
+        return tuple(one for one, flag in zip(found, shown, strict=True) if flag)
 
     def take(self, source: Sequence[int]) -> Any:
         """The arguments with sample source[i] in place i; copies, which the forward may write into."""
@@ -121,14 +135,15 @@ class Samples:
         return [int(value) for value in total]
 
 
-def donors(contents: Sequence[int], draw: random.Random) -> list[int | None]:
-    """For every sample another one of other content, drawn at random; None where all others are equal to it."""
-    found: list[int | None] = []
-    everyone = list(range(len(contents)))
-    for own in contents:
-        draw.shuffle(everyone)
-        found.append(next((i for i in everyone if contents[i] != own), None))
-    return found
+def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) -> list[int | None]:
+    """For every sample another one of other content, one that stays where there is one; None where all others are equal to it.
+
+    All have the same donor, if it differs from them: what is replaced is gone from the batch. Were each drawn by itself, and
+    from all, a batch of few samples would often keep its content in another order, and what depends on it only through a sum or
+    a maximum (a count of tokens, a scale) would not change.
+    """
+    order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
+    return [next((i for i in order if contents[i] != own), None) for own in contents]
 
 
 def _is_list_of(value: Any, batch: int) -> bool:
