@@ -356,7 +356,9 @@ def test_a_penalty_on_any_weight_that_enters_the_loss_later_is_named(name: str, 
     weight = model.get_parameter(name)
     gradient = torch.autograd.grad(_next_token(model, ids), weight)[0]
     beside = torch.randn_like(gradient)
-    beside *= gradient.norm() / beside.norm() * (100 if dtype == torch.bfloat16 else 1)  # norms are summed in it on a CPU
+    beside *= (
+        gradient.norm() / beside.norm() * (100 if dtype == torch.bfloat16 else 1)
+    )  # norms are summed in it on a CPU
     with (
         pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient .*penalty"),
         gramian.per_sample_norms(model),
@@ -438,3 +440,28 @@ def test_the_users_leave_to_round_products_to_tf32_counts_in_every_backward(monk
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == [True] * 4
+
+
+@pytest.mark.parametrize("name", [name for name, _ in _Net().named_parameters()])
+def test_with_one_capture_for_each_backward_every_parameter_takes_its_turn(name: str) -> None:
+    model, ids = _net(torch.float32)
+    weight = model.get_parameter(name)
+    with pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient"):
+        for batch in range(1 + TURNS):
+            with gramian.per_sample_norms(model):
+                (_next_token(model, ids) + min(batch, 1) * (weight * torch.ones_like(weight)).sum()).backward()
+
+
+@pytest.mark.parametrize("every", [1, TURNS])
+def test_sums_of_many_tokens_one_after_the_other_are_no_false_alarm(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gramian.taps.capture.TURNS", every)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(4 * 8 * 8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(30):
+        with gramian.per_sample_norms(model):
+            model(torch.randn(6, 3, 12, 12)).logsumexp(1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

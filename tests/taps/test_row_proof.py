@@ -448,3 +448,76 @@ def test_positions_without_a_batch_axis_are_refused_with_advice_where_their_numb
     model = Net(lambda net, x: net.last(net.first(x) + net.table(torch.arange(x.shape[1]))))
     with pytest.raises(GramianError, match=r"^table: .*positions of shape \[1, T\]"):
         norms(model, torch.randn(3, 6, 4))
+
+
+class Switched(nn.Module):
+    """Centres the batch where it is told to, by an argument or by the mode of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.part = nn.Linear(4, 5), nn.Linear(5, 3), nn.Identity()
+
+    def forward(self, x: Tensor, centre: Any = False) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(h - h.mean(0) if centre in (True, "yes") or not self.part.training else h)
+
+
+@pytest.mark.parametrize("later", [True, "yes", "mode"])
+def test_a_flag_a_word_or_a_mode_that_changes_later_is_proven_anew(later: Any) -> None:
+    model, x = Switched(), torch.randn(4, 4)
+    given = {True: (False, True), "yes": ("no", "yes"), "mode": (False, False)}[later]
+    with pytest.raises(GramianError, match=r"^last: the input of sample \d changes"), gramian.per_sample_norms(model):
+        model(x, given[0]).square().sum().backward()
+        model.part.train(later != "mode")
+        model(x, given[1]).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["mask", "float mask", "lengths"])
+def test_tokens_that_are_left_out_of_later_batches_only_are_proven_then(kind: str) -> None:
+    """2·B rows of which samples have different numbers: as many rows as fit, of the wrong samples."""
+
+    class Packs(Net):
+        def forward(self, x: Tensor, which: Tensor) -> Tensor:  # type: ignore[override]
+            counted = which.bool() if which.dim() == 2 else torch.arange(x.shape[1]) < which[:, None]
+            h = torch.zeros(*x.shape[:2], 5)
+            h[counted] = self.first(x[counted])
+            return self.last(h.tanh())
+
+    equal, unequal = torch.ones(4, 2, dtype=torch.bool).repeat(1, 2), torch.zeros(4, 4, dtype=torch.bool)
+    equal[:, 2:] = False
+    for row, count in enumerate((1, 3, 3, 1)):
+        unequal[row, :count] = True
+    model, x = Packs(), torch.randn(4, 4, 4)
+    read = {"mask": lambda m: m, "float mask": lambda m: m.float(), "lengths": lambda m: m.sum(1)}[kind]
+    with pytest.raises(GramianError, match="first"), gramian.per_sample_norms(model):
+        model(x, read(equal)).square().sum().backward()
+        model(x, read(unequal)).square().sum().backward()
+
+
+def test_what_is_replaced_is_gone_from_the_batch() -> None:
+    """One sample differs from all others in a count; any replacement that holds it or takes it away changes the sum."""
+    counts = torch.tensor([2.0, 1.0, 2.0, 2.0, 2.0])
+    for seed in range(40):
+        torch.manual_seed(seed)
+        x = torch.cat([torch.randn(5, 4), counts[:, None]], 1)
+        model = Net(lambda net, x: net.last(net.first(x[:, :4]).tanh() / x[:, 4].sum()))
+        with pytest.raises(GramianError, match="changes when other samples are replaced"):
+            norms(model, x)
+
+
+def test_a_buffer_that_is_not_a_number_is_no_memory_of_samples() -> None:
+    model, x = Net(), torch.randn(4, 4)
+    model.register_buffer("unset", torch.full((3,), math.nan))
+    private(model, x)
+    model(x).sum().backward()
+
+
+def test_a_table_that_is_b_long_by_chance_is_held_fixed_under_privacy_only_if_it_is_square() -> None:
+    class Conditioned(Net):
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+            return self.last(self.first(x).tanh() + other.mean(0).sum())
+
+    model, x = Conditioned(), torch.randn(4, 4)
+    private(model, x)
+    with pytest.raises(GramianError, match="changes when other samples are replaced"):
+        model(x, torch.randn(4, 3))
