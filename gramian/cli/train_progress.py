@@ -82,8 +82,8 @@ class Progress:
         if run.best is not None:
             best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
         valid = f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
-        told = f"{reason} at step {run.step} of {run.config.run.steps}{best}{valid}; {run.folder.path}"
-        self._console.print(told, markup=False, highlight=False, soft_wrap=True)
+        last_line = f"{reason} at step {run.step} of {run.config.run.steps}{best}{valid}; {run.folder.path}"
+        self._console.print(last_line, markup=False, highlight=False, soft_wrap=True)
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:

@@ -602,6 +602,7 @@ class PrivacyEngine:
         """
         clipping = self._active()
         if isinstance(clipping, Clipping):  # else every sample is alone
+            self._proof.loss = False  # what an earlier loss showed is not this one's
             check_independence(hub_of(self._root), self._root, loss_fn, batch)
             self._proof.loss = True
 

@@ -32,7 +32,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
         batch: tensors with the samples on dim 0, in any structure.
 
     Raises:
-        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be told; on every
+        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be shown; on every
             process of a sharded model, if it is raised on one.
     """
     if not callable(loss_fn):

@@ -36,7 +36,7 @@ class Watch:
         self._weights: Tensor | None = None
         self._versions: list[int] = []
         self._may_be_zero: dict[frozenset[str], Tensor] = {}
-        """{parameters for which zeros are a change: True for the others}, of the last comparison: on the device already."""
+        """{parameters for which zeros are a change: mask of all other parameters}, on the device, of the last comparison."""
 
     @property
     def on(self) -> bool:

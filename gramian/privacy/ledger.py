@@ -193,7 +193,7 @@ class Ledger:
         self._count()
 
     def _hold_replay_to_weights(self) -> None:
-        """End a replay on other weights than those of the state, whose sums would be others. Collective.
+        """End a replay on other weights than those of the state: their clipped sums would differ. Collective.
 
         A process that knows no digest, or that of another process's shards, says nothing against it.
         """

@@ -521,3 +521,21 @@ def test_a_table_that_is_b_long_by_chance_is_held_fixed_under_privacy_only_if_it
     private(model, x)
     with pytest.raises(GramianError, match="changes when other samples are replaced"):
         model(x, torch.randn(4, 3))
+
+
+def test_what_norms_were_proven_for_does_not_cover_private_training() -> None:
+    model, x = Remembers(lambda x: x.abs().max(), in_place=True), torch.randn(4, 4)
+    norms(model, x)
+    private(model, x)
+    with pytest.raises(GramianError, match=r"^seen: is a buffer whose values depend on samples"):
+        model(x)
+
+
+def test_a_loss_that_fails_is_not_proven_by_one_that_passed() -> None:
+    model, x = Net(), torch.randn(4, 4)
+    engine, _ = private(model, x)
+    engine.check_independence(lambda model, x: model(x).square().mean(), (x,))
+    assert engine.proof["loss"] == "proven"
+    with pytest.raises(GramianError):
+        engine.check_independence(lambda model, x: model(x).mean(0).square().sum(), (x,))
+    assert engine.proof["loss"] == "not proven"

@@ -232,7 +232,10 @@ class RowProof:
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
         modes = tuple(module.training for module in root.modules())
-        key = (tuple(s.structure for s in found), modes, autocast, frozenset(hub.parameters))
+        private = (
+            hub.rule.withholds
+        )  # more is asked of it: the loader's own collation, buffers, inputs that are left alone
+        key = (tuple(s.structure for s in found), modes, autocast, frozenset(hub.parameters), private)
         return self._covering((key, found[0].uneven() if hub.tells_samples_apart else ())), found
 
     def _covering(self, key: Any) -> Any:
