@@ -4,7 +4,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Collection, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -518,10 +518,10 @@ class PrivacyEngine:
     def _proof_failed(self) -> None:
         self._proof.fail(self.released)
 
-    def _sample_alone(self, samples: Samples) -> Lone | None:
+    def _sample_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
         remembers = self._loader if self._loader is not None else self._collate
         last = None if remembers is None else remembers.last_batch()
-        return None if last is None else last.sample_alone(samples)
+        return [] if last is None else last.samples_alone(samples, among)
 
     @property
     def proof(self) -> dict[str, Any]:

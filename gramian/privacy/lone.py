@@ -1,6 +1,6 @@
 """One sample as the loader would collate it alone: what shows that padding leaks from one sample into another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,9 @@ from torch.utils import _pytree as pytree
 
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.samples import Samples
+
+MOST = 4
+"""Samples that are collated alone."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,17 @@ class LastBatch:
     singles: Callable[[], list[Any]]
     """Collates each of its records alone."""
 
-    def sample_alone(self, samples: Samples) -> Lone | None:
-        """The shortest sample alone, as arguments of the model; None if the arguments are not those of this batch.
+    def samples_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
+        """Some samples, each alone, as arguments of the model: of different lengths where they differ, the shortest first.
 
         Cost: one record read and collated for each sample of the batch.
 
         Args:
             samples: the arguments of a forward.
+            among: numbers of samples to choose from.
+
+        Returns:
+            Up to 4, one where none is padded; none if the arguments are not those of this batch.
         """
         whole = _tensors(self.batch)
         places = {
@@ -36,16 +43,26 @@ class LastBatch:
             if samples.rows[number] and isinstance(mine, Tensor)
         }
         if self.records != samples.batch or not places or None in places.values():
-            return None
+            return []
         singles = [_tensors(single) for single in self.singles()]
-        row = min(range(len(singles)), key=lambda i: sum(leaf.numel() for leaf in singles[i]))
-        taken, left = list(samples.leaves), False
+        sizes = {row: sum(leaf.numel() for leaf in singles[row]) for row in among}
+        longest = sum(leaf.numel() for leaf in whole) // samples.batch
+        padded = sorted((row for row in sizes if sizes[row] < longest), key=sizes.__getitem__)
+        chosen = padded[:: -(-len(padded) // MOST)] if padded else [next(iter(sizes))]
+        found = [self._alone(samples, places, singles[row], row) for row in chosen]
+        return [one for one in found if one is not None]
+
+    def _alone(
+        self, samples: Samples, places: Mapping[int, int | None], single: Sequence[Tensor], row: int
+    ) -> Lone | None:
+        """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation)."""
+        whole, taken, left = _tensors(self.batch), list(samples.leaves), False
         for number, place in places.items():
             assert place is not None
-            own, mine = singles[row][place], samples.leaves[number]
+            own, mine = single[place], samples.leaves[number]
             at_end = _ends(own[0], whole[place][row]) if own.shape[:1] == (1,) else None
             if at_end is None:
-                return None  # read anew, the record is another one (random augmentation)
+                return None
             left = left or at_end
             taken[number] = own.to(mine.device, mine.dtype)
         return Lone(row, pytree.tree_unflatten(taken, samples.spec), left)

@@ -5,8 +5,8 @@ over processes. It catches a weight used outside its layer, a wrong orientation,
 on the weights that enters the loss, in one comparison.
 
 The first time a parameter gets a gradient, the whole gradients are compared. Cost: one more weight gradient, once. After that
-one parameter in eight is compared in each backward, by turns: a penalty on all weights shows at once, one on a single weight
-within eight backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
+one parameter in sixteen is compared in each backward, by turns: a penalty on all weights shows at once, one on a single weight
+within sixteen backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
 and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at the
 end of the backward. No collective runs, except in a tensor-parallel model, whose backward is one anyway and of which first
 gradients alone are compared.
@@ -32,8 +32,8 @@ AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.
 PROJECTED = 8
 """How many times its rounding a projected difference may reach, in the mean square over directions."""
 TENSOR_FLOAT_32 = 2.0**-10
-TURNS = 8
-"""A parameter that was compared whole is compared again in one backward of so many."""
+TURNS = 16
+"""A parameter that was compared whole is compared again in one backward of so many, in each some of them, at least one."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -82,21 +82,18 @@ class Projections:
             return None
         names = list(self.arrived)
         empty = torch.zeros_like(next(iter(self.arrived.values()))[0][:1])
-        products = [part for name in names for part in self.arrived[name]]
-        signed = [part * self._left[name] for name in names for part in self.arrived[name]]
-        terms = [part for name in names for part in self.explained.get(name, [empty])]
-        arrived_PK = _sums(signed, [sum(map(len, self.arrived[name])) for name in names])
-        norms_P = _sums(products, [sum(map(len, self.arrived[name])) for name in names], squared=True).mean(1).sqrt()
-        counts = [sum(map(len, self.explained.get(name, [empty]))) for name in names]
-        explained_PK = _sums(terms, counts)
-        sizes_P = _sums(terms, counts, squared=True).mean(1).sqrt()
+        signs = [self._left[name] for name in names for _ in self.arrived[name]]
+        arrived_PK, norms_P = _sums_and_norms([self.arrived[name] for name in names], signs)
+        explained = [self.explained.get(name, [empty]) for name in names]
+        explained_PK, sizes_P = _sums_and_norms(explained)
+        counts = [sum(map(len, parts)) for parts in explained]
         eps = [self._rounding[name] for name in names]
         accumulator = torch.finfo(empty.dtype).eps
         off = [
             one + (one if name in self._sequential else accumulator) * max(1, count)
             for name, one, count in zip(names, eps, counts, strict=True)
         ]
-        rates = torch.tensor([eps, off], dtype=torch.float64).to(norms_P.device)
+        rates = torch.tensor([eps, off], dtype=torch.float64).to(norms_P.device, non_blocking=True)
         allowed_P = PROJECTED * (rates[0] * norms_P + rates[1] * sizes_P)
         excess_P = (arrived_PK - explained_PK).square().mean(1).sqrt() - allowed_P
         for name, excess in zip(names, excess_P.tolist(), strict=True):
@@ -118,12 +115,21 @@ class Projections:
         self._rounding[name] = max(eps, self._rounding.get(name, 0.0))
 
 
-def _sums(parts: list[Tensor], lengths: list[int], squared: bool = False) -> Tensor:
-    """Sums over groups of rows, one after the other, of [rows, K] in all: [groups, K], float64."""
-    device = parts[0].device
-    flat = torch.cat([part.to(device) for part in parts]).double()
-    counts = torch.tensor(lengths).to(device)
-    return torch.segment_reduce(flat.square() if squared else flat, "sum", lengths=counts, axis=0, unsafe=True)
+def _sums_and_norms(groups: list[list[Tensor]], signs: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Of groups of rows [rows, K]: their sums [groups, K], and roots of the mean over K of sums of squares [groups]; float64.
+
+    Args:
+        groups: parts of each.
+        signs: factors of the rows in the sums, one tensor for each part; None: 1.
+    """
+    device = groups[0][0].device
+    flat = torch.cat([part.to(device) for parts in groups for part in parts]).double()
+    signed = flat if signs is None else flat * torch.cat([part.to(device) for part in signs])
+    lengths = torch.tensor([sum(map(len, parts)) for parts in groups]).to(device, non_blocking=True)
+    both = torch.cat([signed, flat.square()], 1)
+    sums = torch.segment_reduce(both, "sum", lengths=lengths, axis=0, unsafe=True)
+    count = flat.shape[1]
+    return sums[:, :count], sums[:, count:].mean(1).sqrt()
 
 
 class Audit:

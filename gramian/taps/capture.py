@@ -113,10 +113,11 @@ class Capture:
         """An audit of the next backward, if weight gradients are formed: of first gradients, and of others by turns."""
         hub = self._hub
         spread, known = hub.tensor_parallel, hub.audited
+        turns = max(1, min(TURNS, len(hub.parameters)))
         chosen = {
             name: p
             for number, (name, p) in enumerate(hub.parameters.items())
-            if name not in known or (spread is None and (number + hub.audits) % TURNS == 0)
+            if name not in known or (spread is None and (number + hub.audits) % turns == 0)
         }
         if not self._audit_wanted or hub.rule.withholds:
             return None
@@ -217,7 +218,8 @@ class Capture:
     # ---- listening ----------------------------------------------------------------------------------------------------
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """How this capture reads the gradients of a pass."""
+        """How this capture reads the gradients of a pass, which begins."""
+        self._audit = self._audit or self._new_audit()
         units = None if self.sample_ids is None else Units.of(self.sample_ids, batch)
         reduction = self._loss_reduction
         factor = {"mean": float(batch), "sum": 1.0}[reduction] if isinstance(reduction, str) else 1.0 / reduction
@@ -276,7 +278,7 @@ class Capture:
             if info.rows:  # an empty batch proves nothing
                 self._hub.audited |= compared
             self._hub.audits += 1
-            self._audit = self._new_audit()
+            self._audit = None
 
 
 def check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, token_weights: Any, loss_scale: Any) -> None:

@@ -1,10 +1,8 @@
 """Extra forwards and backwards that leave no trace in the user's model."""
 
 import random
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gramian.parallel.lockstep import fsdp_groups
 from gramian.taps import names
-
-Undo = Callable[[], None]
+from gramian.taps.python_state import PythonState, same_values
 
 
 @contextmanager
@@ -27,14 +24,14 @@ def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
 
     Args:
         root: the model.
-        counters: True to put back numbers and lists that modules, hook objects and closures of hooks hold.
+        counters: True to put back what modules and hooks remember in Python (`PythonState`).
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in sharded for group in fsdp_groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = Buffers(root)
-    undo_counts, generators = _python_state(root) if counters else [], Generators(root)
+    python, generators = PythonState(root) if counters else None, Generators(root)
     random_states = generators.states()
     for p, _ in gradients:
         p.grad = None
@@ -45,8 +42,8 @@ def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
             yield
     finally:
         generators.restore(random_states)
-        for undo in undo_counts:
-            undo()
+        if python is not None:
+            python.restore()
         for group, reduces, all_reduces in syncs:
             group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
         for p, gradient in gradients:
@@ -88,32 +85,53 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-def same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """The same values; what is no number equals itself."""
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
-        return one is other
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+class Beginning:
+    """What a forward begins with: random states, buffers, and what modules remember in Python."""
+
+    def __init__(self, root: nn.Module, arguments: Iterable[Any] = ()) -> None:
+        """Copy it.
+
+        Args:
+            root: the model.
+            arguments: values that its forward is given, among which may be generators.
+        """
+        self._generators = Generators(root, arguments)
+        self._states = self._generators.states()
+        self.buffers, self.python = Buffers(root), PythonState(root)
+
+    def restore(self, *, forget: bool = True) -> None:
+        """Begin again; without forgetting, modules go on from what they remember in Python."""
+        self._generators.restore(self._states)
+        self.buffers.restore()
+        if forget:
+            self.python.restore()
+
+    @property
+    def drew(self) -> bool:
+        """True if a random number was drawn since."""
+        return self._generators.moved(self._states)
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class Generators:
     """Every random generator that a forward may draw from: torch's, CUDA's, numpy's, Python's, and modules' own."""
 
-    def __init__(self, root: nn.Module) -> None:
-        """Find the generators of a model."""
+    def __init__(self, root: nn.Module, given: Iterable[Any] = ()) -> None:
+        """Find the generators of a model, and those among the values that its forward is given."""
         self._cuda = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
         self._owned = [
-            value
-            for module in root.modules()
-            for value in vars(module).values()
-            if isinstance(value, torch.Generator | np.random.Generator | random.Random)
+            value for module in root.modules() for value in vars(module).values() if isinstance(value, GENERATORS)
         ]
+        self._owned += [value for value in given if isinstance(value, GENERATORS)]
 
     def states(self) -> list[Any]:
         """All states now. Nothing waits for the device."""
         states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(index) for index in self._cuda]
         for owned in self._owned:
-            if isinstance(owned, torch.Generator):
+            if isinstance(owned, torch.Generator | np.random.RandomState):
                 states.append(owned.get_state())
             else:
                 states.append(owned.bit_generator.state if isinstance(owned, np.random.Generator) else owned.getstate())
@@ -128,7 +146,7 @@ class Generators:
         for index, state in zip(self._cuda, rest, strict=False):
             torch.cuda.set_rng_state(state, index)
         for owned, state in zip(self._owned, rest[len(self._cuda) :], strict=True):
-            if isinstance(owned, torch.Generator):
+            if isinstance(owned, torch.Generator | np.random.RandomState):
                 owned.set_state(state)
             elif isinstance(owned, np.random.Generator):
                 owned.bit_generator.state = state
@@ -150,76 +168,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return all(_same(value, other[key]) for key, value in one.items())
     return bool(one == other)
-
-
-OWN = frozenset(vars(nn.Module()))
-"""Attributes of every module, which torch looks after."""
-CONTAINERS = (list, dict, set, deque, OrderedDict, Counter, defaultdict)
-PLAIN = (int, float, bool, str, bytes, type(None))
-"""Types of attributes that a forward or a hook may count in."""
-
-
-def _python_state(root: nn.Module) -> list[Undo]:
-    """How to put back numbers and containers that modules, hook objects and the closures of hooks hold."""
-    undo: list[Undo] = []
-    seen: set[int] = set()
-    for module in root.modules():
-        undo += _attributes(module, seen)
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            for hook in hooks.values():
-                undo += _callable_state(hook, seen)
-    return undo
-
-
-def _callable_state(function: Any, seen: set[int]) -> list[Undo]:
-    """Of a user's hook; torch's own hooks (FSDP2) look after themselves."""
-    if (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
-        return []
-    owner = getattr(function, "__self__", None if hasattr(function, "__code__") else function)
-    found = [] if owner is None or isinstance(owner, nn.Module) else _attributes(owner, seen)
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        if isinstance(value, PLAIN):
-            found.append(partial(setattr, cell, "cell_contents", value))
-        else:
-            found += _container(value, seen)
-    return found
-
-
-def _attributes(owner: Any, seen: set[int]) -> list[Undo]:
-    found: list[Undo] = []
-    attributes = getattr(owner, "__dict__", {})
-    if id(owner) in seen:
-        return found
-    seen.add(id(owner))
-    for name, value in attributes.items():
-        if name in OWN and isinstance(owner, nn.Module):
-            continue
-        if isinstance(value, PLAIN):
-            found.append(partial(attributes.__setitem__, name, value))
-        else:
-            found += _container(value, seen)
-    return found
-
-
-def _container(value: Any, seen: set[int]) -> list[Undo]:
-    if id(value) in seen or type(value) not in CONTAINERS:
-        return []
-    seen.add(id(value))
-    content = value.copy()
-
-    def put_back() -> None:
-        if isinstance(value, dict) and list(value) == list(content) and all(value[k] is v for k, v in content.items()):
-            return
-        value.clear()
-        value.extend(content) if isinstance(value, list | deque) else value.update(content)
-
-    return [put_back]

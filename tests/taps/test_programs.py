@@ -85,7 +85,7 @@ def test_samples_are_independent_in_ordinary_productions(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["centred", "flipped", "gradient_centred", "gradient_over_its_norm", "balanced_gate"])
 def test_the_oracle_sees_samples_that_depend_on_each_other(name: str) -> None:
-    assert not truth(Program(3, (name, "rows"), (("random", False), ("ragged", False)))).separable
+    assert not truth(Program(5, (name, "rows"), (("random", False), ("ragged", False)))).separable
 
 
 def test_the_oracle_sees_padding_that_depends_on_other_records() -> None:

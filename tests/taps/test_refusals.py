@@ -451,19 +451,19 @@ def test_a_linear_on_a_table_without_a_batch_axis_is_refused_by_name(tokens: int
         model(torch.randn(4, tokens, 4)).square().sum().backward()
 
 
-def test_a_first_argument_without_axes_is_refused() -> None:
+def test_arguments_without_axes_are_no_batch() -> None:
     class Scalar(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.mix = nn.Linear(5, 3)
 
-        def forward(self, scale: Tensor, x: Tensor) -> Tensor:
-            return scale * self.mix(x)
+        def forward(self, scale: Tensor, x: Tensor | None = None) -> Tensor:
+            return scale * self.mix(torch.ones(4, 5) if x is None else x)
 
     model = Scalar()
     with refused("model", "batch_size="), gramian.per_sample_norms(model):
-        model(torch.tensor(2.0), torch.randn(4, 5)).sum().backward()
-    with gramian.per_sample_norms(model, batch_size=4) as norms:
+        model(torch.tensor(2.0)).sum().backward()
+    with gramian.per_sample_norms(model) as norms:
         model(torch.tensor(2.0), torch.randn(4, 5)).sum().backward()
     assert norms.values.shape == (4,)
 

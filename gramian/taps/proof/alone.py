@@ -1,17 +1,18 @@
-"""One unit alone: the gradient that it has in a batch must be the one that it has by itself.
+"""Units alone: the gradient that one has in a batch must be the one that it has by itself.
 
 This sees what no batch of equal shape can: padding to the longest sample that leaks into the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gramian.errors import GramianError
-from gramian.taps.proof.recorder import disagreement
+from gramian.taps.proof.recorder import Sketch, disagreement, sketches_of
 from gramian.taps.proof.runs import Refuted, Runs, TappedRun
 from gramian.taps.proof.samples import Samples
 
@@ -32,18 +33,32 @@ class Lone:
     """True if the batch has its padding before the sample's tokens."""
 
 
+FindLone = Callable[[Collection[int]], list[Lone]]
+"""Gives some of these samples, each as a loader would collate it alone; empty if no loader is known."""
+
+
+@dataclass(frozen=True)
+class LoneUnit:
+    """A unit that is run alone: its number, its rows in the batch, and its arguments where a loader collated them."""
+
+    number: int
+    rows: list[int]
+    collated: Lone | None
+
+
 def compare_alone(
-    runs: Runs, samples: Samples, base: TappedRun, rows: list[int], chosen: Sequence[int], lone: Lone | None
+    runs: Runs, samples: Samples, base: TappedRun, units: Sequence[LoneUnit], chosen: Sequence[int]
 ) -> str:
-    """Compare a unit's gradient in the batch with autograd's for the unit alone. One run, two where shapes differ.
+    """Compare the gradients of units in the batch with autograd's for each of them alone.
+
+    Cost: a run of each unit, and one of the batch where a unit has fewer tokens alone.
 
     Args:
         runs: of the model.
         samples: the batch.
-        base: the run of the batch, which sketched the unit's gradient.
-        rows: the unit's.
+        base: the run of the batch, which sketched the gradients of these units.
+        units: at least one.
         chosen: outputs that the backward went through.
-        lone: the unit as a loader collates it; None: a slice of the batch.
 
     Returns:
         How it was done, in words.
@@ -51,45 +66,69 @@ def compare_alone(
     Raises:
         Refuted: if they differ. Gradients of scalar outputs may differ by a factor, which depends on the reduction.
     """
-    if not rows:
-        return "tokens of several units share rows"
-    regions: dict[int, Region] = {}
-
-    def cotangents(outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
-        pairs = []
-        for number in chosen:
-            whole = runs.cotangents[number]
-            assert whole is not None
-            if number not in runs.row_outputs:
-                pairs.append((outputs[number], torch.ones_like(outputs[number])))
-                continue
-            region = _region(outputs[number], whole, len(rows), samples.batch, lone)
-            if region is None:
-                return None
-            regions[number] = region
-            pairs.append((outputs[number], runs.samples_of(whole, rows)[(slice(None), *region)]))
-        return pairs
-
-    try:
-        gradients = runs.on(samples.take(rows) if lone is None else lone.arguments, cotangents)
-    except GramianError:
-        raise
-    except Exception as error:
-        return f"the model does not run on it ({type(error).__name__})"
-    if gradients is None:
-        return "outputs of another shape"
-    own = base.recorder.own
-    narrowed = [number for number, region in regions.items() if _narrow(runs, number, rows, region, samples.batch)]
+    found: list[tuple[LoneUnit, dict[str, Sketch]]] = []
+    narrowed = False
+    for unit in units:
+        regions: dict[int, Region] = {}
+        try:
+            gradients = runs.on(
+                samples.take(unit.rows) if unit.collated is None else unit.collated.arguments,
+                partial(_cotangents, runs, samples.batch, unit, chosen, regions),
+            )
+        except GramianError:
+            raise
+        except Exception as error:
+            return f"the model does not run on it ({type(error).__name__})"
+        if gradients is None:
+            return "outputs of another shape"
+        found.append((unit, sketches_of(gradients)))
+        for number, region in regions.items():
+            narrowed |= _narrow(runs, number, unit.rows, region, samples.batch)
     if narrowed:
-        own = runs.tapped(runs.everyone, alone=base.recorder.alone).recorder.own
+        base = runs.tapped(runs.everyone, alone=[unit.number for unit in units])
     scaled = any(number not in runs.row_outputs for number in chosen)
-    bad = disagreement(own, gradients, ALONE, floor=base.rounding, scaled=scaled)
-    if bad is not None:
-        raise Refuted(
-            f"{bad[0]}: sample {rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
-            f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
-        )
-    return "slice" if lone is None else "collated"
+    for unit, alone in found:
+        mine = base.recorder.own.get(unit.number, {})
+        bad = disagreement(mine, alone, ALONE, floor=base.rounding, scaled=scaled)
+        if bad is not None:
+            raise Refuted(
+                f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
+                f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
+            )
+    return "slice" if units[0].collated is None else "collated"
+
+
+def _cotangents(
+    runs: Runs,
+    batch: int,
+    unit: LoneUnit,
+    chosen: Sequence[int],
+    regions: dict[int, Region],
+    outputs: list[Tensor],
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Outputs of a unit alone, each with its part of the batch's cotangent; None if an output has no place there.
+
+    Args:
+        runs: of the model.
+        batch: B.
+        unit: which one.
+        chosen: numbers of the outputs.
+        regions: gains {output: where it lies in the unit's rows}.
+        outputs: of the unit alone.
+    """
+    pairs = []
+    for number in chosen:
+        whole = runs.cotangents[number]
+        assert whole is not None
+        if number not in runs.row_outputs:
+            pairs.append((outputs[number], torch.ones_like(outputs[number])))
+            continue
+        region = _region(outputs[number], whole, len(unit.rows), batch, unit.collated)
+        if region is None:
+            return None
+        regions[number] = region
+        pairs.append((outputs[number], runs.samples_of(whole, unit.rows)[(slice(None), *region)]))
+    return pairs
 
 
 def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: Lone | None) -> Region | None:

@@ -6,28 +6,32 @@ of them adds up to autograd's gradient, then what is attributed to i is i's grad
 1. that the tapped model returns what the untapped one returns, and that the sums are autograd's;
 2. that rows, and rows of the outputs, stay as they are when other samples are replaced: 2⌈log₂ U⌉ runs, in each of which the
    units with bit b of a random numbering equal to v are replaced, so that of every ordered pair one stays while the other goes;
-3. where nothing random runs: that a reversed batch has reversed rows, and that one unit alone has the gradient that was
-   attributed to it.
+3. where nothing random runs, or with modules in evaluation mode (no dropout): that a reversed batch has reversed rows, and that
+   one unit alone has the gradient that was attributed to it.
 
-Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself. Memory beyond a training step:
+Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, one more with dropout, and up to 4
+of single samples where a loader pads. Memory beyond a training step:
 copies of the arguments and buffers, two random cotangents, about 40 bytes for each row of a call, and in part 1 one gradient.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gramian.errors import GramianError
 from gramian.taps.audit import AGREES
-from gramian.taps.preserve_state import same_values
-from gramian.taps.proof.alone import Lone, compare_alone
+from gramian.taps.preserve_state import Beginning
+from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone
 from gramian.taps.proof.fingerprint import Fingerprint
-from gramian.taps.proof.recorder import Key, disagreement
+from gramian.taps.proof.recorder import Key, disagreement, sketches_of
 from gramian.taps.proof.runs import Execute, Refuted, Runs, Source, TappedRun
 from gramian.taps.proof.samples import Samples, donors
+from gramian.taps.python_state import same_values
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
@@ -37,6 +41,7 @@ REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """Largest relative difference between a batch and the same samples in another order, by dtype."""
 ROUNDING = 64
 """Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
+EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
 
 
 @dataclass
@@ -54,11 +59,13 @@ class Proven:
     fixed: tuple[int, ...] = ()
     """Arguments whose first axis is B by chance, and which were left alone."""
     open_outputs: dict[int, str] = field(default_factory=dict)
-    """{number of an output: why it was not proven}: no backward may go through it."""
+    """{number of an output: which one it is, and why it was not proven}: no backward may go through it."""
     exact: bool = True
     """True if rows were unchanged bit for bit."""
     silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero."""
+    shows: bool = True
+    """False if no sample had a gradient, so that the next batch has to show what this one did not."""
 
 
 class Prover:
@@ -71,8 +78,9 @@ class Prover:
         samples: Samples,
         *,
         seed: int = 0,
-        lone: Callable[[], Lone | None] = lambda: None,
+        lone: FindLone = lambda among: [],
         second_axis: bool = False,
+        beginning: Beginning | None = None,
     ) -> None:
         """Nothing runs yet.
 
@@ -81,13 +89,18 @@ class Prover:
             execute: runs the model, or the loss, on arguments.
             samples: the arguments.
             seed: of the numbering, the replacements and the cotangents.
-            lone: one sample as a loader would collate it alone; None: a slice is taken.
+            lone: gives some samples as a loader would collate them alone; none: a slice is taken.
             second_axis: see `Runs`.
+            beginning: see `Runs`.
         """
-        self._samples, self._units, self._find_lone = samples, samples.units, lone
+        root = hub.root()
+        assert root is not None
+        self._root, self._samples, self._units, self._find_lone = root, samples, samples.units, lone
         self._draw, self._private = random.Random(seed), hub.rule.withholds
-        self.runs = Runs(hub, execute, samples, seed, second_axis)
+        self.runs = Runs(hub, execute, samples, seed, second_axis, beginning)
         self._repeat: TappedRun | None = None
+        self._records: set[str] = set()
+        """Attributes that hold samples, and that nothing reads."""
         self._contents = samples.contents()
         self._count = samples.batch if self._units is None else self._units.count
         self._numbers = self._draw.sample(range(self._count), self._count)
@@ -114,23 +127,16 @@ class Prover:
         runs = self.runs
         outputs, gradients = runs.untapped(choose)
         chosen = [i for i, cotangent in enumerate(runs.cotangents) if cotangent is not None]
-        lone = self._find_lone() if whole and self._units is None else None
-        unit = self._unit_alone(lone) if whole else None
-        base = runs.tapped(runs.everyone, sums=True, alone=unit)
+        lone = self._lone(range(self._count)) if whole else []
+        base = runs.tapped(runs.everyone, sums=True, alone=[unit.number for unit in lone])
         self._compare_outputs(outputs, base)
         self._compare_sums(base, gradients)
         del gradients
-        alone = "no such run"
-        reversal = whole and not base.drew and self._units is None
+        reversal, alone = False, "no such run"
         if whole:
             for replaced in self.separating_sets():
                 self.separate(base, replaced)
-            if reversal:
-                self._reverse(base)
-            alone = "random operations ran"
-            if not base.drew:
-                rows = [row for row, own in enumerate(self._unit_of_rows()) if own == unit]
-                alone = compare_alone(runs, self._samples, base, rows, chosen, lone)
+            reversal, alone = self._reorder(base, chosen, lone)
         elif runs.shared:
             self._constant(base)
         loud = {key[1:3] for key, rows in base.rows.items() if base.sides[key] == "output gradient" and rows.largest}
@@ -141,6 +147,7 @@ class Prover:
             runs=runs.count,
             reversal=reversal,
             alone=alone,
+            shows=bool(self._with_gradient(base)),
             exact=not self._repeat,
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )
@@ -173,6 +180,7 @@ class Prover:
         stayed = [unit for unit in range(self._count) if unit not in replaced]
         run = self.runs.tapped(source)
         self._refuse_buffers(base, run)
+        self._refuse_memory(base, run)
         moved = self._moved(base, run, stayed, stayed)
         if moved is not None:
             raise Refuted(
@@ -193,6 +201,67 @@ class Prover:
                     f"{name}: is a buffer whose values depend on samples, which no clipping bounds and no noise covers; "
                     "expected a module that keeps no statistics of private data, or one in evaluation mode"
                 )
+
+    def _refuse_memory(self, base: TappedRun, run: TappedRun) -> None:
+        """Under privacy no later batch may depend on samples that modules remember in attributes.
+
+        Attributes that differ after both runs may be a record that nothing reads, so a batch is run after each of them.
+
+        Args:
+            base: a run of the batch.
+            run: the last run, of other samples.
+
+        Raises:
+            Refuted: naming an attribute.
+        """
+        every = sorted(base.remembered.keys() | run.remembered.keys())
+        names = [name for name in every if not same_values(base.remembered.get(name), run.remembered.get(name))]
+        if self._records.issuperset(names):
+            return
+        everyone = self.runs.everyone
+        after_others = self.runs.tapped(everyone, forget=False)
+        self.runs.tapped(everyone)
+        after_itself = self.runs.tapped(everyone, forget=False)
+        if self._moved(after_itself, after_others, everyone, everyone, EQUAL) is not None:
+            raise Refuted(
+                f"{names[0]}: is an attribute that remembers samples, and the next batch depends on it, which no "
+                "clipping bounds and no noise covers; expected a module that keeps no statistics of private data, or one in "
+                "evaluation mode"
+            )
+        self._records.update(names)
+
+    def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[LoneUnit]) -> tuple[bool, str]:
+        """Compare with the reversed batch, and with units alone.
+
+        Where random numbers were drawn, modules run in evaluation mode: of a sample alone other units would drop out.
+
+        Returns:
+            Whether the batch was reversed, and how units were alone.
+        """
+        if base.drew:
+            with _evaluating(self._root):
+                try:
+                    base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
+                except (GramianError, Refuted):
+                    return False, "random operations ran, and in evaluation mode the model is another one"
+                if base.drew:
+                    return False, "random operations ran, in evaluation mode too"
+                return self._reorder(base, chosen, lone)
+        if self._units is None:
+            self._reverse(base)
+        with_gradient = self._with_gradient(base)
+        if with_gradient and not with_gradient.intersection(unit.number for unit in lone):  # theirs is 0 anywhere
+            lone = self._lone(sorted(with_gradient))
+            base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
+        if not lone:
+            return self._units is None, "tokens of several units share rows"
+        return self._units is None, compare_alone(self.runs, self._samples, base, lone, chosen)
+
+    @staticmethod
+    def _with_gradient(base: TappedRun) -> set[int]:
+        """Units for which some output gradient is not zero."""
+        sides = [rows for key, rows in base.rows.items() if base.sides[key] != "input"]
+        return {int(unit) for rows in sides for unit in (rows.projections_RK != 0).any(1).nonzero().flatten()}
 
     def _reverse(self, base: TappedRun) -> None:
         order = list(reversed(self.runs.everyone))
@@ -227,10 +296,14 @@ class Prover:
             return list(self.runs.everyone)
         return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
 
-    def _unit_alone(self, lone: Lone | None) -> int | None:
-        """The unit that is run alone: the loader's, else the first of the numbering that has rows."""
-        rows = self._unit_of_rows()
-        return lone.row if lone is not None else min(rows, key=self._numbers.__getitem__, default=None)
+    def _lone(self, among: Sequence[int]) -> list[LoneUnit]:
+        """Units that are run alone: the loader's choice, else the first of the numbering; none if units share rows."""
+        collated = self._find_lone(among) if self._units is None else []
+        if collated:
+            return [LoneUnit(one.row, [one.row], one) for one in collated]
+        units = self._unit_of_rows()
+        first = min((unit for unit in units if unit in among), key=self._numbers.__getitem__, default=None)
+        return [] if first is None else [LoneUnit(first, [i for i, unit in enumerate(units) if unit == first], None)]
 
     def _other_tokens(self, replaced: set[int]) -> Tensor:
         """For every token of the replaced units another token of the batch: [B, T]."""
@@ -299,7 +372,8 @@ class Prover:
             if base.sides[key] == side
         ]
         outputs = enumerate(zip(base.outputs, run.outputs, strict=True))
-        return pairs + [(f"output {i}: the row", *both, i) for i, both in outputs if i in self.runs.row_outputs]
+        titles = self.runs.titles
+        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in self.runs.row_outputs]
 
     def _apart(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
         """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows."""
@@ -324,16 +398,29 @@ class Prover:
                 layers = ", ".join(sorted(self.runs.shared)) or "model"
                 raise Refuted(
                     f"{layers}: returns one row for all samples, and the model returns something else once that row stands for "
-                    f"each of them (output {number}); expected code behind it that broadcasts the row over the batch"
+                    f"each of them ({self.runs.titles[number]}); expected code behind it that broadcasts the row over the batch"
                 )
 
     def _compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> None:
-        bad = disagreement(base.recorder.totals, gradients, AGREES, floor=base.rounding)
+        bad = disagreement(base.recorder.totals, sketches_of(gradients), AGREES, floor=base.rounding)
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: the taps explain a gradient of norm {bad[1]:.4g}, autograd computed {bad[2]:.4g}; expected the "
                 "weight to be used through its own module only (not F.linear(x, layer.weight)), or a registered site"
             )
+
+
+@contextmanager
+def _evaluating(root: nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode, and then each in the mode that it was in."""
+    modes = [(module, module.training) for module in root.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:

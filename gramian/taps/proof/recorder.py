@@ -63,8 +63,8 @@ class Recorder:
     batch_size: int | None
     sums: bool = False
     """True to sketch the sum over samples of every parameter's gradient."""
-    alone: int | None = None
-    """The unit whose own gradient is to be sketched; None: of nobody."""
+    alone: Sequence[int] = ()
+    """Units whose own gradients are to be sketched."""
     per_sample: bool = True
     takes_shares: bool = False
     statistics: Sequence[Any] = ()
@@ -74,8 +74,8 @@ class Recorder:
     sides: dict[Key, str] = field(default_factory=dict)
     """What each tensor is, in words."""
     totals: dict[str, Sketch] = field(default_factory=dict)
-    own: dict[str, Sketch] = field(default_factory=dict)
-    """{parameter: the gradient attributed to the unit that is alone}."""
+    own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
+    """{unit that is alone: {parameter: the gradient attributed to it}}."""
     forwards: list[int] = field(default_factory=list)
     """Numbers of the passes, in order."""
 
@@ -95,15 +95,15 @@ class Recorder:
             self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Sketch sums, and the gradient of the unit that is to be compared with itself alone; fingerprint joined uses."""
+        """Sketch sums, and gradients of the units that are to be compared with themselves alone; fingerprint joined uses."""
         gradient = record.gradient
         for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
             key = (self.forwards.index(record.info.number), record.parameter, 0, number)
             self.rows[key], self.sides[key] = Fingerprint.of(t, self.seed), "sum over calls"
         if self.sums:
             self.totals[record.parameter] = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
-        if self.alone is not None:
-            self.own[record.parameter] = Sketch.of_unit(gradient, self.alone)
+        for unit in self.alone:
+            self.own.setdefault(unit, {})[record.parameter] = Sketch.of_unit(gradient, unit)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
         """Weights are looked at in the untapped run."""
@@ -131,9 +131,14 @@ def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
     return list(found.values())
 
 
+def sketches_of(gradients: Mapping[str, Tensor | None]) -> dict[str, Sketch]:
+    """Of gradients that are there."""
+    return {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
+
+
 def disagreement(
     sketches: Mapping[str, Sketch],
-    gradients: Mapping[str, Tensor | None],
+    theirs: Mapping[str, Sketch],
     tolerances: Mapping[torch.dtype, float],
     *,
     floor: float = 0.0,
@@ -143,12 +148,11 @@ def disagreement(
 
     Args:
         sketches: what the taps attribute; a parameter without one got nothing.
-        gradients: autograd's.
+        theirs: autograd's.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
         floor: rounding of a run's largest terms: what should cancel to nothing may leave as much.
         scaled: True if one factor for all parameters, which is fitted, may stand between both.
     """
-    theirs = {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
     if not all(sketch.projections_K.isfinite().all() for sketch in (*theirs.values(), *sketches.values())):
         return None  # nothing can be said of what is not finite
     both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]

@@ -13,12 +13,21 @@ from torch import Tensor, nn
 from gramian.errors import GramianError
 from gramian.parallel.gradients import local
 from gramian.taps.eager import run_eagerly
-from gramian.taps.preserve_state import Generators, preserve_state
+from gramian.taps.preserve_state import Beginning, Generators, preserve_state
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.recorder import Recorder
-from gramian.taps.proof.runs import Execute, Refuted, Runs, blamed_on, output_tensors, rows_of
+from gramian.taps.proof.runs import (
+    Execute,
+    Refuted,
+    Runs,
+    blamed_on,
+    left_in_attributes,
+    output_tensors,
+    rows_of,
+)
 from gramian.taps.proof.samples import Samples
+from gramian.taps.python_state import graph_tensors
 from gramian.taps.units import Units
 
 if TYPE_CHECKING:
@@ -44,8 +53,8 @@ class RowProof:
     proven: dict[Any, Proven] = field(default_factory=dict)
     open_batches: int = 0
     """Batches of equal samples, on which nothing could be shown."""
-    lone: Callable[[Samples], Lone | None] = lambda samples: None
-    """One sample as the loader collates it alone, where a loader is known."""
+    lone: Callable[[Samples, Collection[int]], list[Lone]] = lambda samples, among: []
+    """Some of these samples, each as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
     _calls: set[Any] = field(default_factory=set)
     _silent: frozenset[Any] = frozenset()
@@ -58,7 +67,7 @@ class RowProof:
 
     def forget_loader(self) -> None:
         """No loader is known any more."""
-        self.lone = lambda samples: None
+        self.lone = lambda samples, among: []
 
     def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int, proven_before: bool = False) -> Any:
         """Run the user's forward: proven before, and once more if it made calls that no proof has seen.
@@ -86,6 +95,8 @@ class RowProof:
         assert root is not None
         self._generators = self._generators or Generators(root)
         states = self._generators.states()
+        watched = key in self.proven and bool(self.proven[key].open_outputs)
+        before = {id(t) for t in graph_tensors(root).values()} if watched else set()
         self.hub.calls, shared = [], set(self.hub.shared)
         output = forward(args, kwargs)
         unseen = [call for call in self.hub.calls if call not in self._calls]
@@ -104,7 +115,7 @@ class RowProof:
                 self._generators.restore(states)
                 output = forward(args, kwargs)
         if key in self.proven:
-            self._refuse_backward_through(output, self.proven[key].open_outputs)
+            self._refuse_backward_through(output, before, self.proven[key].open_outputs)
         return output
 
     def together(self, forward: Forward, args: Any, kwargs: Any, batch: int) -> None:
@@ -205,11 +216,10 @@ class RowProof:
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, whole=tells_apart)
         self._sizes.add(sizes)
-        reasons = self.proven[key].open_outputs if key in self.proven else {}
-        for number, reason in reasons.items():
+        for reason in self.proven[key].open_outputs.values() if key in self.proven else ():
             raise GramianError(
-                f"output {number} of the model {reason}, which a compiled graph cannot keep a backward from; expected eager "
-                "mode, or a model that does not return it"
+                f"{reason}, which a compiled graph cannot keep a backward from; expected eager mode, or a model that does not "
+                "return or keep it"
             )
 
     def _calls_of(self, samples: Samples, execute: Execute) -> set[Any]:
@@ -231,11 +241,11 @@ class RowProof:
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        modes = tuple(module.training for module in root.modules())
+        modules = tuple((id(module), module.training, *_hooks(module)) for module in root.modules())
         private = (
             hub.rule.withholds
         )  # more is asked of it: the loader's own collation, buffers, inputs that are left alone
-        key = (tuple(s.structure for s in found), modes, autocast, frozenset(hub.parameters), private)
+        key = (tuple(s.structure for s in found), modules, autocast, frozenset(hub.parameters), private)
         return self._covering((key, found[0].uneven() if hub.tells_samples_apart else ())), found
 
     def _covering(self, key: Any) -> Any:
@@ -260,7 +270,7 @@ class RowProof:
             self.hub.shared |= found.shared
             self._calls |= found.calls
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
-            if whole:
+            if whole and found.shows:
                 before = self.proven.get(key)
                 if before is not None:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
@@ -275,7 +285,8 @@ class RowProof:
         root = self.hub.root()
         assert root is not None
         with undisturbed(root):
-            first = self._prover(samples, execute)
+            beginning = Beginning(root, samples.leaves)
+            first = self._prover(samples, execute, beginning)
             try:
                 return self._run(first, samples, whole)
             except Refuted as failure:
@@ -283,7 +294,7 @@ class RowProof:
                     samples.ambiguous(self.hub.rule.withholds), first.runs.ambiguous_outputs
                 ):
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-                    prover = self._prover(replace(samples, rows=rows), execute, second_axis)
+                    prover = self._prover(replace(samples, rows=rows), execute, beginning, second_axis)
                     try:
                         found = self._run(prover, samples, whole)
                     except Refuted:
@@ -298,9 +309,11 @@ class RowProof:
                 )  # a tap that refuses the layer says more than the layer's own failure
                 raise
 
-    def _prover(self, samples: Samples, execute: Execute, second_axis: bool = False) -> Prover:
+    def _prover(self, samples: Samples, execute: Execute, beginning: Beginning, second_axis: bool = False) -> Prover:
         lone = partial(self.lone, samples)
-        return Prover(self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis)
+        return Prover(
+            self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis, beginning=beginning
+        )
 
     def _run(self, prover: Prover, samples: Samples, whole: bool) -> Proven | None:
         if whole and not any(samples.rows) and samples.units is None:
@@ -312,7 +325,7 @@ class RowProof:
             self.open_batches += 1
             self.hub.proof_stays_open()
             return None
-        outputs = Outputs(samples)
+        outputs = Outputs(samples, prover.runs)
         if not whole:
             return prover.prove(outputs.choose_all, whole=False)
         found, failure = None, None
@@ -324,19 +337,19 @@ class RowProof:
             failure = refuted
         reasons = dict(outputs.odd)
         if failure is not None and outputs.scalars:
-            reasons[outputs.scalars[0]] = _couples(failure, samples)
+            reasons[outputs.scalars[0]] = outputs.couples(outputs.scalars[0], failure)
         for scalar in outputs.scalars[0 if outputs.rows else 1 :]:
             try:
                 alone = prover.prove(partial(_only, scalar))
                 found = alone if found is None else replace(found, calls=found.calls | alone.calls)
             except Refuted as refuted:
-                failure, reasons[scalar] = refuted, _couples(refuted, samples)
-        number, reason = next(iter(reasons.items()), (0, "is not differentiable"))
+                failure, reasons[scalar] = refuted, outputs.couples(scalar, refuted)
+        reason = next(iter(reasons.values()), "output 0 of the model is not differentiable")
         if found is None and failure is not None:
-            raise Refuted(f"output {number} of the model {reason}") if _counts_differ(samples) else failure
+            raise Refuted(reason) if _counts_differ(samples) else failure
         if found is None or not (outputs.rows or outputs.scalars):
             prover.prove(lambda _: list(outputs.odd), whole=False)  # a tap that refuses a layer says more
-            raise Refuted(f"output {number} of the model {reason}; expected one row for each sample")
+            raise Refuted(f"{reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
     def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
@@ -351,7 +364,7 @@ class RowProof:
             rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
             with undisturbed(root):
                 prover = Prover(self.hub, execute, replace(samples, rows=rows), seed=self._seed())
-                outputs = Outputs(samples)
+                outputs = Outputs(samples, prover.runs)
                 if prover.open:
                     continue
                 try:
@@ -367,12 +380,14 @@ class RowProof:
         digest = hashlib.blake2b(f"{len(self.proven)} {self.open_batches} {self.hub.passes_begun}".encode())
         return int.from_bytes(digest.digest()[:6], "little")
 
-    def _refuse_backward_through(self, output: Any, reasons: dict[int, str]) -> None:
-        if not reasons:
+    def _refuse_backward_through(self, output: Any, before: Collection[int], reasons: dict[int, str]) -> None:
+        root = self.hub.root()
+        if not reasons or root is None:
             return
-        for number, tensor in enumerate(output_tensors(output)):
+        returned = output_tensors(output)
+        for number, tensor in enumerate([*returned, *left_in_attributes(root, before, returned).values()]):
             if number in reasons and tensor.requires_grad:
-                tensor.register_hook(partial(_refuse_gradient, number, reasons[number]))
+                tensor.register_hook(partial(_refuse_gradient, reasons[number]))
 
 
 @dataclass
@@ -380,6 +395,7 @@ class Outputs:
     """The differentiable outputs of a model by kind: rows of samples, single numbers, and whatever else."""
 
     samples: Samples
+    runs: Runs
     rows: list[int] = field(default_factory=list)
     scalars: list[int] = field(default_factory=list)
     odd: dict[int, str] = field(default_factory=dict)
@@ -399,11 +415,22 @@ class Outputs:
         if units is not None and units.ids.dim() == 2:
             wanted = f"first axes are not the tokens {list(units.ids.shape)} of the units"
         self.odd = {
-            i: f"has the shape {list(outputs[i].shape)}, whose {wanted}"
+            i: f"{self.runs.titles[i]} has the shape {list(outputs[i].shape)}, whose {wanted}"
             for i in differentiable
             if i not in self.rows and i not in self.scalars
         }
         return self.rows or self.scalars[:1]
+
+    def couples(self, number: int, failure: Refuted) -> str:
+        """Which output it is and what was seen, with the remedy for a mean over tokens."""
+        words = f"{self.runs.titles[number]} couples samples ({failure})"
+        if not _counts_differ(self.samples):
+            return words
+        return (
+            f"{words}; some samples have more tokens that do not count (−100, or 0 in a mask) than others, and a mean over the "
+            "tokens of the batch then depends on all of them: pass a constant num_items_in_batch=N with loss_reduction=1/N, or "
+            "take the mean of each sample's own loss"
+        )
 
 
 @contextmanager
@@ -436,18 +463,19 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
             weight.data.zero_()
 
 
+def _hooks(module: nn.Module) -> list[int]:
+    """Numbers of a user's hooks on a module, which torch gives out once each."""
+    several = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [
+        number
+        for hooks in several
+        for number, hook in hooks.items()
+        if not (getattr(hook, "__module__", None) or "").startswith("gramian.")
+    ]
+
+
 def _counts_differ(samples: Samples) -> bool:
     return any(kind != "values" for _, kind in samples.uneven())
-
-
-def _couples(failure: Refuted, samples: Samples) -> str:
-    if not _counts_differ(samples):
-        return f"couples samples ({failure})"
-    return (
-        f"couples samples ({failure}); some samples have more tokens that do not count (−100, or 0 in a mask) than others, and "
-        "a mean over the tokens of the batch then depends on all of them: pass a constant num_items_in_batch=N with "
-        "loss_reduction=1/N, or take the mean of each sample's own loss"
-    )
 
 
 def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], bool]]:
@@ -465,10 +493,9 @@ def _execute(forward: Forward, arguments: Any) -> Any:
     return forward(*arguments)
 
 
-def _refuse_gradient(number: int, reason: str, gradient: Tensor) -> NoReturn:
+def _refuse_gradient(reason: str, gradient: Tensor) -> NoReturn:
     raise GramianError(
-        f"output {number} of the model {reason}, and a backward goes through it; expected a loss of outputs with one row for "
-        "each sample"
+        f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample"
     )
 
 

@@ -1,19 +1,20 @@
 """Single runs of a row proof: one forward and one backward each, from the same random state, under random cotangents."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
-from gramian.taps.preserve_state import Buffers, Generators
+from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, Recorder
 from gramian.taps.proof.samples import Samples
+from gramian.taps.python_state import graph_tensors
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
@@ -41,6 +42,8 @@ class TappedRun:
     recorder: Recorder
     buffers: dict[str, Tensor | None]
     """Values of the buffers that the run changed."""
+    remembered: dict[str, Any]
+    """Values of attributes of modules that the run changed, where the model is private."""
 
     @property
     def rounding(self) -> float:
@@ -55,23 +58,31 @@ class TappedRun:
 class Runs:
     """Runs one call of a model on other samples."""
 
-    def __init__(self, hub: "Hub", execute: Execute, samples: Samples, seed: int, second_axis: bool = False) -> None:
-        """Nothing runs yet; every run begins with the random states of now.
+    def __init__(
+        self,
+        hub: "Hub",
+        execute: Execute,
+        samples: Samples,
+        seed: int,
+        second_axis: bool = False,
+        beginning: Beginning | None = None,
+    ) -> None:
+        """Nothing runs yet.
 
         Args:
             hub: of the model.
             execute: runs the model, or the loss.
             samples: the arguments.
             seed: of the cotangents and fingerprints.
-            second_axis: True to look for samples on axis 1 of all outputs but the first, wherever it is B (states of recurrent
-                layers); False: only where axis 0 cannot hold them.
+            second_axis: True to look for samples on axis 1 of outputs, wherever it is B (states of recurrent layers); False:
+                only where axis 0 cannot hold them.
+            beginning: what every run begins with; None: what is there now.
         """
         root = hub.root()
         assert root is not None
         self._hub, self._execute, self._samples, self._seed = hub, execute, samples, seed
-        self._generators = Generators(root)
-        self._states = self._generators.states()
-        self._buffers = Buffers(root)
+        self._root = root
+        self._beginning = beginning or Beginning(root, samples.leaves)
         self.count = 0
         self.cotangents: list[Tensor | None] = []
         """Of every output, in the order of the batch; None: no backward through it."""
@@ -82,6 +93,10 @@ class Runs:
         """True if an output has B on its axis 1, and a multiple of B on axis 0."""
         self._second: set[int] = set()
         """Numbers of the outputs whose samples lie on axis 1."""
+        self.returned = 0
+        """How many of the outputs the model returns; the others are attributes of modules, in which a loss may find them."""
+        self.titles: list[str] = []
+        """What each output is, in words."""
         self.shared: set[str] = set()
         """Layers whose one row was expanded to a row for each sample."""
 
@@ -107,7 +122,7 @@ class Runs:
         """
         self._begin()
         with self._hub.untapped() as weights:
-            outputs = self._find_second(output_tensors(self._execute(self._samples.take(self.everyone))))
+            outputs = self._find_second(self._results(self._samples.take(self.everyone)))
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
@@ -130,53 +145,66 @@ class Runs:
             found = _gradients([(y, torch.ones_like(y)) for y in outputs] if pairs is None else pairs, weights)
             return None if pairs is None else found
 
-    def tapped(self, source: Source, *, sums: bool = False, alone: int | None = None) -> TappedRun:
+    def tapped(
+        self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True
+    ) -> TappedRun:
         """Run the tapped model on other samples, each with its own cotangent.
 
         Args:
             source: who stands in each place.
             sums: sketch the sums of the parameters' gradients.
-            alone: the unit whose own gradient is sketched.
+            alone: units whose own gradients are sketched.
+            forget: False to go on from what modules remember of the run before.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
         """
-        self._begin()
+        self._begin(forget)
         tokens = isinstance(source, Tensor)
         arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
         recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=alone)
         with self._hub.rehearsal(recorder) as rehearsal, blamed_on(rehearsal.expanded):
             outputs = self._outputs(arguments)
-            drew = self._generators.moved(self._states)
+            drew = self._beginning.drew
             prints = [self._fingerprint(y) for y in outputs]
             pairs, misfits = self._pairs(outputs, source)
             _grad(pairs, [self._hub.probe])  # also of what does not fit: other processes may gather for it
         if misfits:
             raise Refuted(
-                f"output {misfits[0]}: has another shape when other samples are there; expected rows of samples"
+                f"{self.titles[misfits[0]]}: has another shape when other samples are there; expected rows of samples"
             )
         self.shared |= rehearsal.expanded
-        calls, buffers = list(rehearsal.calls), self._buffers.changed()
-        return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers)
+        calls, buffers = list(rehearsal.calls), self._beginning.buffers.changed()
+        remembered = self._beginning.python.values() if self._hub.rule.withholds else {}
+        return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
         """The outputs of the model; those whose samples lie on axis 1 with them on axis 0."""
-        found = output_tensors(self._execute(arguments))
+        found = self._results(arguments)
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
+
+    def _results(self, arguments: Any) -> list[Tensor]:
+        """What the model returns, and what it leaves in attributes."""
+        before = {id(t) for t in graph_tensors(self._root).values()}
+        returned = output_tensors(self._execute(arguments))
+        left = left_in_attributes(self._root, before, returned)
+        self.returned = len(returned)
+        self.titles = [f"output {i} of the model" for i in range(len(returned))]
+        self.titles += [f"attribute {name} of the model" for name in left]
+        return [*returned, *left.values()]
 
     def _find_second(self, outputs: list[Tensor]) -> list[Tensor]:
         batch = self._samples.batch
-        candidates = {i for i, y in enumerate(outputs) if i and y.dim() > 1 and y.shape[1] == batch}
+        candidates = {i for i, y in enumerate(outputs) if y.dim() > 1 and y.shape[1] == batch}
         doubtful = {i for i in candidates if outputs[i].shape[0] % batch == 0}
         self.ambiguous_outputs = bool(doubtful)
         self._second = candidates if self.second_axis else candidates - doubtful
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(outputs)]
 
-    def _begin(self) -> None:
+    def _begin(self, forget: bool = True) -> None:
         self._hub.lockstep.announce()
         self.count += 1
-        self._generators.restore(self._states)
-        self._buffers.restore()
+        self._beginning.restore(forget=forget)
 
     def _pairs(self, outputs: list[Tensor], source: Source) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
         """Outputs and their cotangents, and the numbers of outputs that do not fit theirs."""
@@ -281,6 +309,20 @@ def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
             found += [leaf] if leaf.is_floating_point() else []
-        elif depth and hasattr(leaf, "__dict__") and not callable(leaf):
-            found += [t for value in vars(leaf).values() for t in output_tensors(value, depth - 1)]
+        elif depth and not callable(leaf):
+            slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+            found += [t for value in values for t in output_tensors(value, depth - 1)]
     return found
+
+
+def left_in_attributes(root: nn.Module, before: Collection[int], returned: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors with a gradient that a forward left in attributes of modules (an auxiliary loss): {name: tensor}.
+
+    Args:
+        root: the model.
+        before: identities of those that were there before the forward.
+        returned: what it returned, which is not listed again.
+    """
+    known = {*before, *map(id, returned)}
+    return {name: t for name, t in graph_tensors(root).items() if id(t) not in known}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gramian.taps.preserve_state import GENERATORS
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.units import Units
 
@@ -30,33 +31,34 @@ class Samples:
     def of(
         cls, arguments: Any, batch: int, *, given: bool = False, fixed: Sequence[int] = (), units: Units | None = None
     ) -> "Samples":
-        """Find the leaves that carry samples: tensors whose axis 0 is B, and lists of B plain values.
+        """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B plain values or of B such lists.
 
         Args:
             arguments: (args, kwargs), or a batch in any structure.
             batch: B.
-            given: True if the user named B: where no tensor has B rows, those with k·B are then taken for samples.
+            given: True if the user named B: lists of B tensors then carry samples too.
             fixed: leaves to leave alone although they have B rows.
             units: which rows or tokens belong together; None: each row is a unit.
         """
-        leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda value: _is_list_of(value, batch))
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda value: _is_list_of(value, batch, given))
         rows = [0 if i in fixed else _rows(leaf, batch) for i, leaf in enumerate(leaves)]
-        if given and not any(rows):
-            rows = [_grouped_rows(leaf, batch) for leaf in leaves]
         return cls(leaves, spec, rows, batch, units)
 
     def ambiguous(self, strict: bool) -> list[int]:
-        """Leaves other than the first tensor whose axis 0 may be B by chance: a mask [T, T] where T is B.
+        """Leaves other than the first tensor whose axis 0 may be k·B by chance: a mask [T, T] where T is B, or 2·B.
 
         Args:
-            strict: True to take nothing else for it; False: where the first tensor has another axis of B, any leaf may be
-                (positions [T]).
+            strict: True to take of leaves of B rows nothing else for it; False: where the first tensor has another axis of B,
+                any leaf may be (positions [T]).
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:
             return []
         elsewhere = not strict and self.batch in self.leaves[tensors[0]].shape[1:]
-        return [i for i in tensors[1:] if self.rows[i] and (elsewhere or self.batch in self.leaves[i].shape[1:])]
+        several = [i for i in tensors[1:] if self.rows[i] > 1]
+        return several + [
+            i for i in tensors[1:] if self.rows[i] == 1 and (elsewhere or self.batch in self.leaves[i].shape[1:])
+        ]
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -130,6 +132,8 @@ class Samples:
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
             if rows and isinstance(leaf, Tensor):
                 total += Fingerprint.of(leaf.reshape(self.batch, rows, *leaf.shape[1:]), number).hashes_R
+            elif rows and isinstance(leaf[0], Tensor):
+                total += torch.stack([Fingerprint.of(value[None], number).hashes_R[0] for value in leaf])
             elif rows:
                 total += torch.tensor([hash(repr(value)) >> 1 for value in leaf])
         return [int(value) for value in total]
@@ -146,21 +150,21 @@ def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) 
     return [next((i for i in order if contents[i] != own), None) for own in contents]
 
 
-def _is_list_of(value: Any, batch: int) -> bool:
+def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
+    """True for a list of B plain values, of B lists of plain values, or, on demand, of B tensors."""
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
         return False
-    return all(isinstance(item, SCALARS) for item in value)
+    return all(_is_plain(item) for item in value) or (tensors and all(isinstance(item, Tensor) for item in value))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, SCALARS) or (isinstance(value, list | tuple) and all(_is_plain(item) for item in value))
 
 
 def _rows(leaf: Any, batch: int) -> int:
     if isinstance(leaf, Tensor):
-        return int(leaf.dim() > 0 and leaf.shape[0] == batch)
-    return int(_is_list_of(leaf, batch))
-
-
-def _grouped_rows(leaf: Any, batch: int) -> int:
-    fits = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] and leaf.shape[0] % batch == 0
-    return leaf.shape[0] // batch if fits else 0
+        return leaf.shape[0] // batch if leaf.dim() and batch and leaf.shape[0] % batch == 0 else 0
+    return int(_is_list_of(leaf, batch, tensors=True))
 
 
 def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
@@ -175,7 +179,7 @@ def _own(leaf: Any) -> Any:
     """A leaf that a forward may write into."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    if isinstance(leaf, SCALARS) or callable(leaf):
+    if isinstance(leaf, (*SCALARS, *GENERATORS)) or callable(leaf):  # states of generators are put back by themselves
         return leaf
     try:
         return copy.deepcopy(leaf)

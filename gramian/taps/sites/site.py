@@ -112,13 +112,14 @@ def observed(leaves: Sequence[Any], withheld: bool) -> list[int]:
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor argument, positional or keyword."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
+    """The first tensor argument, positional or keyword; one without axes (a number) only where there is no other."""
+    found = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    found = found or [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]  # inside tuples and dicts
+    for value in found:
+        if value.dim():
             return value
-    for value in pytree.tree_leaves((args, kwargs)):  # inside tuples and dicts
-        if isinstance(value, Tensor):
-            return value
+    if found:
+        return found[0]
     raise GramianError("forward: got no tensor argument; expected one with the batch as first axis, or batch_size=")
 
 

@@ -74,14 +74,17 @@ def normalising_function(d: Draft) -> Step:
 
 @unusual
 def permuted(d: Draft) -> Step:
-    key = d.key()
+    key = d.moving_key(shuffled)
     return lambda h, run: h[shuffled(h.shape[0], key)]
 
 
 @unusual
 def drawn_with_repetition(d: Draft) -> Step:
-    key = d.key()
-    return lambda h, run: h[shuffled(2 * h.shape[0], key)[: h.shape[0]] % h.shape[0]]
+    def drawn(rows: int, key: int) -> Tensor:
+        return shuffled(2 * rows, key)[:rows] % rows
+
+    key = d.moving_key(drawn)
+    return lambda h, run: h[drawn(h.shape[0], key)]
 
 
 @unusual
@@ -133,7 +136,8 @@ def balanced_gate(d: Draft) -> Step:
     def step(h: Tensor, run: Run) -> Tensor:
         p = torch.softmax(gate(h), -1)
         share = F.one_hot(p.argmax(-1), 3).to(p).flatten(0, -2).mean(0)
-        run.losses.append(strength * 3 * (share * p.flatten(0, -2).mean(0)).sum())
+        balance = strength * 3 * (share * p.flatten(0, -2).mean(0)).sum()
+        run.losses.append(balance if d.reduction == "mean" else balance * h.shape[0])
         return h * p.amax(-1, keepdim=True)
 
     return step

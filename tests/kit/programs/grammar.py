@@ -136,6 +136,11 @@ class Draft:
         """A seed for a choice that is made while the program runs."""
         return self.rng.randrange(2**31)
 
+    def moving_key(self, order: Callable[[int, int], Tensor]) -> int:
+        """A key for which the batch gets another order: one that moves samples in batches of other sizes alone is not seen."""
+        keys = iter(self.key, None)
+        return next(key for key in keys if not torch.equal(order(self.samples, key), torch.arange(self.samples)))
+
     def normal(self, *shape: int) -> Tensor:
         """Random numbers that are part of the program."""
         return torch.randn(*shape, generator=self.generator)

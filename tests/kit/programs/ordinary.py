@@ -219,7 +219,9 @@ def sample_weights(d: Draft) -> Step:
     """[B] numbers, zero for some."""
     if not d.whole:
         return unfit
-    d.inputs["weights"] = d.normal(d.records).relu()
+    weights = d.normal(d.records).relu()
+    weights[:2] += 0.1  # of a batch without gradients nothing can be seen
+    d.inputs["weights"] = weights
     return lambda h, run: h * run.inputs["weights"].to(h)[:, None, None]
 
 

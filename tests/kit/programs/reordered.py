@@ -8,7 +8,7 @@ from tests.kit.programs.grammar import Draft, Run, Step, replaced, shuffled, siz
 
 @unusual
 def permuted_and_back(d: Draft) -> Step:
-    part, key = d.part(), d.key()
+    part, key = d.part(), d.moving_key(shuffled)
 
     def step(h: Tensor, run: Run) -> Tensor:
         order = shuffled(h.shape[0], key)

@@ -1,0 +1,236 @@
+"""What a model remembers in Python: attributes of its modules, and what its hooks count in.
+
+A forward may count steps, append to lists, or write tensors into attributes. Extra forwards must leave no trace of that, and
+each of them must begin with what the first began with.
+"""
+
+import functools
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from gramian.taps import names
+
+OWN = frozenset(vars(nn.Module())) | {"forward"}
+"""Attributes of every module, which torch and the taps look after."""
+PLAIN = (int, float, complex, bool, str, bytes, type(None))
+CONTAINERS = (dict, list, set, deque, OrderedDict, Counter, defaultdict)
+DEPTH = 6
+"""How far containers and objects are followed from an attribute."""
+LARGEST = 100_000
+"""Containers of more items are data, not counts."""
+FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
+"""Packages whose objects look after themselves."""
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
+
+@dataclass
+class _Place:
+    """Something that holds values, what it held, and copies of the tensors and arrays among them."""
+
+    name: str
+    owner: Any
+    content: Any
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def restore(self) -> None:
+        if not _same_items(self.owner, self.content):
+            _put_back(self.owner, self.content)
+        for array, copy in self.copies:
+            if not same_values(array, copy):
+                with torch.no_grad():
+                    array.copy_(copy) if isinstance(array, Tensor) else np.copyto(array, copy)
+
+
+class PythonState:
+    """Values in attributes of modules, in hooks, and in containers and plain objects that these hold.
+
+    Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, variables of its
+    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        """Copy what is there."""
+        self._root = root
+        self._places = list(_places(root))
+
+    def restore(self) -> None:
+        """Put everything back; attributes that are new are removed."""
+        for place in self._places:
+            place.restore()
+
+    def values(self) -> dict[str, Any]:
+        """{name: value} of numbers, tensors and arrays that modules hold and that changed since; tensors as copies."""
+        before = {id(place.owner): place for place in self._places}
+        found: dict[str, Any] = {}
+        for place in _places(self._root, hooks=False):
+            known = before.get(id(place.owner))
+            old, copies = (dict(_items(known.content)), known.copies) if known else ({}, [])
+            for key, value in _items(place.content):
+                if not isinstance(value, Tensor | np.ndarray | int | float | complex) or isinstance(
+                    value, nn.Parameter
+                ):
+                    continue
+                earlier = next((copy for array, copy in copies if array is value), old.get(key))
+                if not same_values(value, earlier):
+                    found[names.join(place.name, str(key))] = _copy(value)
+        return found
+
+
+def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
+    """Tensors that modules hold in attributes and through which a loss may send a gradient: {name: tensor}."""
+    return {
+        names.join(place.name, str(key)): value
+        for place in _places(root, hooks=False, copies=False)
+        for key, value in _items(place.content)
+        if isinstance(value, Tensor) and value.grad_fn is not None and value.is_floating_point()
+    }
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """The same values of the same kind; what is no number equals itself."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.shape == other.shape and one.tobytes() == other.tobytes()
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one is other or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterator[_Place]:
+    seen: set[int] = set()
+    for name, module in names.named_modules(root):
+        content = {key: value for key, value in vars(module).items() if key not in OWN}
+        yield from _followed(name, module, content, seen, DEPTH, copies)
+        found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        for hook in (hook for several in found for hook in several.values()) if hooks else ():
+            yield from _function(name, hook, seen)
+    everywhere = (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+    for attribute in everywhere if hooks else ():
+        for hook in getattr(torch_module, attribute, {}).values():
+            yield from _function("", hook, seen)
+
+
+def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, copies: bool = True) -> Iterator[_Place]:
+    """A place, and the places that its values are."""
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    arrays = [v for _, v in _items(content) if isinstance(v, Tensor | np.ndarray) and not isinstance(v, nn.Parameter)]
+    yield _Place(name, owner, content, [(v, _copy(v)) for v in arrays] if copies else [])
+    for key, value in _items(content) if depth else ():
+        inside = _content(value)
+        if inside is not None:
+            yield from _followed(names.join(name, str(key)), value, inside, seen, depth - 1, copies)
+
+
+def _content(value: Any) -> Any:
+    """A shallow copy of what a container or a plain object holds; None for anything else."""
+    if type(value) in CONTAINERS:
+        return value.copy() if len(value) <= LARGEST else None
+    if isinstance(value, tuple):  # cannot change, but may hold what can
+        return list(value)
+    if isinstance(value, (nn.Module, type, types.ModuleType, *FUNCTIONS)) or not hasattr(value, "__dict__"):
+        return None
+    package = type(value).__module__.partition(".")[0]
+    return dict(vars(value)) if package not in FOREIGN or type(value) is types.SimpleNamespace else None
+
+
+def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
+    """What a user's hook remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
+    if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
+        return
+    if isinstance(function, functools.partial):
+        yield from _followed(name, function.args, list(function.args), seen, DEPTH)
+        yield from _followed(name, function.keywords, dict(function.keywords), seen, DEPTH)
+        yield from _function(name, function.func, seen)
+        return
+    code = getattr(function, "__code__", None)
+    owner = getattr(function, "__self__", None if code is not None else function)
+    if owner is not None and not isinstance(owner, nn.Module):
+        yield from _followed(name, owner, dict(getattr(owner, "__dict__", {})), seen, DEPTH)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            content = {"cell_contents": cell.cell_contents}
+        except ValueError:  # not assigned yet
+            continue
+        yield from _followed(name, cell, content, seen, DEPTH)
+    variables = getattr(function, "__globals__", {})
+    for key in code.co_names if code is not None else ():
+        value = variables.get(key)
+        if isinstance(value, PLAIN) and key in variables:
+            yield _Place(name, _Global(variables, key), {"value": value})
+        elif _content(value) is not None:
+            yield from _followed(name, value, _content(value), seen, DEPTH)
+
+
+class _Global:
+    """One global variable of a hook's module."""
+
+    def __init__(self, variables: dict[str, Any], key: str) -> None:
+        self._variables, self._key = variables, key
+
+    @property
+    def value(self) -> Any:
+        return self._variables[self._key]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._variables[self._key] = value
+
+
+def _items(content: Any) -> list[tuple[Any, Any]]:
+    if isinstance(content, dict):
+        return list(content.items())
+    return list(enumerate(content)) if isinstance(content, list | deque | tuple) else []
+
+
+def _same_items(owner: Any, content: Any) -> bool:
+    now = _now(owner, content)
+    if isinstance(content, set):
+        return bool(now == content)
+    one, other = _items(now), _items(content)
+    return len(one) == len(other) and all(v is w and a == b for (a, v), (b, w) in zip(one, other, strict=True))
+
+
+def _now(owner: Any, content: Any) -> Any:
+    if isinstance(owner, (tuple, *CONTAINERS)):
+        return owner
+    if isinstance(owner, nn.Module):
+        return {key: value for key, value in vars(owner).items() if key not in OWN}
+    return {key: getattr(owner, key) for key in content} if isinstance(owner, types.CellType | _Global) else vars(owner)
+
+
+def _put_back(owner: Any, content: Any) -> None:
+    if isinstance(owner, CONTAINERS):
+        owner.clear()
+        owner.extend(content) if isinstance(owner, list | deque) else owner.update(content)
+        return
+    if isinstance(owner, types.CellType | _Global):
+        for key, value in content.items():
+            setattr(owner, key, value)
+        return
+    attributes = vars(owner)
+    for key in [key for key in attributes if key not in content and not (isinstance(owner, nn.Module) and key in OWN)]:
+        del attributes[key]
+    attributes.update(content)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value

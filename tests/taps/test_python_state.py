@@ -1,0 +1,381 @@
+"""What a model remembers in Python: a proof leaves no trace of it, and under privacy no later batch depends on samples in it."""
+
+import functools
+import types
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.data import DataLoader, TensorDataset
+
+import gramian
+from gramian.errors import GramianError
+from gramian.taps.hub import hub_of
+from gramian.taps.python_state import PythonState
+
+CALLS = 0
+LOG: list[int] = []
+
+
+class Remembering(nn.Module):
+    """A layer, and a forward that writes into attributes as the test says."""
+
+    def __init__(self, write: Callable[[Any, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 3), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        found = self.write(self, h)
+        return h if found is None else found
+
+
+def norms(model: nn.Module, x: Tensor) -> Tensor:
+    with gramian.per_sample_norms(model, "sum") as found:
+        model(x).square().sum().backward()
+    return found.values
+
+
+@dataclass
+class Settings:
+    steps: int = 0
+
+
+def count_everywhere(model: Any, h: Tensor) -> None:
+    model.nested["a"][0]["n"] += 1
+    model.tuple[0].append(1)
+    model.array += 1
+    model.tensor.add_(1)
+    model.replaced = model.replaced + 1
+    model.names.steps += 1
+    model.settings.steps += 1
+    model.counter.update("x")
+    model.queue.append(0)
+    model.new = getattr(model, "new", 0) + 1
+
+
+def test_no_proof_leaves_a_trace_in_attributes_of_any_kind() -> None:
+    def make() -> Any:
+        model: Any = Remembering(count_everywhere)
+        model.nested, model.tuple = {"a": [{"n": 0}]}, ([],)
+        model.array, model.tensor, model.replaced = np.zeros(2), torch.zeros(2), torch.zeros(())
+        model.names, model.settings = types.SimpleNamespace(steps=0), Settings()
+        model.counter, model.queue = Counter(), deque()
+        return model
+
+    def state(model: Any) -> list[Any]:
+        tensors = [model.array.tolist(), model.tensor.tolist(), float(model.replaced)]
+        counts = [model.names.steps, model.settings, dict(model.counter), list(model.queue), model.new]
+        return [model.nested, model.tuple, *tensors, *counts]
+
+    model, plain, x = make(), make(), torch.randn(6, 4)
+    plain(x)
+    norms(model, x)
+    assert state(model) == state(plain)
+
+
+def count_globally(kind: str, *_: Any) -> None:
+    global CALLS
+    CALLS += 1
+    LOG.append(0)
+
+
+def test_no_proof_leaves_a_trace_in_what_hooks_count_in() -> None:
+    counts, seen = {"n": 0}, list[int]()
+
+    def count(where: dict[str, int], *_: Any, also: list[int]) -> None:
+        where["n"] += 1
+        also.append(0)
+
+    model, before = Remembering(lambda model, h: None), (CALLS, len(LOG))
+    model.layer.register_forward_hook(functools.partial(count, counts, also=seen))
+    model.layer.register_forward_hook(functools.partial(count_globally, "layer"))
+    everywhere = torch_module.register_module_forward_hook(functools.partial(count, counts, also=seen))
+    try:
+        norms(model, torch.randn(6, 4))
+    finally:
+        everywhere.remove()
+    assert counts["n"] == len(seen) == 3  # of the layer twice, of the root once
+    assert (CALLS, len(LOG)) == (before[0] + 1, before[1] + 1)
+
+
+def test_every_run_begins_with_what_the_first_began_with() -> None:
+    def schedule(model: Any, h: Tensor) -> Tensor:
+        model.step += 1
+        return h * model.step
+
+    model: Any = Remembering(schedule).double()
+    model.step = 0
+    x = torch.randn(5, 4, dtype=torch.float64)
+    expected = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(row.square().sum(), list(model.parameters()))]).norm()
+            for row in (torch.tanh(model.layer(one)) for one in x)
+        ]
+    )
+    torch.testing.assert_close(norms(model, x), expected)
+    assert model.step == 1
+
+
+def test_values_lists_what_changed_and_restore_puts_it_back() -> None:
+    model: Any = Remembering(lambda model, h: None)
+    model.kept, model.changed, model.number = torch.zeros(3), torch.zeros(3), 1.5
+    state = PythonState(model)
+    model.changed[0], model.number, model.added = 1, 2.5, torch.ones(())
+    assert state.values().keys() == {"changed", "number", "added"}
+    state.restore()
+    assert not state.values() and not model.changed.any() and model.number == 1.5 and not hasattr(model, "added")
+
+
+# ---- under privacy -----------------------------------------------------------------------------------------------------
+
+
+def private(model: nn.Module, x: Tensor) -> gramian.PrivacyEngine:
+    engine = gramian.PrivacyEngine()
+    engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(x), batch_size=len(x)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    return engine
+
+
+def test_statistics_in_a_plain_attribute_are_refused_under_privacy() -> None:
+    def centred_by_earlier_batches(model: Any, h: Tensor) -> Tensor:
+        found = h - model.mean
+        model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
+        return found
+
+    model: Any = Remembering(centred_by_earlier_batches)
+    model.mean = torch.zeros(3)
+    x = torch.randn(6, 4)
+    engine = private(model, x)
+    with pytest.raises(GramianError, match=r"^mean: is an attribute that remembers samples.*; expected"):
+        model(x)
+    engine.detach()
+    assert not model.mean.any()
+
+
+def test_a_record_that_nothing_reads_stays_welcome_under_privacy() -> None:
+    def logged(model: Any, h: Tensor) -> Tensor:
+        model.last, model.step = h.detach().mean(), model.step + 1
+        return h * model.step
+
+    model: Any = Remembering(logged)
+    model.last, model.step = None, 0
+    x = torch.randn(6, 4)
+    engine = private(model, x)
+    model(x).square().sum().backward()
+    engine.detach()
+    assert model.step == 1
+
+
+# ---- losses in attributes ----------------------------------------------------------------------------------------------
+
+
+def balance(model: Any, h: Tensor) -> None:
+    model.aux = h.mean(0).square().sum()
+
+
+def test_a_loss_in_an_attribute_that_couples_samples_is_refused_if_a_backward_goes_through_it() -> None:
+    model: Any = Remembering(balance)
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        with gramian.per_sample_norms(model):
+            model(x).square().sum(1).mean().backward()
+        with (
+            pytest.raises(GramianError, match=r"^attribute aux of the model couples samples"),
+            gramian.per_sample_norms(model),
+        ):
+            (model(x).square().sum(1).mean() + model.aux).backward()
+
+
+def test_losses_that_are_appended_to_a_list_are_watched_too() -> None:
+    model: Any = Remembering(lambda model, h: model.losses.append(h.mean(0).square().sum()))
+    model.losses, x = [], torch.randn(6, 4)
+    for _ in range(3):
+        with (
+            pytest.raises(GramianError, match=r"^attribute losses\.\d of the model couples samples"),
+            gramian.per_sample_norms(model),
+        ):
+            (model(x).square().sum(1).mean() + model.losses[-1]).backward()
+    assert len(model.losses) == 3
+
+
+def test_a_loss_in_an_attribute_that_keeps_samples_apart_is_exact() -> None:
+    def penalised(model: Any, h: Tensor) -> Tensor:
+        model.aux = h.square().sum(1).mean()
+        return torch.cat([h, h.square().sum(1, keepdim=True)], 1)
+
+    torch.manual_seed(0)
+    model: Any = Remembering(penalised).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with gramian.per_sample_norms(model) as found:
+        (model(x)[:, :3].sin().sum(1).mean() + model.aux).backward()
+    for i, value in enumerate(found.values):
+        loss = model(x[i : i + 1])[:, :3].sin().sum() + model.aux
+        own = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+# ---- what is exchanged between captures ----------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return h - h.mean(0)
+
+
+def test_a_module_or_a_hook_that_is_exchanged_between_captures_is_proven_anew() -> None:
+    x = torch.randn(6, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    norms(model, x)
+    model[1] = Centred()
+    with pytest.raises(GramianError, match="changes when other samples are replaced"):
+        norms(model, x)
+    model[1] = nn.Tanh()
+    norms(model, x)
+    handle = model[1].register_forward_hook(lambda module, args, output: output - output.mean(0))
+    with pytest.raises(GramianError, match="changes when other samples are replaced"):
+        norms(model, x)
+    handle.remove()
+    count = len(hub_of(model).proof.proven)
+    norms(model, x)
+    assert len(hub_of(model).proof.proven) == count
+
+
+def test_a_batch_without_gradients_covers_no_other() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3, bias=False)
+
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            h = self.layer(x) * weights[:, None]
+            return h - h.mean(0)
+
+    model, x = Weighted(), torch.randn(6, 4)
+    for _ in range(3):
+        with gramian.per_sample_norms(model) as found:
+            model(x, torch.zeros(6)).sin().sum().backward()
+        assert not found.values.any()
+    with pytest.raises(GramianError, match="changes when"), gramian.per_sample_norms(model):
+        model(x, torch.rand(6)).sin().sum().backward()
+
+
+def test_an_output_in_slots_is_an_output() -> None:
+    @dataclass(slots=True)
+    class Output:
+        logits: Tensor
+
+    class Slotted(nn.Module):
+        def __init__(self, couples: bool) -> None:
+            super().__init__()
+            self.layer, self.couples = nn.Linear(4, 3), couples
+
+        def forward(self, x: Tensor) -> Output:
+            h = self.layer(x)
+            return Output(h - h.mean(0) if self.couples else h)
+
+    x = torch.randn(6, 4)
+    for couples in (False, True):
+        model = Slotted(couples)
+        try:
+            with gramian.per_sample_norms(model):
+                model(x).logits.sin().sum(1).mean().backward()
+        except GramianError as error:
+            assert couples and "changes when other samples are replaced" in str(error)
+        else:
+            assert not couples
+
+
+# ---- arguments and outputs -----------------------------------------------------------------------------------------------
+
+
+class Given(nn.Module):
+    """A layer and a head, and a forward that the test gives."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.head, self.inner = nn.Linear(4, 5), nn.Linear(5, 3), forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(self, *args)
+
+
+def test_a_generator_that_is_an_argument_draws_the_same_in_every_run() -> None:
+    def noisy(self: Any, x: Tensor, generator: torch.Generator) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.head(h + torch.rand(h.shape, generator=generator))
+
+    generator, x = torch.Generator().manual_seed(1), torch.randn(6, 4)
+    model = Given(noisy)
+    with gramian.per_sample_norms(model):
+        model(x, generator).sin().sum(1).mean().backward()
+    expected = torch.Generator().manual_seed(1)
+    torch.rand(6, 5, generator=expected)
+    assert torch.equal(generator.get_state(), expected.get_state())
+
+
+def test_an_input_with_several_rows_of_each_sample_moves_with_them() -> None:
+    def paired(self: Any, x: Tensor, views: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x) + self.layer(views).view(len(x), 2, -1).sum(1)))
+
+    torch.manual_seed(0)
+    model = Given(paired).double()
+    assert_exact_by_rows(model, torch.randn(5, 4).double(), torch.randn(10, 4).double(), rows=2)
+
+
+def assert_exact_by_rows(model: nn.Module, x: Tensor, other: Tensor, rows: int) -> None:
+    with gramian.per_sample_norms(model) as found:
+        model(x, other).sin().sum(1).mean().backward()
+    for i, value in enumerate(found.values):
+        loss = model(x[i : i + 1], other[rows * i : rows * (i + 1)]).sin().sum()
+        own = torch.autograd.grad(loss, list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+def test_lists_of_lists_and_of_tensors_are_samples() -> None:
+    def of_lists(self: Any, x: Tensor, numbers: list[list[float]]) -> Tensor:
+        return self.head(torch.tanh(self.layer(x)) * torch.tensor(numbers).to(x).sum(1, keepdim=True))
+
+    def of_tensors(self: Any, several: list[Tensor]) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.stack([t.mean(0) for t in several]))))
+
+    torch.manual_seed(0)
+    model, x = Given(of_lists).double(), torch.randn(4, 4).double()
+    numbers = [[1.0, 2.0], [3.0, 1.0], [0.5, 0.5], [2.0, 2.0]]
+    with gramian.per_sample_norms(model) as found:
+        model(x, numbers).sin().sum(1).mean().backward()
+    for i, value in enumerate(found.values):
+        own = torch.autograd.grad(model(x[i : i + 1], numbers[i : i + 1]).sin().sum(), list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+    model, several = Given(of_tensors).double(), [torch.randn(n, 4).double() for n in (3, 1, 2, 5)]
+    with gramian.per_sample_norms(model, batch_size=4) as found:
+        model(several).sin().sum(1).mean().backward()
+    for value, one in zip(found.values, several, strict=True):
+        own = torch.autograd.grad(model([one]).sin().sum(), list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+@pytest.mark.parametrize("tokens", [3, 5, 10])
+def test_a_first_output_may_have_its_samples_on_the_second_axis(tokens: int) -> None:
+    def time_first(self: Any, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x))).transpose(0, 1)
+
+    torch.manual_seed(0)
+    model, x = Given(time_first).double(), torch.randn(5, tokens, 4).double()
+    with gramian.per_sample_norms(model) as found:
+        model(x).sin().sum((0, 2)).mean().backward()
+    for i, value in enumerate(found.values):
+        own = torch.autograd.grad(model(x[i : i + 1]).sin().sum(), list(model.parameters()))
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
