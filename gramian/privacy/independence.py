@@ -52,7 +52,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
     samples, failure = Samples.of(batch, rows), None
     try:
         for seed in range(numberings(rows)):
-            with undisturbed(root):
+            with undisturbed(root, samples.leaves):
                 _prove(Prover(hub, execute, samples, seed=seed))
     except GramianError as error:
         failure = error

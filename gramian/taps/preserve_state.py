@@ -16,7 +16,7 @@ from gramian.taps.python_state import PythonState, same_values
 
 
 @contextmanager
-def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
+def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[Any] = ()) -> Iterator[None]:
     """Gradients, buffers and random states are afterwards what they were; on demand also what modules and hooks count.
 
     Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating; modes are
@@ -25,13 +25,14 @@ def preserve_state(root: nn.Module, counters: bool = False) -> Iterator[None]:
     Args:
         root: the model.
         counters: True to put back what modules and hooks remember in Python (`PythonState`).
+        arguments: values that its forward is given, among which may be generators.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in sharded for group in fsdp_groups(module)]
     syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = Buffers(root)
-    python, generators = PythonState(root) if counters else None, Generators(root)
+    python, generators = PythonState(root) if counters else None, Generators(root, arguments)
     random_states = generators.states()
     for p, _ in gradients:
         p.grad = None

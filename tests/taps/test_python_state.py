@@ -1,4 +1,4 @@
-"""What a model remembers in Python: a proof leaves no trace of it, and under privacy no later batch depends on samples in it."""
+"""What a model remembers in Python: a proof leaves no trace of it, and under privacy no batch depends on samples in it."""
 
 import functools
 import types

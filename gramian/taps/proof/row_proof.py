@@ -1,7 +1,7 @@
 """When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -225,7 +225,7 @@ class RowProof:
     def _calls_of(self, samples: Samples, execute: Execute) -> set[Any]:
         root = self.hub.root()
         assert root is not None
-        with undisturbed(root):
+        with undisturbed(root, samples.leaves):
             runs = Runs(self.hub, execute, samples, 0)
             try:
                 return set(runs.tapped(runs.everyone).calls)
@@ -284,7 +284,7 @@ class RowProof:
         """
         root = self.hub.root()
         assert root is not None
-        with undisturbed(root):
+        with undisturbed(root, samples.leaves):
             beginning = Beginning(root, samples.leaves)
             first = self._prover(samples, execute, beginning)
             try:
@@ -362,7 +362,7 @@ class RowProof:
         assert root is not None
         for samples in groupings:
             rows = [0 if i in proven.fixed else count for i, count in enumerate(samples.rows)]
-            with undisturbed(root):
+            with undisturbed(root, samples.leaves):
                 prover = Prover(self.hub, execute, replace(samples, rows=rows), seed=self._seed())
                 outputs = Outputs(samples, prover.runs)
                 if prover.open:
@@ -434,13 +434,17 @@ class Outputs:
 
 
 @contextmanager
-def undisturbed(root: nn.Module) -> Iterator[None]:
+def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
     """Runs of a proof: no trace is left, compiled modules run as they were written, checkpoints around the model see nothing.
 
     Weights that are all zero are random inside: behind them no gradient would flow, and nothing could be shown.
+
+    Args:
+        root: the model.
+        arguments: values that it is given, among which may be generators.
     """
     with (
-        preserve_state(root, counters=True),
+        preserve_state(root, counters=True, arguments=arguments),
         run_eagerly(),
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         _zeros_filled(root),
