@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gramian.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide, wide_dtype
 from gramian.parallel.tensor_parallel import TensorParallel, whole
+from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.record import ParameterRecord
 from gramian.taps.statistic import ParameterInfo
@@ -153,8 +154,8 @@ class Audit:
             listens: False while a proof runs the model untapped.
         """
         self._spread, self._listens, self._known, self._projections = spread, listens, known, projections
-        self._rounding: dict[str, tuple[Tensor, torch.dtype]] = {}
-        """{parameter: how large the terms of its sum are, and their narrowest dtype}, of its last record."""
+        self._rounding: dict[str, tuple[Tensor, torch.dtype, int]] = {}
+        """{parameter: how large the terms of its sum are, their narrowest dtype, and how many are added up in it}."""
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -190,7 +191,17 @@ class Audit:
         total = record.gradient.total()
         previous = self._totals.get(record.parameter)
         self._totals[record.parameter] = total if previous is None else previous + total
-        self._rounding[record.parameter] = (record.gradient.magnitude(), record.gradient.dtype)
+        self._rounding[record.parameter] = (
+            record.gradient.magnitude(),
+            record.gradient.dtype,
+            self._terms(record.gradient),
+        )
+
+    @staticmethod
+    def _terms(gradient: PerSampleGradient) -> int:
+        """How many terms autograd may add up one after the other in their own dtype: torch does so on a CPU."""
+        last = gradient.tensors()[-1]
+        return 0 if gradient.summed_wide or last.device.type != "cpu" else last.shape[:2].numel()
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         if not self._listens():
@@ -234,12 +245,12 @@ class Audit:
                 if bool((arrived != 0).any()):
                     raise GramianError(f"{name}: got a gradient, but none through its layer; {_ADVICE}")
                 continue
-            (magnitude, dtype), got = self._rounding[name], wide(arrived).to(total.dtype)
+            (magnitude, dtype, terms), got = self._rounding[name], wide(arrived).to(total.dtype)
             magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
-            told = torch.finfo(dtype)
-            below_normal = told.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
-            rounding = told.eps * (magnitude + below_normal)
-            allowed = AGREES[dtype] * got.norm() + 8 * rounding
+            info = torch.finfo(dtype)
+            below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
+            rounding = info.eps * (magnitude + below_normal)
+            allowed = AGREES[dtype] * got.norm() + 8 * rounding + min(1.0, info.eps * terms) * magnitude
             error = (got - total).norm()
             if not bool(error <= allowed):
                 raise GramianError(

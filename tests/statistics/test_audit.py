@@ -442,6 +442,18 @@ def test_the_users_leave_to_round_products_to_tf32_counts_in_every_backward(monk
     assert seen == [True] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_first_backward_whose_many_tokens_a_cpu_adds_up_in_half_precision_is_no_false_alarm(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(3, 32), nn.LayerNorm(32), nn.Linear(32, 4)).to(dtype)
+    ids = torch.randint(3, (32, 256))
+    for _ in range(2):
+        with gramian.per_sample_norms(model):
+            model(ids).float().square().sum((1, 2)).mean().backward()
+
+
 @pytest.mark.parametrize("name", [name for name, _ in _Net().named_parameters()])
 def test_with_one_capture_for_each_backward_every_parameter_takes_its_turn(name: str) -> None:
     model, ids = _net(torch.float32)

@@ -108,7 +108,8 @@ class Generic(Site):
             count = x.shape[0] if x.dim() else 0
             grouped = count != batch and count in rows and count % batch == 0
             likely.append("first" if count == batch else "grouped" if grouped else "shared")
-        square = [x.dim() == 2 and x.shape[0] == x.shape[1] for x in inputs]  # a mask, where T happens to be B
+        # a mask, where T happens to be B; the first input has samples
+        square = [i > 0 and x.dim() == 2 and x.shape[0] == x.shape[1] for i, x in enumerate(inputs)]
         masked: list[Layout] = ["shared" if s else layout for s, layout in zip(square, likely, strict=True)]
         return [likely, masked] if any(square) and masked != likely else [likely]
 
