@@ -25,6 +25,7 @@ from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.joined import Joined
 from tests.dist import bodies
 from tests.kit.processes import run_on_ranks
+from tests.privacy import test_lone
 from tests.statistics import (
     test_audit,
     test_diagonal_estimate,
@@ -36,7 +37,7 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
-from tests.taps import test_attribution, test_returned_loss, test_row_proof
+from tests.taps import test_attribution, test_python_state, test_returned_loss, test_row_proof
 
 RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
@@ -601,6 +602,70 @@ MUTATIONS = (
         "buffers that remember samples",
         (Edit("gramian.taps.proof.prover:Prover.separate", "self._refuse_buffers(base, run)", "pass"),),
         functools.partial(test_row_proof.test_a_buffer_that_remembers_samples_is_refused_under_privacy, False),
+    ),
+    Mutation(
+        "padding that leaks under dropout",
+        (
+            Edit(
+                "gramian.taps.proof.prover:Prover._reorder",
+                "return self._reorder(base, chosen, lone)",
+                'return False, "dropout"',
+            ),
+        ),
+        functools.partial(test_lone.test_padding_that_leaks_is_refused, 0.5, 0),
+    ),
+    Mutation(
+        "the sample that hides its padding is alone",
+        (Edit("gramian.privacy.lone:LastBatch.samples_alone", "-(-len(padded) // MOST)", "len(padded)"),),
+        functools.partial(test_lone.test_padding_that_leaks_is_refused, 0.0, 2),
+    ),
+    Mutation(
+        "attributes that remember samples",
+        (Edit("gramian.taps.proof.prover:Prover.separate", "self._refuse_memory(base, run)", "pass"),),
+        test_python_state.test_statistics_in_a_plain_attribute_are_refused_under_privacy,
+    ),
+    Mutation(
+        "runs of a proof go on from each other",
+        (Edit("gramian.taps.preserve_state:Beginning.restore", "self.python.restore()", "pass"),),
+        test_python_state.test_every_run_begins_with_what_the_first_began_with,
+    ),
+    Mutation(
+        "losses in attributes go unseen",
+        (
+            Edit(
+                "gramian.taps.proof.runs:Runs._results",
+                "left_in_attributes(self._root, before, returned)",
+                "dict[str, Tensor]()",
+            ),
+        ),
+        test_python_state.test_a_loss_in_an_attribute_that_couples_samples_is_refused_if_a_backward_goes_through_it,
+    ),
+    Mutation(
+        "labels taken for nobody's input",
+        (
+            Edit(
+                "gramian.taps.proof.row_proof:RowProof._attempt",
+                "if fixed and found is not None",
+                "if fixed and found is None",
+            ),
+        ),
+        test_returned_loss.test_a_mask_and_labels_of_one_square_shape_are_not_both_nobodys,
+    ),
+    Mutation(
+        "exchanged modules and hooks are covered",
+        (
+            Edit(
+                "gramian.taps.proof.row_proof:RowProof._key",
+                "(id(module), module.training, *_hooks(module))",
+                "module.training",
+            ),
+        ),
+        test_python_state.test_a_module_or_a_hook_that_is_exchanged_between_captures_is_proven_anew,
+    ),
+    Mutation(
+        "a batch without gradients covers the next",
+        (Edit("gramian.taps.proof.row_proof:RowProof._prove", "if whole and found.shows:", "if whole:"),),
+        test_python_state.test_a_batch_without_gradients_covers_no_other,
     ),
     Mutation(
         "a buffer that is put in place anew stays",

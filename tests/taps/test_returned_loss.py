@@ -135,3 +135,31 @@ def test_a_model_of_transformers_is_refused_at_unequal_counts_and_exact_with_a_c
     with gramian.per_sample_norms(model, loss_reduction=1 / 20) as norms:
         model(input_ids=ids, labels=labels, num_items_in_batch=20).loss.backward()
     assert norms.values.isfinite().all()
+
+
+def test_a_mask_and_labels_of_one_square_shape_are_not_both_nobodys() -> None:
+    class Masked(nn.Module):
+        """Attention under a mask [T, T], and the mean over labelled tokens [B, T], where T is B."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, allowed: Tensor, labelled: Tensor) -> dict[str, Tensor]:
+            h = self.layer(x)
+            h = (h @ h.mT).masked_fill(~allowed, -torch.inf).softmax(-1) @ h
+            return {"loss": self.head(h)[..., 0].sin()[labelled].mean()}
+
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(6, 6, 3)
+    allowed = torch.ones(6, 6).tril().bool()
+    labelled = torch.cat([allowed[:3], allowed[:3].flip(0)])  # a reversed batch has them in the same order
+    with pytest.raises(gramian.GramianError, match="couples samples"), gramian.per_sample_norms(model):
+        model(x, allowed, labelled)["loss"].backward()
+    with gramian.per_sample_norms(model) as norms:
+        model(x, allowed, torch.ones(6, 6).bool())["loss"].backward()
+    for i, value in enumerate(norms.values):
+        own = torch.autograd.grad(
+            model(x[i : i + 1], allowed, torch.ones(1, 6).bool())["loss"], list(model.parameters())
+        )
+        torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
