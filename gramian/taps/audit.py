@@ -250,7 +250,9 @@ class Audit:
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)
-            allowed = AGREES[dtype] * got.norm() + 8 * rounding + min(1.0, info.eps * terms) * magnitude
+            allowed = AGREES[dtype] * got.norm() + 8 * rounding
+            if terms:
+                allowed = allowed + min(1.0, info.eps * terms) * magnitude
             error = (got - total).norm()
             if not bool(error <= allowed):
                 raise GramianError(

@@ -379,3 +379,11 @@ def test_a_first_output_may_have_its_samples_on_the_second_axis(tokens: int) -> 
     for i, value in enumerate(found.values):
         own = torch.autograd.grad(model(x[i : i + 1]).sin().sum(), list(model.parameters()))
         torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+def test_rows_in_an_attribute_that_couple_are_no_reason_to_refuse_a_loss_of_the_outputs() -> None:
+    model: Any = Remembering(lambda model, h: setattr(model, "centred", h - h.mean(0)))
+    x = torch.randn(6, 4)
+    assert len(norms(model, x)) == 6
+    with pytest.raises(GramianError, match=r"^attribute centred of the model"), gramian.per_sample_norms(model):
+        (model(x).sum() + model.centred.square().sum()).backward()

@@ -29,7 +29,7 @@ from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, disagreement, sketches_of
-from gramian.taps.proof.runs import Execute, Refuted, Runs, Source, TappedRun
+from gramian.taps.proof.runs import Execute, Refuted, Runs, SecondAxis, Source, TappedRun
 from gramian.taps.proof.samples import Samples, donors
 from gramian.taps.python_state import same_values
 
@@ -79,7 +79,7 @@ class Prover:
         *,
         seed: int = 0,
         lone: FindLone = lambda among: [],
-        second_axis: bool = False,
+        second_axis: SecondAxis = "certain",
         beginning: Beginning | None = None,
     ) -> None:
         """Nothing runs yet.
@@ -372,8 +372,9 @@ class Prover:
             if base.sides[key] == side
         ]
         outputs = enumerate(zip(base.outputs, run.outputs, strict=True))
-        titles = self.runs.titles
-        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in self.runs.row_outputs]
+        titles, runs = self.runs.titles, self.runs
+        asked = {i for i in runs.row_outputs if i < runs.returned or runs.cotangents[i] is not None}
+        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in asked]
 
     def _apart(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
         """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows."""

@@ -21,6 +21,7 @@ from gramian.taps.proof.runs import (
     Execute,
     Refuted,
     Runs,
+    SecondAxis,
     blamed_on,
     left_in_attributes,
     output_tensors,
@@ -311,7 +312,9 @@ class RowProof:
                 )  # a tap that refuses the layer says more than the layer's own failure
                 raise
 
-    def _prover(self, samples: Samples, execute: Execute, beginning: Beginning, second_axis: bool = False) -> Prover:
+    def _prover(
+        self, samples: Samples, execute: Execute, beginning: Beginning, second_axis: SecondAxis = "certain"
+    ) -> Prover:
         lone = partial(self.lone, samples)
         return Prover(
             self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis, beginning=beginning
@@ -346,6 +349,12 @@ class RowProof:
                 found = alone if found is None else replace(found, calls=found.calls | alone.calls)
             except Refuted as refuted:
                 failure, reasons[scalar] = refuted, outputs.couples(scalar, refuted)
+        if outputs.attributes:
+            try:
+                alone = prover.prove(lambda _: outputs.attributes)
+                found = alone if found is None else replace(found, calls=found.calls | alone.calls)
+            except (Refuted, GramianError) as error:
+                reasons |= {number: outputs.couples(number, error) for number in outputs.attributes}
         reason = next(iter(reasons.values()), "output 0 of the model is not differentiable")
         if found is None and failure is not None:
             raise Refuted(reason) if _counts_differ(samples) else failure
@@ -399,19 +408,23 @@ class Outputs:
     samples: Samples
     runs: Runs
     rows: list[int] = field(default_factory=list)
+    attributes: list[int] = field(default_factory=list)
+    """Rows of samples that the model does not return but leaves in attributes, of which a loss may make nothing."""
     scalars: list[int] = field(default_factory=list)
     odd: dict[int, str] = field(default_factory=dict)
 
     def choose_all(self, outputs: list[Tensor], but: Collection[int] = ()) -> list[int]:
         """All that can have a cotangent, but for some."""
         self.choose_rows(outputs)
-        return [i for i in (*self.rows, *self.scalars) if i not in but]
+        return [i for i in (*self.rows, *self.attributes, *self.scalars) if i not in but]
 
     def choose_rows(self, outputs: list[Tensor]) -> list[int]:
         """Those with rows of samples, which are proven together; where there is none, the first single number."""
         differentiable = [i for i, y in enumerate(outputs) if y.requires_grad]
-        self.rows = [i for i in differentiable if rows_of(outputs[i], self.samples)]
-        self.scalars = [i for i in differentiable if outputs[i].numel() == 1 and i not in self.rows]
+        with_rows = [i for i in differentiable if rows_of(outputs[i], self.samples)]
+        self.rows = [i for i in with_rows if i < self.runs.returned]
+        self.attributes = [i for i in with_rows if i not in self.rows]
+        self.scalars = [i for i in differentiable if outputs[i].numel() == 1 and i not in with_rows]
         batch, units = self.samples.batch, self.samples.units
         wanted = f"first axis is not the batch of {batch}"
         if units is not None and units.ids.dim() == 2:
@@ -419,11 +432,11 @@ class Outputs:
         self.odd = {
             i: f"{self.runs.titles[i]} has the shape {list(outputs[i].shape)}, whose {wanted}"
             for i in differentiable
-            if i not in self.rows and i not in self.scalars
+            if i not in with_rows and i not in self.scalars
         }
         return self.rows or self.scalars[:1]
 
-    def couples(self, number: int, failure: Refuted) -> str:
+    def couples(self, number: int, failure: Exception) -> str:
         """Which output it is and what was seen, with the remedy for a mean over tokens."""
         words = f"{self.runs.titles[number]} couples samples ({failure})"
         if not _counts_differ(self.samples):
@@ -484,11 +497,11 @@ def _counts_differ(samples: Samples) -> bool:
     return any(kind != "values" for _, kind in samples.uneven())
 
 
-def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], bool]]:
+def _readings(inputs: Sequence[int], outputs: bool) -> list[tuple[tuple[int, ...], SecondAxis]]:
     """Other ways to read axes that may be B by chance: inputs that are left alone, and samples on axis 1 of outputs."""
-    readings: list[tuple[tuple[int, ...], bool]] = [((i,), False) for i in inputs[:4]]
-    readings += [(tuple(inputs), False)] if len(inputs) > 1 else []
-    return readings + ([((), True)] if outputs else [])
+    readings: list[tuple[tuple[int, ...], SecondAxis]] = [((i,), "certain") for i in inputs[:4]]
+    readings += [(tuple(inputs), "certain")] if len(inputs) > 1 else []
+    return readings + ([((), "later"), ((), "all")] if outputs else [])
 
 
 def _only(number: int, outputs: list[Tensor]) -> list[int]:

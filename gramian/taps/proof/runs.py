@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Source = Sequence[int] | Tensor
 """Which sample, or which token [B, T], stands in each place."""
+SecondAxis = Literal["certain", "later", "all"]
 Execute = Callable[[Any], Any]
 """Runs the model, or a loss behind it, on arguments."""
 
@@ -64,7 +65,7 @@ class Runs:
         execute: Execute,
         samples: Samples,
         seed: int,
-        second_axis: bool = False,
+        second_axis: SecondAxis = "certain",
         beginning: Beginning | None = None,
     ) -> None:
         """Nothing runs yet.
@@ -74,8 +75,8 @@ class Runs:
             execute: runs the model, or the loss.
             samples: the arguments.
             seed: of the cotangents and fingerprints.
-            second_axis: True to look for samples on axis 1 of outputs, wherever it is B (states of recurrent layers); False:
-                only where axis 0 cannot hold them.
+            second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose axis
+                1 is B and whose axis 0 cannot hold them ("certain"), or all whose axis 1 is B, with or without the first.
             beginning: what every run begins with; None: what is there now.
         """
         root = hub.root()
@@ -198,7 +199,8 @@ class Runs:
         candidates = {i for i, y in enumerate(outputs) if y.dim() > 1 and y.shape[1] == batch}
         doubtful = {i for i in candidates if outputs[i].shape[0] % batch == 0}
         self.ambiguous_outputs = bool(doubtful)
-        self._second = candidates if self.second_axis else candidates - doubtful
+        first = doubtful & {0} if self.second_axis == "later" else set()
+        self._second = candidates - (doubtful if self.second_axis == "certain" else first)
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(outputs)]
 
     def _begin(self, forget: bool = True) -> None:
