@@ -387,3 +387,26 @@ def test_rows_in_an_attribute_that_couple_are_no_reason_to_refuse_a_loss_of_the_
     assert len(norms(model, x)) == 6
     with pytest.raises(GramianError, match=r"^attribute centred of the model"), gramian.per_sample_norms(model):
         (model(x).sum() + model.centred.square().sum()).backward()
+
+
+def test_a_forward_that_runs_again_counts_once() -> None:
+    class Branching(nn.Module):
+        """A layer on one row for all samples, in some batches only; both kinds of counters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shared, self.calls = nn.Linear(4, 3), nn.Linear(2, 3), 0
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.calls += 1
+            h = torch.tanh(self.layer(x))
+            return h + self.shared(torch.ones(1, 2)) if bool(x[0, 0] > 0) else h
+
+    model = Branching()
+    x = torch.randn(6, 4)
+    x[:, 0] = -x[:, 0].abs()
+    for batch in (x, x.abs(), x):
+        norms(model, batch)
+    assert (float(model.count), model.calls) == (3.0, 3)

@@ -64,6 +64,8 @@ class Proven:
     """True if rows were unchanged bit for bit."""
     silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero."""
+    stateful: bool = False
+    """True if a forward changes buffers or attributes of the model."""
     shows: bool = True
     """False if no sample had a gradient, so that the next batch has to show what this one did not."""
 
@@ -148,6 +150,7 @@ class Prover:
             reversal=reversal,
             alone=alone,
             shows=bool(self._with_gradient(base)),
+            stateful=bool(base.buffers or base.remembered),
             exact=not self._repeat,
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )

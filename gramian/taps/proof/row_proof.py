@@ -57,6 +57,8 @@ class RowProof:
     lone: Callable[[Samples, Collection[int]], list[Lone]] = lambda samples, among: []
     """Some of these samples, each as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
+    _stateful: bool = False
+    """True if forwards were seen to change buffers or attributes, which a forward that runs again must find as they were."""
     _calls: set[Any] = field(default_factory=set)
     _silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero in every proof so far, so that nothing of it was shown."""
@@ -96,6 +98,7 @@ class RowProof:
         assert root is not None
         self._generators = self._generators or Generators(root)
         states = self._generators.states()
+        beginning = Beginning(root) if self._stateful else None
         watched = key in self.proven and bool(self.proven[key].open_outputs)
         before = {id(t) for t in graph_tensors(root).values()} if watched else set()
         self.hub.calls, shared = [], set(self.hub.shared)
@@ -114,6 +117,8 @@ class RowProof:
                 rows == 0 and layer not in shared for layer, _, rows in unseen
             ):  # it ran without a row for each sample
                 self._generators.restore(states)
+                if beginning is not None:
+                    beginning.restore()
                 output = forward(args, kwargs)
         if key in self.proven:
             self._refuse_backward_through(output, before, self.proven[key].open_outputs)
@@ -270,6 +275,7 @@ class RowProof:
                 return
             self.hub.shared |= found.shared
             self._calls |= found.calls
+            self._stateful |= found.stateful
             self._silent = (self._silent | found.silent) - (found.calls - found.silent)
             if whole and found.shows:
                 before = self.proven.get(key)

@@ -44,7 +44,7 @@ class TappedRun:
     buffers: dict[str, Tensor | None]
     """Values of the buffers that the run changed."""
     remembered: dict[str, Any]
-    """Values of attributes of modules that the run changed, where the model is private."""
+    """Values of attributes of modules that the run changed, where sums were asked for or the model is private."""
 
     @property
     def rounding(self) -> float:
@@ -176,7 +176,7 @@ class Runs:
             )
         self.shared |= rehearsal.expanded
         calls, buffers = list(rehearsal.calls), self._beginning.buffers.changed()
-        remembered = self._beginning.python.values() if self._hub.rule.withholds else {}
+        remembered = self._beginning.python.values() if sums or self._hub.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
