@@ -3,6 +3,7 @@
 Legend: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S, D].
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,26 +38,26 @@ class Fingerprint:
         t = t.detach()
         if t.is_complex():
             t = torch.view_as_real(t)
-        rows = t.reshape(t.shape[0], torch.Size(t.shape[1:-1]).numel() if t.dim() > 1 else 1, -1 if t.numel() else 0)
-        count, positions, width = rows.shape
-        weights_D, directions_DK = _weights(seed, width, t.device), _directions(seed, width, t.device)
-        weights_S, directions_SK = _weights(~seed, positions, t.device), _directions(~seed, positions, t.device)
-        flat = rows.reshape(count * positions, width)
+        count, positions = t.shape[0], math.prod(t.shape[1:-1])
+        flat = t.reshape(count * positions, -1 if t.numel() else 0)
+        width, device = flat.shape[1], t.device
+        weights_D, directions_DK = _weights(seed, width, device), _directions(seed, width, device)
         eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
-        hashes, projections, largest = [], [], t.new_zeros((), dtype=torch.float64)
+        hashes, projections, largest = [], [], 0.0
         for piece in pieces(count * positions, width):
             part = flat[piece].contiguous() if eps == 0.0 else flat[piece] + 0.0  # -0 is 0
             bits = part.view(BITS[part.element_size()]).long()
             hashes.append(_mixed((bits * weights_D).sum(1)))
             real = part.double()
             projections.append(real @ directions_DK)
-            if part.numel():
-                largest = torch.maximum(largest, real.abs().nan_to_num(0.0, posinf=0.0).max())
-        hashes_RS = torch.cat(hashes).view(count, positions) if hashes else flat.new_zeros(0, 1, dtype=torch.int64)
-        hashes_R = (hashes_RS * weights_S).sum(1) if hashes else flat.new_zeros(count, dtype=torch.int64)
-        stacked = torch.cat(projections) if projections else directions_DK.new_zeros(0, PROJECTIONS)
-        found_RK = (stacked.view(count, positions, PROJECTIONS) * directions_SK).sum(1)
-        return cls(hashes_R.cpu(), found_RK.cpu(), float(largest), eps, tuple(t.shape[1:]))
+            largest = max(largest, _largest(real))
+        if not hashes:
+            zeros_RK = directions_DK.new_zeros(count, PROJECTIONS)
+            return cls(torch.zeros(count, dtype=torch.int64), zeros_RK.cpu(), 0.0, eps, tuple(t.shape[1:]))
+        hashes_RS, stacked = _joined(hashes).view(count, positions), _joined(projections)
+        hashes_R = (hashes_RS * _weights(~seed, positions, device)).sum(1)
+        found_RK = (stacked.view(count, positions, PROJECTIONS) * _directions(~seed, positions, device)).sum(1)
+        return cls(hashes_R.cpu(), found_RK.cpu(), largest, eps, tuple(t.shape[1:]))
 
     def moved(self, other: "Fingerprint") -> Tensor:
         """Root mean square over the projections of the difference of every row: [R]."""
@@ -66,6 +67,18 @@ class Fingerprint:
     def finite(self) -> Tensor:
         """True for rows of finite numbers: [R]."""
         return self.projections_RK.isfinite().all(1)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _largest(real: Tensor) -> float:
+    """Largest absolute value among finite ones. One pass where all are finite."""
+    if not real.numel():
+        return 0.0
+    largest = float(torch.linalg.vector_norm(real, torch.inf))
+    return largest if math.isfinite(largest) else float(real.abs().nan_to_num(0.0, posinf=0.0).max())
 
 
 def _mixed(hashes: Tensor) -> Tensor:
