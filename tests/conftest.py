@@ -2,11 +2,12 @@
 
 import functools
 import gc
+from collections.abc import Generator
 
 import pytest
 import torch
 
-from tests.kit import seeds
+from tests.kit import proofs, seeds
 from tests.kit.matrix import FULL, thinned
 
 
@@ -36,6 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
+    for name, matrix in matrices.items():
+        proofs.choose(name, [item for item in matrix if item not in gone])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with proofs.as_chosen(item):
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -24,6 +24,7 @@ from gramian.linalg.wide import wide
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.joined import Joined
 from tests.dist import bodies
+from tests.kit.matrix import FULL, sample
 from tests.kit.processes import run_on_ranks
 from tests.privacy import test_lone
 from tests.statistics import (
@@ -745,13 +746,20 @@ each_on_ranks = pytest.mark.parametrize("name", [m.name for m in MUTATIONS if m.
 # ---- the tests ---------------------------------------------------------------------------------------------------------
 
 
+def turns_red(mutation: Mutation, seen: Any, match: str | None = None) -> None:
+    """The check fails with the bug. Without it, before and after, it is green: in ``make test`` the test itself shows that."""
+    if FULL:
+        mutation.check()
+    with mutation.applied(), pytest.raises(seen, match=match):
+        mutation.check()
+    if FULL:
+        mutation.check()
+
+
 @each
 def test_a_deliberate_bug_turns_its_test_red(mutation: Mutation) -> None:
-    mutation.check()
     seen: Any = (gramian.GramianError, mutation.refused) if mutation.refused else (RED, None)
-    with mutation.applied(), pytest.raises(seen[0], match=seen[1]):
-        mutation.check()
-    mutation.check()
+    turns_red(mutation, seen[0], seen[1])
 
 
 def _is_red(rank: int, world_size: int, name: str, applied: bool) -> bool:
@@ -772,9 +780,8 @@ def _is_red(rank: int, world_size: int, name: str, applied: bool) -> bool:
 @pytest.mark.dist
 @pytest.mark.xdist_group("processes")
 def test_a_deliberate_bug_turns_its_test_red_on_every_rank(name: str) -> None:
-    assert run_on_ranks(2, _is_red, name, False) == [False, False]
-    assert run_on_ranks(2, _is_red, name, True) == [True, True]
-    assert run_on_ranks(2, _is_red, name, False) == [False, False]
+    for applied in (False, True, False) if FULL else (True,):
+        assert run_on_ranks(2, _is_red, name, applied) == [applied, applied]
 
 
 def _package() -> dict[str, dict[str, int]]:
@@ -791,7 +798,7 @@ def _package() -> dict[str, dict[str, int]]:
 
 def test_a_mutation_leaves_nothing_behind() -> None:
     before = _package()
-    for mutation in MUTATIONS:
+    for mutation in sample(MUTATIONS, 15, case=lambda mutation: None):
         with mutation.applied():
             assert _package() != before, mutation.name
         assert _package() == before, mutation.name

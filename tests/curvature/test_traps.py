@@ -51,7 +51,7 @@ from tests.linalg import (
     test_stored,
 )
 from tests.linalg.matrices import CASES, normal
-from tests.test_mutations import MUTATIONS, RED, Edit, Mutation, Swap, _package
+from tests.test_mutations import MUTATIONS, RED, Edit, Mutation, Swap, _package, turns_red
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "traps.md"
@@ -812,15 +812,12 @@ TRAPS = (
 
 @pytest.mark.parametrize("trap", sample(TRAPS, 30, case=lambda trap: None), ids=lambda trap: trap.name)
 def test_a_trap_that_is_put_back_turns_its_test_red(trap: Mutation) -> None:
-    trap.check()
-    with trap.applied(), pytest.raises(RED):
-        trap.check()
-    trap.check()
+    turns_red(trap, RED)
 
 
 def test_a_trap_leaves_nothing_behind() -> None:
     before = _package()
-    for trap in TRAPS:
+    for trap in sample(TRAPS, 15, case=lambda trap: None):
         with trap.applied():
             assert _package() != before, trap.name
         assert _package() == before, trap.name

@@ -17,7 +17,7 @@ from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
 from tests.statistics.problems import assert_norms, assert_tensors, problem
 
-pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
 UNEVEN = [(3, 2), (1, 4), (5, 5)]
 EMPTY = [(4, 0), (0, 3)]

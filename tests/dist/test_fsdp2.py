@@ -17,7 +17,7 @@ from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
 from tests.statistics.problems import assert_norms, problem
 
-pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
 SHARDED = ("fsdp2", "fsdp2 kept")
 MATRIX = [
@@ -112,6 +112,7 @@ def test_a_capture_on_one_rank_only_waits_for_nobody(rank: int, world_size: int,
     bodies.one_rank_alone(rank, way, "tied_gpt", alone)
 
 
+@pytest.mark.few_proofs(every=1)
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt"])
 @distributed(world_size=2)
 def test_taps_may_come_before_sharding(rank: int, world_size: int, name: str) -> None:

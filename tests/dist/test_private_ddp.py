@@ -16,7 +16,7 @@ from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
 from tests.statistics.problems import assert_norms, assert_tensors, problem
 
-pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
 ACCEPTS_EMPTY = [name for name in CASE_NAMES if name != "hf_llama"]

@@ -30,7 +30,7 @@ from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
 from tests.statistics.problems import assert_tensors, problem
 
-pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
 
 SHARDED = ("fsdp2", "fsdp2 kept")
 BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -338,6 +338,7 @@ class Penalised(nn.Module):
         return y + self.scale.kept if self.way == "past" else y @ self.layer.weight_ih_l0[:4]
 
 
+@pytest.mark.few_proofs(every=1)
 @pytest.mark.parametrize(
     "way, complaint",
     [

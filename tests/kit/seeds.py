@@ -39,7 +39,8 @@ providers._get_local_constants = lambda: providers._local_constants
 
 if not torch.cuda.is_available():
     # torch.manual_seed formats the stack for devices that are not there: 0.9 of its 1.3 ms, several times in every test.
-    torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = lambda seed: None
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        devices.manual_seed_all = lambda seed: None
 
 
 def seed_of(name: str) -> int:

@@ -441,7 +441,8 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_trap_that_is_put_back_turns_its_test_red(name):
     edit, check = TRAPS[name]
-    check()
+    if FULL:
+        check()
     with edit.applied(), pytest.raises((*RED, torch.OutOfMemoryError)):
         check()
 

@@ -7,6 +7,7 @@
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,17 +27,23 @@ HOOKS = {"register_full_backward_hook", "register_full_backward_pre_hook", "regi
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    """(what it is called on, name, call) of every call of an attribute."""
+    """(what it is called on, where that is a name with dots; name; call) of every call of an attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield ast.unparse(node.func.value), node.func.attr, node
+            owner = node.func.value
+            yield ast.unparse(owner) if isinstance(owner, ast.Name | ast.Attribute) else "", node.func.attr, node
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def trees(folder: str = "") -> Iterator[tuple[Path, ast.Module]]:
     for file in FILES:
         place = file.relative_to(SOURCE)
         if str(place).startswith(folder):
-            yield place, ast.parse(file.read_text())
+            yield place, parsed(file)
 
 
 def outside_of_parallel(tree: ast.AST) -> list[str]:

@@ -20,7 +20,7 @@ from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, gradients, largest_error, private, reduced, wanted, weights
 from tests.statistics.problems import Problem, assert_norms, problem
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")

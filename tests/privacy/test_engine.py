@@ -19,6 +19,8 @@ from tests.kit.matrix import FULL
 from tests.privacy.problems import Run, assert_sums, clip_norm, gradients, private, wanted, weights
 from tests.statistics.problems import Problem, problem
 
+pytestmark = pytest.mark.few_proofs
+
 RECORDS, EXPECTED = 24, 6
 SPLITS = (None, 1, 2, 5)
 

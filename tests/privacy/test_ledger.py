@@ -17,6 +17,8 @@ from gramian.kernels import chacha
 from gramian.privacy.weights import FIELDS
 from tests.privacy.test_secrets import in_child
 
+pytestmark = pytest.mark.few_proofs
+
 X_BI = torch.arange(160.0).reshape(32, 5) / 160
 
 

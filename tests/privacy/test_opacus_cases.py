@@ -31,7 +31,7 @@ from tests.kit.matrix import sample
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import assert_norms
 
-pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 EXAMPLES = 100
@@ -576,6 +576,7 @@ def test_rows_that_are_no_samples_are_refused_by_name(name: str, samples: int, l
         assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.few_proofs(every=1)
 @pytest.mark.parametrize("samples, length", [(2, 16), (4, 20), (3, 3)])
 @pytest.mark.parametrize("name", SECOND)
 def test_rows_that_could_be_samples_are_found_out_by_the_proof_and_the_check_of_independence(

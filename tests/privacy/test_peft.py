@@ -23,7 +23,7 @@ from tests.kit.matrix import sample
 from tests.privacy.problems import assert_sums, gradients, private, weights
 from tests.statistics.problems import assert_norms
 
-pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore::UserWarning:peft")]
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.filterwarnings("ignore::UserWarning:peft")]
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 VOCABULARY = 13

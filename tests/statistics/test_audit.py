@@ -28,6 +28,7 @@ def _step(model: nn.Module, loss: Callable[[nn.Module], Tensor], **options: Any)
         loss(model).backward()
 
 
+@pytest.mark.few_proofs
 @pytest.mark.parametrize("name, dtype", sample(MATRIX, 46))
 def test_every_case_passes(name: str, dtype: torch.dtype) -> None:
     p = problem(name, 4, dtype) if dtype != torch.bfloat16 else problem(name, 4, torch.float64)

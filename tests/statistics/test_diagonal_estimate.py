@@ -26,7 +26,7 @@ from tests.statistics.problems import (
     token_fisher,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 SAMPLES = 6
 quick = settings(max_examples=40 if FULL else 5)

@@ -14,7 +14,7 @@ from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import INDEPENDENT_TOKENS, assert_tensors, problem, token_fisher
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 MATRIX = [*itertools.product(CASES, ("mean", "sum"), (torch.float64, torch.float32))]
 

@@ -12,7 +12,7 @@ from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_health, health_by_hooks, problem
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 
 @pytest.mark.parametrize("name, reduction", sample([*itertools.product(CASES, ("mean", "sum"))], 23))

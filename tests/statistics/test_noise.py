@@ -13,7 +13,7 @@ from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_noise, problem
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 MATRIX = [*itertools.product(CASES, ("mean", "sum"), (torch.float64, torch.float32))]
 

@@ -15,7 +15,7 @@ from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_norms, problem
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 MATRIX = [*itertools.product(CASES, ("mean", "sum"), ("auto", "direct", "gram"), (torch.float64, torch.float32))]
 

@@ -13,6 +13,8 @@ from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_noise, assert_norms, assert_tensors, problem
 
+pytestmark = pytest.mark.few_proofs
+
 
 class _Counted(torch.autograd.Function):
     """Identity that counts its backward."""

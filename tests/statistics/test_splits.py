@@ -27,7 +27,7 @@ from tests.statistics.problems import (
     token_fisher,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 SAMPLES = 6
 NAMES = (

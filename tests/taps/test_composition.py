@@ -22,7 +22,7 @@ from tests.kit.models import CASES
 from tests.kit.networks import GPT
 from tests.taps.checks import assert_exact, assert_norms, assert_same_bits, gradients, loop_norms, problem, wave
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 
 def _squares(model: nn.Module, x: Tensor, reduction: str = "sum") -> Tensor:

@@ -25,7 +25,7 @@ from tests.taps.checks import (
     wave,
 )
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
 ALGORITHMS = ("auto", "direct", "gram")
 REDUCTIONS = ("mean", "sum")

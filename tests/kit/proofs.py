@@ -1,0 +1,57 @@
+"""The row proof in matrices whose subject is something else: in ``make test`` a quarter of their cells run it.
+
+A proof takes most of the time of a small model. Cells of tests marked ``few_proofs`` compare what is captured with an oracle of
+their own; the others among them run as with ``proof="off"``. Which cells have a proof differs from test to test, so that every
+model of a table is proven in some of them. With ``GRAMIAN_FULL=1`` all cells have it.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from gramian.taps.hub import Hub
+from tests.kit.matrix import FULL
+
+EVERY = 4
+"""One of so many cells is proven, unless a test's own marker says `every`: 1 where the proof is part of its subject."""
+_WITHOUT = pytest.StashKey[bool]()
+_without = False
+
+
+def choose(name: str, cells: Sequence[pytest.Item]) -> None:
+    """Decide which cells of a matrix have proofs."""
+    marker = cells[0].get_closest_marker("few_proofs") if len(cells) > 1 and not FULL else None
+    for number, item in enumerate(cells if marker else (), zlib.crc32(name.encode())):
+        item.stash[_WITHOUT] = number % marker.kwargs.get("every", EVERY) != 0
+
+
+@contextmanager
+def as_chosen(item: pytest.Item) -> Iterator[None]:
+    """Run a test with its proofs or without them."""
+    with switched_off(item.stash.get(_WITHOUT, False)):
+        yield
+
+
+@contextmanager
+def switched_off(off: bool) -> Iterator[None]:
+    """If `off`, whoever listens to a model from here on does so as with ``proof="off"``, unless it asks for a period."""
+    global _without
+    before, attach = _without, Hub.attach
+
+    def attach_without(hub: Hub, listener: object) -> None:
+        listener.proof = "off" if listener.proof == "auto" else listener.proof
+        attach(hub, listener)
+
+    if off:
+        _without, Hub.attach = True, attach_without
+    try:
+        yield
+    finally:
+        _without, Hub.attach = before, attach
+
+
+def are_off() -> bool:
+    """True inside `switched_off(True)`; other processes are to be told."""
+    return _without
