@@ -272,6 +272,7 @@ def test_modes_and_algorithms_are_those_asked_for(mode, ways, capsys, tmp_path):
     assert "95 % interval" not in printed  # one length has no exponent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
 def test_a_forced_algorithm_is_taken_everywhere(algorithm):
     config = kfac_profile.model_config(1, 16, 32, 8)
@@ -284,6 +285,7 @@ def test_a_forced_algorithm_is_taken_everywhere(algorithm):
     assert len(calls) == clipping_profile.rounds(10)
 
 
+@pytest.mark.full
 def test_a_failing_length_exits_1_after_what_was_measured(capsys, monkeypatch, tmp_path):
     measure = clipping_profile.profile_clipping
 

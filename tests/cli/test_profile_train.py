@@ -151,6 +151,7 @@ def test_the_json_holds_every_figure(profiled):
     assert recomputed["memory"] < plain["memory"]
 
 
+@pytest.mark.full
 def test_steps_are_counted_for_the_bar(monkeypatch):
     monkeypatch.setattr(train_profile, "highest_on_cpu", lambda step: None)
     calls: list[str] = []
@@ -210,6 +211,7 @@ def test_attention_is_written_out_in_that_variant_alone():
     assert calls == [train_profile.written_out_attention, torch._C._nn.scaled_dot_product_attention]
 
 
+@pytest.mark.full
 def test_compiling_is_turned_on_and_off_again():
     model = build(tiny(), World(0, 1, torch.device("cpu"), "one")).model
     off, on = train_profile._compiled_ways(model, "default", lambda: None)

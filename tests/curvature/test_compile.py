@@ -38,6 +38,7 @@ def test_a_compiled_model_gives_the_factors_of_the_eager_one(backend, length):
             torch.testing.assert_close(other.to_dense(), factor.to_dense(), rtol=1e-9, atol=1e-12, msg=f"{name} {side}")
 
 
+@pytest.mark.full
 def test_a_compiled_model_without_a_known_head_asks_for_it():
     torch._dynamo.reset()
     model = GPT(GPTConfig(vocabulary=40, context=8, layers=1, width=8, heads=2)).double()

@@ -47,6 +47,7 @@ def test_two_processes_have_the_factors_of_one(
     assert (record["world_size"], record["reduce"]) == (2, reduce)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce, case", sample(list(itertools.product(REDUCTIONS, CASES)), 3))
 @distributed(world_size=3)
 def test_three_processes_have_the_factors_of_one(rank: int, world_size: int, reduce: str, case: str) -> None:

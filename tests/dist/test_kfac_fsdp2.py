@@ -26,6 +26,7 @@ def test_sharded_models_have_the_factors_of_one_process(
     bodies.same_as_one(rank, way, case, SPLITS[split], options, reduction="sum")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reduce", sample(REDUCTIONS, 1, case=lambda _: None))
 @distributed(world_size=3)
 def test_three_processes_with_uneven_shards(rank: int, world_size: int, reduce: str) -> None:

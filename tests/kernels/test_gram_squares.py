@@ -10,6 +10,7 @@ from gramian.kernels._launch import Tiles
 from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel, gram_squares_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
+from tests.kit.matrix import FULL
 
 SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, cost=1.0)
 
@@ -68,7 +69,7 @@ def test_kernel_at_the_edges_of_tiles(tokens, widths):
     close(interpreted(gram_squares_kernel, lefts, right, tiles=SMALL, group=3), lefts, right)
 
 
-@settings(max_examples=8)
+@settings(max_examples=8 if FULL else 4)
 @given(
     samples=st.integers(1, 3),
     tokens=st.integers(1, 70),

@@ -17,6 +17,7 @@ from gramian.kernels.token_sums import (
 )
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
+from tests.kit.matrix import FULL
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,7 +80,7 @@ def test_normed_kernel_in_every_layout(centred, dtype, layout):
     close(got, x, g, 1e-2, centred)
 
 
-@settings(max_examples=8)
+@settings(max_examples=8 if FULL else 4)
 @given(
     samples=st.integers(1, 3),
     tokens=st.integers(1, 70),

@@ -41,13 +41,19 @@ from tests.kit.waiting import PATIENCE
 
 # After one rank has failed, how long the others may take to say that they failed too.
 GRACE_AFTER_FAILURE = 20.0
-# What takes long to import, once, in the process that all pools are forked from.
+# What takes long to import, once, in the process that all pools are forked from, and runs of gramian.verify.runs.resume.
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch._dynamo.backends.debugging",
     "torch._functorch.aot_autograd",
+    "torch._inductor",
     "transformers.models.llama.modeling_llama",
     "tests.dist.worlds",
+    "gramian.cli.train",
+    "gramian.train.build",
+    "gramian.train.record",
+    "gramian.train.trainer",
+    "opacus.accountants",
 ]
 
 _pools: dict[int, "_Pool"] = {}

@@ -1,4 +1,4 @@
-"""The row proof in matrices whose subject is something else: in ``make test`` a quarter of their cells run it.
+"""The row proof in matrices whose subject is something else: in ``make test`` one in eight of their cells runs it.
 
 A proof takes most of the time of a small model. Cells of tests marked ``few_proofs`` compare what is captured with an oracle of
 their own; the others among them run as with ``proof="off"``. Which cells have a proof differs from test to test, so that every
@@ -14,7 +14,7 @@ import pytest
 from gramian.taps.hub import Hub
 from tests.kit.matrix import FULL
 
-EVERY = 4
+EVERY = 8
 """One of so many cells is proven, unless a test's own marker says `every`: 1 where the proof is part of its subject."""
 _WITHOUT = pytest.StashKey[bool]()
 _without = False

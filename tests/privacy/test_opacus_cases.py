@@ -31,7 +31,11 @@ from tests.kit.matrix import sample
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import assert_norms
 
-pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.few_proofs,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 STORAGES = ("auto", "bookkeeping", "keep", "two_pass")
 EXAMPLES = 100

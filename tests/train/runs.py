@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from gramian.train.config import Config, parse_config
+from tests.kit.matrix import FULL
 
 SMALL: dict[str, dict[str, Any]] = {
     "run": {"steps": 40, "device": "cpu", "log_every": 1},
@@ -15,6 +16,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 3e-3},
 }
 PRIVATE = {"noise_multiplier": 1.0, "insecure_reproducible": True, "accountant": "rdp"}
+UNPROVEN = PRIVATE if FULL else {**PRIVATE, "proof": "off"}
+"""Without the row proof, which takes most of the time of a short run; with it where everything is tested."""
 
 
 def small(folder: Path | str = "run", **sections: dict[str, Any]) -> Config:

@@ -692,7 +692,7 @@ def test_a_process_killed_at_any_call_that_touches_the_disk_leaves_whole_checkpo
     tmp_path: Path, child: Child
 ) -> None:
     reached = []
-    for calls in range(1, 140, 1 if FULL else 11):
+    for calls in range(1, 140, 1 if FULL else 23):
         (tmp_path / str(calls)).mkdir()
         assert child(tmp_path / str(calls), calls, 0.0) == -signal.SIGKILL
         reached.append(assert_survives(tmp_path / str(calls)))

@@ -30,7 +30,7 @@ from gramian.train.stepper import Stepper
 from gramian.train.trainer import Ended, Trainer
 from gramian.verify.runs.resume import differences, train
 from tests.kit.waiting import PATIENCE
-from tests.train.runs import PRIVATE, small
+from tests.train.runs import PRIVATE, UNPROVEN, small
 
 ONE = World(0, 1, torch.device("cpu"), "one")
 STEPS = 60
@@ -417,6 +417,7 @@ def eightfold(positions: set[int]) -> Callable[[Parts], None]:
     return fault
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [30, pytest.param(33, marks=pytest.mark.full)])
 def test_a_rollback_after_a_resume_goes_where_it_goes_without_one(first: int, tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
@@ -452,6 +453,7 @@ def ask_to_leave(position: int) -> Callable[[Parts], None]:
     return fault
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [29, *(pytest.param(asked, marks=pytest.mark.full) for asked in (30, 31, 32))])
 def test_a_rollback_is_the_same_wherever_the_copy_it_goes_to_was_taken(asked: int, tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 50}, "checkpoint": {"snapshot_every": 5, "every": 10}}
@@ -616,7 +618,7 @@ def test_a_rollback_of_a_private_run_does_not_spend_more_than_its_target(tmp_pat
 
 
 def test_numbers_and_words_of_a_private_run_are_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    privacy = {**PRIVATE, "decisions": "public_validation"}
+    privacy = {**UNPROVEN, "decisions": "public_validation"}
     config = small(tmp_path / "run", run={"steps": 12}, eval={"every": 10}, privacy=privacy, precision={"kind": "fp16"})
     (tmp_path / "run.toml").write_text(config.toml())
     assert main(["train", str(tmp_path / "run.toml")]) == 0
@@ -643,6 +645,7 @@ def test_what_happens_to_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.full
 def test_other_public_data_than_a_private_run_had_is_refused(tmp_path: Path) -> None:
     (tmp_path / "public.txt").write_text("abc " * 3000)
     config = small(

@@ -16,7 +16,7 @@ from gramian.train.run_folder import read_lines
 from gramian.train.snapshot import Copied, Snapshot, Snapshots
 from gramian.train.trainer import Trainer
 from tests.train.distilled import LEARNED, student
-from tests.train.runs import PRIVATE, small
+from tests.train.runs import UNPROVEN, small
 from tests.train.test_faults import at_positions, run
 
 pytestmark = pytest.mark.xdist_group("distill")
@@ -28,7 +28,7 @@ CONFIGS: dict[str, Callable[[Path], Config]] = {
     "sgd, every step": lambda folder: small(folder, optimizer={"kind": "sgd"}, checkpoint={"snapshot_every": 1}),
     "taught": lambda folder: student(folder, teacher=LEARNED, checkpoint={"snapshot_every": 4, "every": 6}),
     "kfac": lambda folder: small(folder, run={"steps": 12}, kfac={}, checkpoint={"snapshot_every": 5}),
-    "private": lambda folder: small(folder, run={"steps": 12}, privacy=PRIVATE, checkpoint={"snapshot_every": 5}),
+    "private": lambda folder: small(folder, run={"steps": 12}, privacy=UNPROVEN, checkpoint={"snapshot_every": 5}),
 }
 
 

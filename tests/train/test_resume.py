@@ -10,7 +10,7 @@ from gramian.train.checkpoint import CheckpointStore
 from gramian.train.run_folder import read_lines
 from gramian.verify.runs.resume import Kill, check_resume, differences, random_kills, train
 from tests.kit.matrix import FULL
-from tests.train.runs import PRIVATE, small
+from tests.train.runs import PRIVATE, UNPROVEN, small
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         2,
         {"privacy": PRIVATE, "kfac": {"update_freq": 3, "public_files": [str(Path(__file__))]}, **SHORT},
     ),
-    "private": (1, {"privacy": PRIVATE}),
+    "private": (1, {"privacy": UNPROVEN}),
     "private, two processes": (2, {"privacy": PRIVATE, "data": {"micro_batch": 3}}),
 }
 
