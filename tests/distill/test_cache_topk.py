@@ -84,6 +84,7 @@ def test_the_stated_error_is_the_true_one() -> None:
     assert mass <= 1.05 * stated["tail_mass"] and stated["tail_mass"] <= 1.5 * mass
 
 
+@pytest.mark.full
 def test_a_trained_model_has_such_logits(tmp_path) -> None:  # type: ignore[no-untyped-def]
     data = {"limit_bytes": 200_000, "length": 32, "batch": 8}
     training, _ = load_windows(parse_config({"run": {"folder": str(tmp_path)}, "data": data}).data)

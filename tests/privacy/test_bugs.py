@@ -396,6 +396,7 @@ def _alone(test: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
     return check
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:proof")
 def test_a_bypass_in_a_compiled_sharded_model_is_named_without_a_proof_too() -> None:

@@ -98,6 +98,7 @@ def test_norms_and_gradients_of_a_whole_compiled_graph_are_exact(name: str, orde
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["direct", "gram"])
 def test_a_forced_algorithm_is_exact_under_compile(algorithm: str) -> None:
     model, batch, loss = problem(CASES["padded_embedding"])
@@ -143,6 +144,7 @@ def test_hugging_face_models_called_by_keyword_compile_and_are_exact() -> None:
     assert_norms(norms.values, loop_norms(model, loss, (ids,)))
 
 
+@pytest.mark.full
 def test_an_empty_batch_compiles() -> None:
     model, batch, loss = problem(CASES["mlp"], samples=0)
     compiled = _compile(model)
@@ -364,6 +366,7 @@ class Broken(nn.Module):
         return self.head(self.second(h))
 
 
+@pytest.mark.full
 def test_a_graph_that_breaks_between_tied_layers_is_exact() -> None:
     model, x = Broken().double(), torch.randn(3, 4, 5, dtype=torch.float64)
     compiled = torch.compile(model, backend="aot_eager")

@@ -136,6 +136,7 @@ def test_a_registered_layer_that_is_used_twice_or_frozen_is_exact() -> None:
     assert norms.coverage["rank.down"].status == "frozen"
 
 
+@pytest.mark.full
 def test_a_registered_layer_is_exact_under_compile() -> None:
     torch.compiler.reset()
     model = _model()
