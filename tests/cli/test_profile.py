@@ -264,7 +264,9 @@ def test_the_picture_is_well_formed_and_holds_every_length(profiled):
     assert len(picture.getElementsByTagName("polyline")) == 5
 
 
-@pytest.mark.parametrize(("mode", "ways"), [("two_pass", "two passes, nothing held"), ("keep", "keep")])
+@pytest.mark.parametrize(
+    ("mode", "ways"), [pytest.param("two_pass", "two passes, nothing held", marks=pytest.mark.full), ("keep", "keep")]
+)
 def test_modes_and_algorithms_are_those_asked_for(mode, ways, capsys, tmp_path):
     assert main([*CLIPPING, "--seq-lengths", "8", "--mode", mode, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -34,6 +34,7 @@ def test_two_processes(
     bodies.same_as_one(rank, *model, 2, [list(range(samples))], {**options, "kfac_distributed_reduce": reduce})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model, reduce", sample(list(itertools.product(MODELS, REDUCTIONS)), 1, case=lambda _: None))
 @distributed(world_size=3)
 def test_three_processes_with_uneven_classes(rank: int, world_size: int, model: tuple[str, str], reduce: str) -> None:

@@ -30,7 +30,8 @@ def private_run(folder: Path, last_word: str, steps: int = 6) -> Config:
     config = small(
         folder / "run",
         run={"steps": steps, "deterministic": True},
-        data=files,
+        model={"layers": 1, "width": 16},
+        data={**files, "length": 16},
         privacy=PRIVATE,
         checkpoint={"snapshot_every": 2, "every": 2},
         eval={"every": 100},

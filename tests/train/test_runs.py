@@ -44,7 +44,7 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_micro_batches(micro_batch
         assert (parts[name] - expected).norm() <= 1e-6 * expected.norm() + 1e-9, name
 
 
-STEPS = 200 if FULL else 30
+STEPS = 200 if FULL else 20
 WORLDS = [(2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2")] if FULL else [(3, "fsdp2")]
 
 
