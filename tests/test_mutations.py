@@ -646,8 +646,8 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.proof.row_proof:RowProof._attempt",
-                "if fixed and found is not None",
-                "if fixed and found is None",
+                "if fixed and found is not None and not prover.fits_alone:",
+                "if fixed and found is None:",
             ),
         ),
         test_returned_loss.test_a_mask_and_labels_of_one_square_shape_are_not_both_nobodys,
@@ -657,7 +657,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.proof.row_proof:RowProof._key",
-                "(id(module), module.training, *_hooks(module))",
+                "(id(module), *_flags(module), *_hooks(module))",
                 "module.training",
             ),
         ),

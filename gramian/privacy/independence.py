@@ -53,7 +53,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
     try:
         for seed in range(numberings(rows)):
             with undisturbed(root, samples.leaves):
-                _prove(Prover(hub, execute, samples, seed=seed))
+                _prove(Prover(hub, execute, samples, seed=seed, lone=partial(hub.proof.lone, samples)))
     except GramianError as error:
         failure = error
     hub.proof.end_together(failure, partial(execute, batch))

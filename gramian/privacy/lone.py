@@ -13,6 +13,8 @@ from gramian.taps.proof.samples import Samples
 
 MOST = 4
 """Samples that are collated alone."""
+SHIFT = 2
+"""Tokens that may be cut off a batch: a language model reads all but the last."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class LastBatch:
         """
         whole = _tensors(self.batch)
         places = {
-            number: next((i for i, leaf in enumerate(whole) if _same(leaf, mine)), None)
+            number: next((place for place in (_Place.of(i, leaf, mine) for i, leaf in enumerate(whole)) if place), None)
             for number, mine in enumerate(samples.leaves)
             if samples.rows[number] and isinstance(mine, Tensor)
         }
-        if self.records != samples.batch or not places or None in places.values():
+        if self.records != samples.batch or not any(places.values()):
             return []
         singles = [_tensors(single) for single in self.singles()]
         sizes = {row: sum(leaf.numel() for leaf in singles[row]) for row in among}
@@ -53,19 +55,61 @@ class LastBatch:
         return [one for one in found if one is not None]
 
     def _alone(
-        self, samples: Samples, places: Mapping[int, int | None], single: Sequence[Tensor], row: int
+        self, samples: Samples, places: "Mapping[int, _Place | None]", single: Sequence[Tensor], row: int
     ) -> Lone | None:
-        """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation)."""
-        whole, taken, left = _tensors(self.batch), list(samples.leaves), False
+        """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation).
+
+        What the user made of a batch (positions, lengths) is the sample's row of it, cut to the sample's tokens.
+        """
+        whole, taken, left, cut = _tensors(self.batch), list(samples.leaves), False, dict[int, int]()
         for number, place in places.items():
-            assert place is not None
-            own, mine = single[place], samples.leaves[number]
-            at_end = _ends(own[0], whole[place][row]) if own.shape[:1] == (1,) else None
+            if place is None:
+                continue
+            own, mine = single[place.leaf], samples.leaves[number]
+            at_end = _ends(own[0], whole[place.leaf][row]) if own.shape[:1] == (1,) else None
             if at_end is None:
                 return None
             left = left or at_end
+            own = place.cut(own)
             taken[number] = own.to(mine.device, mine.dtype)
+            if mine.dim() > 1:
+                cut[mine.shape[1]] = own.shape[1]
+        for number in (number for number, place in places.items() if place is None):
+            mine = samples.leaves[number]
+            rows = mine.shape[0] // samples.batch
+            own = mine[row * rows : (row + 1) * rows]
+            length = cut.get(own.shape[1]) if own.dim() > 1 else None
+            if length is not None:
+                own = own[:, own.shape[1] - length :] if left else own[:, :length]
+            taken[number] = own
+        for number, leaf in enumerate(samples.leaves):
+            if samples.rows[number] and not isinstance(leaf, Tensor):
+                taken[number] = leaf[row : row + 1]
         return Lone(row, pytree.tree_unflatten(taken, samples.spec), left)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an argument of the model lies in the loader's batch: which tensor, and how many tokens were cut off both ends."""
+
+    leaf: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, leaf: int, whole: Tensor, mine: Tensor) -> "_Place | None":
+        """None if it is not there."""
+        if _same(whole, mine):
+            return cls(leaf, 0, 0)
+        if whole.dim() < 2 or whole.dim() != mine.dim():
+            return None
+        missing = whole.shape[1] - mine.shape[1]
+        cuts = [cls(leaf, start, missing - start) for start in range(missing + 1)] if 0 < missing <= SHIFT else []
+        return next((one for one in cuts if _same(one.cut(whole), mine)), None)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The tokens that are left."""
+        return whole[:, self.start : whole.shape[1] - self.end] if self.start or self.end else whole
 
 
 class RememberingCollate:

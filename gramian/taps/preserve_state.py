@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gramian.parallel.lockstep import fsdp_groups
 from gramian.taps import names
-from gramian.taps.python_state import PythonState, same_values
+from gramian.taps.python_state import PythonState, held_values, same_values
 
 
 @contextmanager
@@ -122,9 +122,7 @@ class Generators:
     def __init__(self, root: nn.Module, given: Iterable[Any] = ()) -> None:
         """Find the generators of a model, and those among the values that its forward is given."""
         self._cuda = sorted({p.device.index or 0 for p in root.parameters() if p.device.type == "cuda"})
-        self._owned = [
-            value for module in root.modules() for value in vars(module).values() if isinstance(value, GENERATORS)
-        ]
+        self._owned = [value for value in held_values(root) if isinstance(value, GENERATORS)]
         self._owned += [value for value in given if isinstance(value, GENERATORS)]
 
     def states(self) -> list[Any]:
@@ -164,7 +162,7 @@ def _same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
-    if isinstance(one, tuple):
+    if isinstance(one, tuple) and not all(type(value) in (int, float, str, type(None)) for value in one[:2]):
         return all(_same(left, right) for left, right in zip(one, other, strict=True))
     if isinstance(one, dict):
         return all(_same(value, other[key]) for key, value in one.items())

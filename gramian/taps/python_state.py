@@ -95,6 +95,12 @@ def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def held_values(root: nn.Module) -> Iterator[Any]:
+    """Everything that modules hold in attributes, containers and plain objects."""
+    for place in _places(root, hooks=False, copies=False):
+        yield from (value for _, value in _items(place.content))
+
+
 def same_values(one: Any, other: Any) -> bool:
     """The same values of the same kind; what is no number equals itself."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):

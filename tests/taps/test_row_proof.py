@@ -339,7 +339,7 @@ def test_another_option_is_refused_by_name(bad: Any) -> None:
 
 def test_coupling_that_begins_later_is_found_by_a_repeated_run_and_marks_the_releases() -> None:
     class Later(Net):
-        coupled = False
+        coupled = 0.0  # by true or false the model would be another one, and proven anew
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.tanh(self.first(x))
@@ -349,7 +349,7 @@ def test_coupling_that_begins_later_is_found_by_a_repeated_run_and_marks_the_rel
     model, x = Later(), torch.randn(6, 4)
     engine, optimizer = private(model, x, proof=1)
     for step in range(4):
-        model.coupled = step == 3
+        model.coupled = float(step == 3)
         optimizer.zero_grad()
         if step == 3:
             with pytest.raises(GramianError, match="^last: the input of sample"):

@@ -64,7 +64,8 @@ def compare_alone(
         How it was done, in words.
 
     Raises:
-        Refuted: if they differ. Gradients of scalar outputs may differ by a factor, which depends on the reduction.
+        Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times larger
+            as the batch is (a mean).
     """
     found: list[tuple[LoneUnit, dict[str, Sketch]]] = []
     narrowed = False
@@ -86,16 +87,28 @@ def compare_alone(
             narrowed |= _narrow(runs, number, unit.rows, region, samples.batch)
     if narrowed:
         base = runs.tapped(runs.everyone, alone=[unit.number for unit in units])
-    scaled = any(number not in runs.row_outputs for number in chosen)
+    scalar = any(number not in runs.row_outputs for number in chosen)
     for unit, alone in found:
         mine = base.recorder.own.get(unit.number, {})
-        bad = disagreement(mine, alone, ALONE, floor=base.rounding, scaled=scaled)
+        factors = (1.0, samples.batch / len(unit.rows)) if scalar else (1.0,)
+        bad = disagreement(mine, alone, ALONE, floor=base.rounding, factors=factors)
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
                 f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
             )
     return "slice" if units[0].collated is None else "collated"
+
+
+def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int]) -> bool:
+    """True if the model runs on a unit alone and returns its part of every output; values are not compared. One run."""
+    arguments = samples.take(unit.rows) if unit.collated is None else unit.collated.arguments
+    try:
+        return runs.on(arguments, partial(_cotangents, runs, samples.batch, unit, chosen, {})) is not None
+    except GramianError:
+        raise
+    except Exception:
+        return False
 
 
 def _cotangents(

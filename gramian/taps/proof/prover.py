@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from gramian.errors import GramianError
 from gramian.taps.audit import AGREES
 from gramian.taps.preserve_state import Beginning
-from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone
+from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone, fits_alone
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, disagreement, sketches_of
-from gramian.taps.proof.runs import Execute, Refuted, Runs, SecondAxis, Source, TappedRun
+from gramian.taps.proof.runs import HALF, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
 from gramian.taps.proof.samples import Samples, donors
 from gramian.taps.python_state import same_values
 
@@ -41,6 +41,8 @@ REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 """Largest relative difference between a batch and the same samples in another order, by dtype."""
 ROUNDING = 64
 """Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
+ROUNDING_OF_HALF = 8
+"""The same in half precision, where 64 would be half of the value."""
 EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
 
 
@@ -101,6 +103,8 @@ class Prover:
         self._draw, self._private = random.Random(seed), hub.rule.withholds
         self.runs = Runs(hub, execute, samples, seed, second_axis, beginning)
         self._repeat: TappedRun | None = None
+        self.fits_alone = False
+        """True if a sample alone ran with the whole of every input that belongs to nobody."""
         self._records: set[str] = set()
         """Attributes that hold samples, and that nothing reads."""
         self._contents = samples.contents()
@@ -248,6 +252,8 @@ class Prover:
                 except (GramianError, Refuted):
                     return False, "random operations ran, and in evaluation mode the model is another one"
                 if base.drew:
+                    if lone:
+                        self.fits_alone = fits_alone(self.runs, self._samples, lone[0], chosen)
                     return False, "random operations ran, in evaluation mode too"
                 return self._reorder(base, chosen, lone)
         if self._units is None:
@@ -258,7 +264,9 @@ class Prover:
             base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
         if not lone:
             return self._units is None, "tokens of several units share rows"
-        return self._units is None, compare_alone(self.runs, self._samples, base, lone, chosen)
+        words = compare_alone(self.runs, self._samples, base, lone, chosen)
+        self.fits_alone = words in ("slice", "collated")
+        return self._units is None, words
 
     @staticmethod
     def _with_gradient(base: TappedRun) -> set[int]:
@@ -376,27 +384,33 @@ class Prover:
         ]
         outputs = enumerate(zip(base.outputs, run.outputs, strict=True))
         titles, runs = self.runs.titles, self.runs
-        asked = {i for i in runs.row_outputs if i < runs.returned or runs.cotangents[i] is not None}
+        asked = {i for i in runs.row_outputs if runs.cotangents[i] is not None}  # no gradient goes through the others
         return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in asked]
 
     def _apart(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
-        """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows."""
+        """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows.
+
+        Of inputs and outputs this is asked where the forward is the same in two equal runs, whatever its backward does.
+        """
         if self._repeat is None:
             self._repeat = self.runs.tapped(self.runs.everyone)
-        repeated = self._repeat.rows
-        equal = all(k in repeated and torch.equal(f.hashes_R, repeated[k].hashes_R) for k, f in base.rows.items())
+        repeated, forward = self._repeat.rows, isinstance(key, int) or base.sides[key] == "input"
+        sides = [k for k in base.rows if base.sides[k] == "input" or not forward]
+        equal = all(k in repeated and torch.equal(base.rows[k].hashes_R, repeated[k].hashes_R) for k in sides)
         if equal and sorted(base.calls) == sorted(run.calls):
             return -1.0
         again = self._repeat.outputs[key] if isinstance(key, int) else repeated.get(key)
         between = 0.0 if again is None else float(one.moved(again).max())
-        return max(4 * between, ROUNDING * one.eps * one.largest)
+        return max(4 * between, (ROUNDING if one.eps < HALF else ROUNDING_OF_HALF) * one.eps * one.largest)
 
     def _compare_outputs(self, plain: list[Fingerprint], base: TappedRun) -> None:
         for number, (one, other) in enumerate(zip(plain, base.outputs, strict=True)):
             same = one.shape == other.shape and len(one.hashes_R) == len(other.hashes_R)
             if same and not torch.equal(one.hashes_R, other.hashes_R):
                 # rounding: products have other kernels where weights need no gradient, or where one row is several
-                allowed = max(self._apart(base, base, number, one), _tolerance(REPRODUCES, base) * one.largest)
+                # terms of a single number may cancel
+                largest = one.largest if number in self.runs.row_outputs else max(1.0, one.largest)
+                allowed = max(self._apart(base, base, number, one), _tolerance(REPRODUCES, base) * largest)
                 same = bool((~(one.finite() | other.finite()) | (one.moved(other) <= allowed)).all())
             if not same:
                 layers = ", ".join(sorted(self.runs.shared)) or "model"

@@ -29,6 +29,8 @@ class Sketch:
     magnitude: float
     dtype: torch.dtype
     count: int
+    sequential: bool = False
+    """True if autograd may add up its tokens one after the other in their own dtype: torch does so on a CPU."""
 
     @classmethod
     def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
@@ -51,7 +53,8 @@ class Sketch:
         if not bool(total.isfinite().all()):  # another unit is not finite, and nothing times infinity is no number
             total = own.total()
         norm = float(gradient.squared_norms()[unit].sqrt())
-        return replace(cls.of(total, own.magnitude(), gradient.dtype), norm=norm)
+        found = replace(cls.of(total, own.magnitude(), gradient.dtype), norm=norm)
+        return replace(found, sequential=_adds_narrow(gradient))
 
 
 @dataclass
@@ -101,7 +104,8 @@ class Recorder:
             key = (self.forwards.index(record.info.number), record.parameter, 0, number)
             self.rows[key], self.sides[key] = Fingerprint.of(t, self.seed), "sum over calls"
         if self.sums:
-            self.totals[record.parameter] = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
+            found = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
+            self.totals[record.parameter] = replace(found, sequential=_adds_narrow(gradient))
         for unit in self.alone:
             self.own.setdefault(unit, {})[record.parameter] = Sketch.of_unit(gradient, unit)
 
@@ -131,6 +135,10 @@ def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
     return list(found.values())
 
 
+def _adds_narrow(gradient: PerSampleGradient) -> bool:
+    return not gradient.summed_wide and gradient.tensors()[-1].device.type == "cpu"
+
+
 def sketches_of(gradients: Mapping[str, Tensor | None]) -> dict[str, Sketch]:
     """Of gradients that are there."""
     return {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
@@ -142,7 +150,7 @@ def disagreement(
     tolerances: Mapping[torch.dtype, float],
     *,
     floor: float = 0.0,
-    scaled: bool = False,
+    factors: Sequence[float] = (1.0,),
 ) -> tuple[str, float, float] | None:
     """The first parameter whose attributed gradient is not autograd's: (name, norm of the first, norm of the second).
 
@@ -151,16 +159,21 @@ def disagreement(
         theirs: autograd's.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
         floor: rounding of a run's largest terms: what should cancel to nothing may leave as much.
-        scaled: True if one factor for all parameters, which is fitted, may stand between both.
+        factors: one of these, that which fits best, stands between both, for all parameters.
+
+    Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
+    its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
     """
     if not all(sketch.projections_K.isfinite().all() for sketch in (*theirs.values(), *sketches.values())):
         return None  # nothing can be said of what is not finite
     both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]
     squares = sum(float(mine.square().sum()) for mine, _ in both)
-    factor = sum(float(mine @ other) for mine, other in both) / squares if scaled and squares else 1.0
+    fitted = sum(float(mine @ other) for mine, other in both) / squares if squares else 1.0
+    factor = min(factors, key=lambda one: abs(one - fitted))
     every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
     dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
-    info = torch.finfo(dtype)
+    info, accumulator = torch.finfo(dtype), min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    floor = max(floor, 8 * info.eps * sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5)
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:
@@ -168,7 +181,8 @@ def disagreement(
                 return name, 0.0, sketch.norm
             continue
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
-        rounding = info.eps * (mine.magnitude * abs(factor) + tiny)
+        added = info.eps if mine.sequential else accumulator
+        rounding = added * mine.magnitude * abs(factor) + info.eps * tiny
         apart = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
         apart = max(apart, abs(mine.norm * abs(factor) - sketch.norm))
         if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):

@@ -19,6 +19,8 @@ from gramian.taps.python_state import graph_tensors
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
 
+HALF = 1e-4
+"""ε of half precision and narrower is above it."""
 Source = Sequence[int] | Tensor
 """Which sample, or which token [B, T], stands in each place."""
 SecondAxis = Literal["certain", "later", "all"]
@@ -48,12 +50,16 @@ class TappedRun:
 
     @property
     def rounding(self) -> float:
-        """What sums of the largest terms of this run may be off by: 64 ε · largest input · largest output gradient."""
+        """What sums of the largest terms may be off by: 64 ε · largest input · largest output gradient; 0 in half precision.
+
+        There it would be half of these terms themselves. Indices of tables are no inputs that anything is multiplied with.
+        """
         sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
         for key, fingerprint in self.rows.items():
-            sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
+            if fingerprint.eps:
+                sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
         eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
-        return 64 * eps * sides["input"] * sides["output gradient"]
+        return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
 
 
 class Runs:

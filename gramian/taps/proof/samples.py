@@ -49,7 +49,7 @@ class Samples:
 
         Args:
             strict: True to take of leaves of B rows nothing else for it; False: where the first tensor has another axis of B,
-                any leaf may be (positions [T]).
+                positions 0, 1, 2 … [T] too.
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -57,16 +57,19 @@ class Samples:
         elsewhere = not strict and self.batch in self.leaves[tensors[0]].shape[1:]
         several = [i for i in tensors[1:] if self.rows[i] > 1]
         return several + [
-            i for i in tensors[1:] if self.rows[i] == 1 and (elsewhere or self.batch in self.leaves[i].shape[1:])
+            i
+            for i in tensors[1:]
+            if self.rows[i] == 1
+            and ((elsewhere and _are_places(self.leaves[i])) or self.batch in self.leaves[i].shape[1:])
         ]
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Nesting, names, dtypes and ranks, flags and words, and which leaves carry samples; no sizes."""
+        """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and words, and which leaves carry samples; no sizes."""
         kinds = [
             (str(leaf.dtype), leaf.dim(), bool(rows))
             if isinstance(leaf, Tensor)
-            else (leaf if isinstance(leaf, bool | str) else type(leaf).__name__)
+            else (leaf if isinstance(leaf, bool | str) or _is_flag(leaf) else type(leaf).__name__)
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
         ]
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
@@ -74,28 +77,40 @@ class Samples:
     def uneven(self) -> tuple[tuple[int, str], ...]:
         """Leaves in which samples differ in how many of their tokens count, with what shows it.
 
-        "counts": samples have different numbers of −100, or of zeros in a mask (nothing but zeros and ones). "ignored": some
-        number is −100. "values": integers, one for each sample (lengths, labels), differ. A mean over the tokens of a batch
-        tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in which they
-        are not has to be shown by itself. The first tensor is content. Cost: some passes over each other leaf, one wait.
+        "counts": samples have different numbers of −100, or of zeros in a mask (zeros and one or two other values). "ignored":
+        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens of
+        a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
+        which they are not has to be shown by itself. The first tensor is content, up to −100. Cost: some passes over each leaf,
+        one wait; nothing where the first tensor alone carries samples.
         """
         found: list[tuple[int, str]] = []
         differ: list[Tensor] = []
         first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
+        lists = [
+            number for number, leaf in enumerate(self.leaves) if self.rows[number] and not isinstance(leaf, Tensor)
+        ]
+        carrying = sum(rows > 0 for rows in self.rows) - len(lists)
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
-            if not rows or not isinstance(leaf, Tensor) or number == first or leaf.is_complex() or not leaf.numel():
+            if not rows or not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
+                continue
+            if number == first and (carrying < 2 or leaf.is_floating_point()):  # labels may come before what they label
                 continue
             values_BT = leaf.detach().reshape(self.batch, -1)
-            ignored_BT, zeros_BT = values_BT == -100, values_BT == 0
-            masks = (zeros_BT | (values_BT == 1)).all()
-            counts_B2 = torch.stack([ignored_BT.sum(1), zeros_BT.sum(1) * masks], 1)
-            flags = {"counts": (counts_B2 != counts_B2[:1]).any(), "ignored": ignored_BT.any()}
-            if values_BT.shape[1] == 1 and not leaf.is_floating_point():
+            ignored_BT = values_BT == -100
+            counts_B = ignored_BT.sum(1)
+            flags = {"ignored": ignored_BT.any(), "counts": (counts_B != counts_B[:1]).any()}
+            if number != first and values_BT.shape[1] == 1:
                 flags["values"] = (values_BT != values_BT[:1]).any()
+            elif number != first:
+                zeros_BT = values_BT == 0
+                masks = (zeros_BT | (values_BT == values_BT.max()) | (values_BT == values_BT.min())).all()
+                zeros_B = zeros_BT.sum(1) * masks
+                flags["counts"] = flags["counts"] | (zeros_B != zeros_B[:1]).any()
             found += [(number, kind) for kind in flags]
             differ += flags.values()
         shown = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist() if differ else []
-        return tuple(one for one, flag in zip(found, shown, strict=True) if flag)
+        tags = [one for one, flag in zip(found, shown, strict=True) if flag]
+        return tuple(tags + [(number, "values") for number in lists if len(set(map(repr, self.leaves[number]))) > 1])
 
     def take(self, source: Sequence[int]) -> Any:
         """The arguments with sample source[i] in place i; copies, which the forward may write into."""
@@ -148,6 +163,18 @@ def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) 
     """
     order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
     return [next((i for i in order if contents[i] != own), None) for own in contents]
+
+
+def _is_flag(value: Any) -> bool:
+    """True for numbers that programs choose a branch by: other ones are sizes, steps and rates."""
+    return isinstance(value, int | float) and value in (-1, 0, 1, 2, 3)
+
+
+def _are_places(leaf: Tensor) -> bool:
+    """True for consecutive integers."""
+    if leaf.dim() != 1 or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+        return False
+    return bool((leaf == leaf[0] + torch.arange(len(leaf), device=leaf.device)).all())
 
 
 def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:

@@ -106,7 +106,7 @@ class Generic(Site):
         likely: list[Layout] = []
         for x in inputs:
             count = x.shape[0] if x.dim() else 0
-            grouped = count != batch and count in rows and count % batch == 0
+            grouped = count and count != batch and count in rows and count % batch == 0
             likely.append("first" if count == batch else "grouped" if grouped else "shared")
         # a mask, where T happens to be B; the first input has samples
         square = [i > 0 and x.dim() == 2 and x.shape[0] == x.shape[1] for i, x in enumerate(inputs)]
@@ -290,11 +290,11 @@ def _single(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _digest(y: Tensor) -> Tensor:
-    """The norm of a tensor and three fixed projections of it: [4], wide. Rows in another order give another digest."""
+    """The norm of a tensor and three fixed projections of it: [4], wide. A difference Δ moves projections by some 0.7‖Δ‖."""
     flat = wide(y.detach()).flatten()
     place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
     directions = torch.stack([torch.cos(place * frequency) for frequency in (0.37, 1.13, 2.71)])
-    return torch.cat([torch.linalg.vector_norm(flat)[None], directions @ flat / max(1.0, flat.numel() ** 0.5)])
+    return torch.cat([torch.linalg.vector_norm(flat)[None], directions @ flat])
 
 
 def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> None:
