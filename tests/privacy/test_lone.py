@@ -24,7 +24,7 @@ class Pooled(nn.Module):
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         h = self.dropout(torch.tanh(self.tokens(ids)))
         real = (ids > 0).to(h)[..., None] if self.masked else torch.ones_like(h[..., :1])
-        return self.head((h * real).sum(1) / real.sum(1) * weights[:, None])
+        return self.head((h * real).sum(1) / real.sum(1) * weights[:, None].to(h))
 
 
 def collate(records: Any) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def records(hidden: int = 0) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randint(1, 11, (n,)), torch.tensor(float(i >= hidden))) for i, n in enumerate(lengths)]
 
 
-def run(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
+def run(model: nn.Module, data: list[tuple[Tensor, Tensor]], arguments: Any = None) -> None:
     engine = gramian.PrivacyEngine()
     _, _, loader = engine.make_private(
         module=model,
@@ -50,7 +50,8 @@ def run(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
     )
     try:
         for ids, weights in loader:
-            model(ids, weights).square().sum(1).mean().backward()
+            given = (ids, weights) if arguments is None else arguments(ids)
+            model(*given).square().flatten(1).sum(1).mean().backward()
     finally:
         engine.detach()
 
@@ -76,3 +77,80 @@ def test_modules_run_in_their_own_modes_again_after_a_proof_without_dropout() ->
     model.head.eval()
     run(model, records())
     assert model.training and not model.head.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_padding_that_leaks_is_refused_in_every_precision(dtype: torch.dtype) -> None:
+    with pytest.raises(GramianError, match="alone has a gradient"):
+        run(Pooled(masked=False, dropout=0.0).to(dtype), records())
+    run(Pooled(masked=True, dropout=0.0).to(dtype), records())
+
+
+ARGUMENTS: dict[str, Any] = {
+    "with positions": lambda ids: (ids, torch.arange(ids.shape[1]).expand_as(ids)),
+    "with lengths": lambda ids: (ids, (ids > 0).sum(1)),
+    "with a list of lengths": lambda ids: (ids, (ids > 0).sum(1).tolist()),
+}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("made", ARGUMENTS)
+def test_what_a_loop_makes_of_a_batch_goes_with_the_sample_alone(made: str, masked: bool) -> None:
+    class Derived(Pooled):
+        def forward(self, ids: Tensor, *_: Any) -> Tensor:
+            return super().forward(ids, torch.ones(len(ids)))
+
+    model = Derived(masked, dropout=0.0)
+    try:
+        run(model, records(), ARGUMENTS[made])
+    except GramianError as error:
+        assert not masked and "alone has a gradient" in str(error)
+    else:
+        assert masked
+
+
+class Tokens(nn.Module):
+    """Logits of every token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 6), nn.Linear(6, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tokens(ids)))
+
+
+def test_a_shifted_batch_is_found_in_the_loaders() -> None:
+    """All but the last token: of a record that is padded, the last one stays, and pooling then depends on who is there."""
+    model = Tokens()
+    run(model, records(), lambda ids: (ids[:, :-1],))
+    assert [proven.alone for proven in hub_of(model).proof.proven.values()] == ["collated"]
+
+    class Shifted(Pooled):
+        def forward(self, ids: Tensor, *_: Any) -> Tensor:
+            return super().forward(ids, torch.ones(len(ids)))
+
+    with pytest.raises(GramianError, match="alone has a gradient"):
+        run(Shifted(masked=True, dropout=0.0), records(), lambda ids: (ids[:, :-1],))
+
+
+def test_a_loss_over_the_padded_length_is_refused() -> None:
+    """The mean over [B, T], padding included: the longest record makes all others count less."""
+
+    def loss(model: nn.Module, ids: Tensor, _: Tensor) -> Tensor:
+        targets = ids.masked_fill(ids == 0, -100)
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="none").mean()
+
+    model, engine = Tokens(), gramian.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(records(), batch_size=8, collate_fn=collate),  # type: ignore[arg-type]
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    for batch in loader:
+        with pytest.raises(GramianError, match="alone has a gradient"):
+            engine.check_independence(loss, batch)
+    engine.detach()

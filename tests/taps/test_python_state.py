@@ -259,17 +259,17 @@ def test_a_batch_without_gradients_covers_no_other() -> None:
             super().__init__()
             self.layer = nn.Linear(4, 3, bias=False)
 
-        def forward(self, x: Tensor, scale: float) -> Tensor:
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             h = self.layer(x) * scale
             return h - h.mean(0)
 
     model, x = Scaled(), torch.randn(6, 4)
     for _ in range(4):
         with gramian.per_sample_norms(model) as found:
-            model(x, 0.0).sin().sum().backward()
+            model(x, torch.tensor(0.0)).sin().sum().backward()
         assert not found.values.any()
     with pytest.raises(GramianError, match="changes when"), gramian.per_sample_norms(model):
-        model(x, 1.0).sin().sum().backward()
+        model(x, torch.tensor(1.0)).sin().sum().backward()
 
 
 def test_an_output_in_slots_is_an_output() -> None:

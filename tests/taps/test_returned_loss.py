@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,3 +164,51 @@ def test_a_mask_and_labels_of_one_square_shape_are_not_both_nobodys() -> None:
             model(x[i : i + 1], allowed, torch.ones(1, 6).bool())["loss"], list(model.parameters())
         )
         torch.testing.assert_close(value, torch.cat([g.flatten() for g in own]).norm())
+
+
+class Divided(nn.Module):
+    """A batch that is divided by the largest number it is given, or flipped by a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor, over: Any = None, mode: Any = 0) -> Tensor:
+        h = self.layer(x)
+        h = h.flip(0) if mode or self.mix else h
+        return h if over is None else h / torch.as_tensor(over).to(h).max()
+
+
+GIVEN = {
+    "a list": ([2, 2, 2, 2, 2, 2], [1, 2, 3, 1, 2, 3]),
+    "an array": (np.full(6, 2), np.array([1, 2, 3, 1, 2, 3])),
+    "reals": (torch.full((6,), 2.0), torch.tensor([1.0, 2, 3, 1, 2, 3])),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_numbers_of_samples_that_differ_in_later_batches_only_are_proven_then(kind: str) -> None:
+    model, x = Divided(), torch.randn(6, 4)
+    even, uneven = GIVEN[kind]
+    with gramian.per_sample_norms(model):
+        model(x, even).sin().sum(1).mean().backward()
+    with pytest.raises(gramian.GramianError, match="changes when other"), gramian.per_sample_norms(model):
+        model(x, uneven).sin().sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("later", ["mode", "attribute"])
+def test_a_number_or_an_attribute_that_chooses_a_branch_later_is_proven_then(later: str) -> None:
+    model, x = Divided(), torch.randn(6, 4)
+    with gramian.per_sample_norms(model):
+        model(x).sin().sum(1).mean().backward()
+    model.mix = later == "attribute"
+    with pytest.raises(gramian.GramianError, match="changes when other"), gramian.per_sample_norms(model):
+        model(x, None, int(later == "mode")).sin().sum(1).mean().backward()
+
+
+def test_labels_that_come_first_are_counted() -> None:
+    model, (ids, labels), (_, uneven) = TokenMean(), _batch(0, 0, 0, 0), _batch(0, 1, 2, 3)
+    with gramian.per_sample_norms(model):
+        model(labels=labels, ids=ids)["loss"].backward()
+    with pytest.raises(gramian.GramianError, match=REMEDY), gramian.per_sample_norms(model):
+        model(labels=uneven, ids=ids)["loss"].backward()

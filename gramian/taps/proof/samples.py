@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -78,8 +79,8 @@ class Samples:
         """Leaves in which samples differ in how many of their tokens count, with what shows it.
 
         "counts": samples have different numbers of −100, or of zeros in a mask (zeros and one or two other values). "ignored":
-        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens of
-        a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
+        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens
+        of a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
         which they are not has to be shown by itself. The first tensor is content, up to −100. Cost: some passes over each leaf,
         one wait; nothing where the first tensor alone carries samples.
         """
@@ -191,10 +192,14 @@ def _is_plain(value: Any) -> bool:
 def _rows(leaf: Any, batch: int) -> int:
     if isinstance(leaf, Tensor):
         return leaf.shape[0] // batch if leaf.dim() and batch and leaf.shape[0] % batch == 0 else 0
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.ndim > 0 and leaf.shape[0] == batch)
     return int(_is_list_of(leaf, batch, tensors=True))
 
 
 def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf[index.numpy()]
     if not isinstance(leaf, Tensor):
         return type(leaf)(leaf[i] for i in index.tolist())
     grouped = leaf.detach().reshape(leaf.shape[0] // rows, rows, *leaf.shape[1:])
