@@ -657,7 +657,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.proof.row_proof:RowProof._key",
-                "(id(module), *_flags(module), *_hooks(module))",
+                "(id(module), module.training, *_hooks(module))",
                 "module.training",
             ),
         ),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.modules import module as torch_module
 
 from gramian.taps import names
@@ -91,7 +92,10 @@ def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
         names.join(place.name, str(key)): value
         for place in _places(root, hooks=False, copies=False)
         for key, value in _items(place.content)
-        if isinstance(value, Tensor) and value.grad_fn is not None and value.is_floating_point()
+        if isinstance(value, Tensor)
+        and not is_functorch_wrapped_tensor(value)  # left by a layer that was run again by samples
+        and value.grad_fn is not None
+        and value.is_floating_point()
     }
 
 
@@ -105,6 +109,8 @@ def same_values(one: Any, other: Any) -> bool:
     """The same values of the same kind; what is no number equals itself."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
+    if any(isinstance(t, Tensor) and is_functorch_wrapped_tensor(t) for t in (one, other)):
+        return one is other
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or (type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other))
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -238,5 +244,5 @@ def _put_back(owner: Any, content: Any) -> None:
 
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value if is_functorch_wrapped_tensor(value) else value.detach().clone()
     return value.copy() if isinstance(value, np.ndarray) else value

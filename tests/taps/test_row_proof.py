@@ -339,7 +339,7 @@ def test_another_option_is_refused_by_name(bad: Any) -> None:
 
 def test_coupling_that_begins_later_is_found_by_a_repeated_run_and_marks_the_releases() -> None:
     class Later(Net):
-        coupled = 0.0  # by true or false the model would be another one, and proven anew
+        coupled = 0.0
 
         def forward(self, x: Tensor) -> Tensor:
             h = torch.tanh(self.first(x))

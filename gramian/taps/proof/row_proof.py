@@ -247,7 +247,7 @@ class RowProof:
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        modules = tuple((id(module), *_flags(module), *_hooks(module)) for module in root.modules())
+        modules = tuple((id(module), module.training, *_hooks(module)) for module in root.modules())
         private = (
             hub.rule.withholds
         )  # more is asked of it: the loader's own collation, buffers, inputs that are left alone
@@ -486,11 +486,6 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
     finally:
         for weight in zeros:
             weight.data.zero_()
-
-
-def _flags(module: nn.Module) -> list[tuple[str, bool]]:
-    """Attributes that are true or false, the mode among them: by these programs choose a branch."""
-    return [(name, value) for name, value in vars(module).items() if value is True or value is False]
 
 
 def _hooks(module: nn.Module) -> list[int]:
