@@ -4,7 +4,7 @@ With B samples and N tokens of a backward, the largest layer input or output gra
 
 | part | where | bytes |
 |---|---|---|
-| fingerprint of one tensor, in the making | device | min(N·D, 2²⁴) · (w + 32) |
+| fingerprint of one tensor, in the making | device | min(N·D, 2²⁴) · (w + 16) |
 | or gradient of one sample for one parameter of P entries, in the making | device | 3·P·w |
 | copies of tokens and targets | device | 16·N |
 | fingerprints of every tensor, of three runs | host | 3 · 40·B · tensors |
@@ -24,8 +24,8 @@ BLOCK = 2**24
 """Entries that are widened at a time, as in `gramian.linalg.wide`."""
 FINGERPRINT = 40
 """Bytes of a row: a hash of 64 bits and four projections in float64."""
-WORKING = 32
-"""Bytes of an entry beside a copy of it: its bits as an integer, and three times the value in float64."""
+WORKING = 16
+"""Bytes of an entry beside a copy of it: its bits as an integer, and the value in float64."""
 COMPARED = 3
 """Runs whose fingerprints are there at a time: the batch as it is, the same once more, and another one."""
 
