@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from gramian.errors import GramianError
@@ -42,6 +43,7 @@ from gramian.taps.names import named_parameters, unwrap
 from gramian.taps.proof.alone import Lone
 from gramian.taps.proof.row_proof import check_proof
 from gramian.taps.proof.samples import Samples
+from gramian.taps.sites.site import first_tensor
 
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
@@ -300,7 +302,7 @@ class PrivacyEngine:
                 loss_reduction=options.loss_reduction,
                 loss_scale=options.loss_scale,
             )
-            self._clipping.on_inputs = self._outside.look_behind
+            self._clipping.on_inputs = self._look_at_inputs
             stack.callback(self._clipping.remove)
         else:
             hub = hub_of(root)
@@ -332,7 +334,7 @@ class PrivacyEngine:
             hub.attach(self._clipping)
             stack.callback(hub.detach, self._clipping)
             stack.callback(hub.proof.forget_loader)
-            hub.on_inputs = self._outside.look_behind
+            hub.on_inputs = self._look_at_inputs
             stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
         self._clipping.on_begin, self._clipping.on_done = self._before_sums, self._after_backward
         handle = optimizer.register_step_pre_hook(torch.compiler.disable(self._step_hook, reason=EAGER))
@@ -518,6 +520,10 @@ class PrivacyEngine:
     def _proof_failed(self) -> None:
         self._proof.fail(self.released)
 
+    def _look_at_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
+        _refuse_number_as_batch(*inputs)
+        self._outside.look_behind(inputs)
+
     def _sample_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
         remembers = self._loader if self._loader is not None else self._collate
         last = None if remembers is None else remembers.last_batch()
@@ -685,3 +691,19 @@ def _once(loss: Any) -> Callable[[], Any]:
         )
 
     return closure
+
+
+def _refuse_number_as_batch(args: Any, kwargs: dict[str, Any]) -> None:
+    """A first tensor [1] (a temperature) makes a batch of one, and several samples would be clipped as one.
+
+    Raises:
+        GramianError: if another argument has more rows.
+    """
+    if first_tensor(args, kwargs).shape != (1,):
+        return
+    rows = [t.shape[0] for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    if max(rows) > 1:
+        raise GramianError(
+            f"model: its first tensor has one element, which makes a batch of 1, and another argument has {max(rows)} rows; "
+            "expected the samples as first tensor argument"
+        )

@@ -613,7 +613,7 @@ class Hub:
     @contextmanager
     def rehearsal(self, recorder: Recorder) -> Iterator[Rehearsal]:
         """Let a proof alone listen."""
-        self._passes.settle()  # a backward that broke off is told to those whose sums it is in
+        self._passes.settle()  # reports a backward that broke off, while its own listeners are attached
         listeners, current, per_sample, batch = list(self._listeners), self._passes.current, self.per_sample, self.batch
         output_layer = self.output_layer
         self.per_sample, self.rehearsing = self.tells_samples_apart, Rehearsal()

@@ -1,4 +1,4 @@
-"""What a model remembers in Python: attributes of its modules, and what its hooks count in.
+"""What a model remembers in Python: attributes of its modules and their classes, and what its hooks count in.
 
 A forward may count steps, append to lists, or write tensors into attributes. Extra forwards must leave no trace of that, and
 each of them must begin with what the first began with.
@@ -7,7 +7,7 @@ each of them must begin with what the first began with.
 import functools
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from gramian.taps import names
 OWN = frozenset(vars(nn.Module())) | {"forward"}
 """Attributes of every module, which torch and the taps look after."""
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
-CONTAINERS = (dict, list, set, deque, OrderedDict, Counter, defaultdict)
+CONTAINERS = (list, set, deque, OrderedDict, dict)
+"""Also what is derived from them: items are read and written by these classes' own methods, not by overridden ones."""
 DEPTH = 6
 """How far containers and objects are followed from an attribute."""
 LARGEST = 100_000
@@ -35,7 +36,7 @@ FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, fu
 
 @dataclass
 class _Place:
-    """Something that holds values, what it held, and copies of the tensors and arrays among them."""
+    """An object or container (`owner`), a copy of its items (`content`), and copies of the tensors and arrays among them."""
 
     name: str
     owner: Any
@@ -55,13 +56,19 @@ class PythonState:
     """Values in attributes of modules, in hooks, and in containers and plain objects that these hold.
 
     Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, variables of its
-    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed.
+    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed; of a class of
+    modules its attributes, and the global variables that its functions name.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        """Copy what is there."""
+    def __init__(self, root: nn.Module, *, tensors: bool = True) -> None:
+        """Copy what is there.
+
+        Args:
+            root: the model.
+            tensors: False for attributes and containers alone: what is written into a tensor, and what hooks count, stays.
+        """
         self._root = root
-        self._places = list(_places(root))
+        self._places = list(_places(root, hooks=tensors, copies=tensors))
 
     def restore(self) -> None:
         """Put everything back; attributes that are new are removed."""
@@ -123,6 +130,10 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
     for name, module in names.named_modules(root):
         content = {key: value for key, value in vars(module).items() if key not in OWN}
         yield from _followed(name, module, content, seen, DEPTH, copies)
+        for kind in type(module).__mro__ if hooks else ():
+            if id(kind) not in seen and not _is_installed(kind):
+                seen.add(id(kind))
+                yield from _class(name, kind, seen)
         found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         for hook in (hook for several in found for hook in several.values()) if hooks else ():
             yield from _function(name, hook, seen)
@@ -152,8 +163,8 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
 
 def _content(value: Any) -> Any:
     """A shallow copy of what a container or a plain object holds; None for anything else."""
-    if type(value) in CONTAINERS:
-        return value.copy() if len(value) <= LARGEST else None
+    if isinstance(value, CONTAINERS):
+        return _container(value) if len(value) <= LARGEST else None
     if isinstance(value, tuple):  # cannot change, but may hold what can
         return list(value)
     if isinstance(value, (nn.Module, type, types.ModuleType, *FUNCTIONS)) or not hasattr(value, "__dict__"):
@@ -163,7 +174,7 @@ def _content(value: Any) -> Any:
 
 
 def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
-    """What a user's hook remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
+    """What a user's function remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
     if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
         return
     if isinstance(function, functools.partial):
@@ -190,8 +201,40 @@ def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
             yield from _followed(name, value, _content(value), seen, DEPTH)
 
 
+def _class(name: str, kind: type, seen: set[int]) -> Iterator[_Place]:
+    """What a user's class of modules remembers: its own attributes, and global variables that its functions name."""
+    for key, value in list(vars(kind).items()):
+        if isinstance(value, types.FunctionType):
+            yield from _function(name, value, seen)
+        elif isinstance(value, PLAIN) and not key.startswith("__"):
+            yield _Place(name, _ClassAttribute(kind, key), {"value": value})
+        elif isinstance(value, CONTAINERS) and _content(value) is not None and not key.startswith("__"):
+            yield from _followed(names.join(name, key), value, _content(value), seen, DEPTH)
+
+
+def _is_installed(kind: type) -> bool:
+    """True for classes of torch and of other packages, which are many, and which count nothing for the user."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__.partition(".")[0] in FOREIGN or "site-packages" in path or "dist-packages" in path
+
+
+class _ClassAttribute:
+    """One attribute of a class of modules."""
+
+    def __init__(self, kind: type, key: str) -> None:
+        self._kind, self._key = kind, key
+
+    @property
+    def value(self) -> Any:
+        return vars(self._kind).get(self._key)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        setattr(self._kind, self._key, value)
+
+
 class _Global:
-    """One global variable of a hook's module."""
+    """One global variable that a function names."""
 
     def __init__(self, variables: dict[str, Any], key: str) -> None:
         self._variables, self._key = variables, key
@@ -205,10 +248,33 @@ class _Global:
         self._variables[self._key] = value
 
 
+VARIABLES = (types.CellType, _Global, _ClassAttribute)
+"""Owners of a single value."""
+
+
+def _container(owner: Any) -> Any:
+    """The items of a container, in a plain one."""
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
+    if issubclass(kind, dict):
+        return dict(kind.items(owner))
+    return set(set.__iter__(owner)) if kind is set else list(kind.__iter__(owner))
+
+
+def _fill(owner: Any, content: Any) -> None:
+    """Let a container have these items and no other ones."""
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
+    kind.clear(owner)
+    if issubclass(kind, dict):
+        for key, value in content.items():
+            kind.__setitem__(owner, key, value)
+    else:
+        kind.update(owner, content) if kind is set else kind.extend(owner, content)
+
+
 def _items(content: Any) -> list[tuple[Any, Any]]:
     if isinstance(content, dict):
         return list(content.items())
-    return list(enumerate(content)) if isinstance(content, list | deque | tuple) else []
+    return list(enumerate(content)) if isinstance(content, list | tuple) else []
 
 
 def _same_items(owner: Any, content: Any) -> bool:
@@ -220,19 +286,20 @@ def _same_items(owner: Any, content: Any) -> bool:
 
 
 def _now(owner: Any, content: Any) -> Any:
-    if isinstance(owner, (tuple, *CONTAINERS)):
+    if isinstance(owner, CONTAINERS):
+        return _container(owner)
+    if isinstance(owner, tuple):
         return owner
     if isinstance(owner, nn.Module):
         return {key: value for key, value in vars(owner).items() if key not in OWN}
-    return {key: getattr(owner, key) for key in content} if isinstance(owner, types.CellType | _Global) else vars(owner)
+    return {key: getattr(owner, key) for key in content} if isinstance(owner, VARIABLES) else vars(owner)
 
 
 def _put_back(owner: Any, content: Any) -> None:
     if isinstance(owner, CONTAINERS):
-        owner.clear()
-        owner.extend(content) if isinstance(owner, list | deque) else owner.update(content)
+        _fill(owner, content)
         return
-    if isinstance(owner, types.CellType | _Global):
+    if isinstance(owner, VARIABLES):
         for key, value in content.items():
             setattr(owner, key, value)
         return

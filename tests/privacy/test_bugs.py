@@ -1073,7 +1073,7 @@ BUGS = (
         test_opacus_cases.test_a_sparse_bag_is_refused_by_name,
     ),
     Mutation(
-        "packed sequence ends in a raw error",
+        "packed sequence blamed on its shape",
         (
             Edit(
                 f"{_TAPS}.sites.generic:Generic.run",

@@ -276,7 +276,7 @@ def test_things_that_are_no_module_optimizer_or_its_own_parameters() -> None:
 
 def _bypassed() -> tuple[nn.Module, Tensor]:
     class Model(nn.Module):
-        past_its_layer = True
+        past_its_layer = 1  # no truth value: those are proven anew when they change
 
         def __init__(self) -> None:
             super().__init__()
@@ -298,10 +298,10 @@ def test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step(cl
             with pytest.raises(gramian.GramianError, match=r"emb\.weight: the taps explain a gradient of norm"):
                 model(ids)
             assert all(q.grad is None for q in model.parameters())
-        model.past_its_layer = False
+        model.past_its_layer = 0
         run.engine.backward(F.cross_entropy(model(ids).transpose(1, 2), ids))
         assert model.emb.weight.grad is not None
-        kept, model.past_its_layer = run.gradients(), True
+        kept, model.past_its_layer = run.gradients(), 1
         for _ in range(3):  # and where it begins after the proof, by the backward
             loss = F.cross_entropy(model(ids).transpose(1, 2), ids)
             with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
@@ -318,9 +318,9 @@ def test_a_weight_used_past_its_layer_is_found_in_a_compiled_graph() -> None:
             with pytest.raises(gramian.GramianError, match=r"emb\.weight: the taps explain a gradient of norm"):
                 compiled(ids)
             assert all(q.grad is None for q in model.parameters())
-        model.past_its_layer = False
+        model.past_its_layer = 0
         F.cross_entropy(compiled(ids).transpose(1, 2), ids).backward()
-        kept, model.past_its_layer = run.gradients(), True
+        kept, model.past_its_layer = run.gradients(), 1
         for _ in range(2):  # and where it begins after the proof, by the backward
             with pytest.raises(gramian.GramianError, match=r"emb\.weight: got a gradient that did not come through"):
                 F.cross_entropy(compiled(ids).transpose(1, 2), ids).backward()

@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +136,7 @@ def test_values_lists_what_changed_and_restore_puts_it_back() -> None:
 # ---- under privacy -----------------------------------------------------------------------------------------------------
 
 
-def private(model: nn.Module, x: Tensor) -> gramian.PrivacyEngine:
+def private(model: nn.Module, x: Tensor, **options: Any) -> gramian.PrivacyEngine:
     engine = gramian.PrivacyEngine()
     engine.make_private(
         module=model,
@@ -145,6 +145,7 @@ def private(model: nn.Module, x: Tensor) -> gramian.PrivacyEngine:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         poisson_sampling=False,
+        **options,
     )
     return engine
 
@@ -410,3 +411,123 @@ def test_a_forward_that_runs_again_counts_once() -> None:
     for batch in (x, x.abs(), x):
         norms(model, batch)
     assert (float(model.count), model.calls) == (3.0, 3)
+
+
+class Registry(OrderedDict[str, int]):
+    """A container of the user's own, which answers for what it does not have."""
+
+    def __getitem__(self, key: str) -> int:
+        return super().__getitem__(key) if key in self else -1
+
+
+def test_a_container_of_the_users_own_keeps_its_items() -> None:
+    def count(model: Any, h: Tensor) -> None:
+        model.registry["forwards"] = model.registry["forwards"] + 1
+
+    model: Any = Remembering(count)
+    model.registry = Registry(first=1, second=2)
+    norms(model, torch.randn(6, 4))
+    assert list(model.registry.items()) == [("first", 1), ("second", 2), ("forwards", 0)]
+
+
+class Counting(nn.Module):
+    """Counts its forwards in its class and in global variables."""
+
+    forwards = 0
+    seen: list[int] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        LOG.append(len(x))
+        Counting.forwards += 1
+        self.seen.append(len(x))
+        return self.layer(x)
+
+
+def test_no_proof_leaves_a_trace_in_classes_and_global_variables() -> None:
+    model, x = Counting(), torch.randn(6, 4)
+    before = CALLS, len(LOG), Counting.forwards, len(Counting.seen)
+    norms(model, x)
+    assert (CALLS, len(LOG), Counting.forwards, len(Counting.seen)) == tuple(n + 1 for n in before)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, so that it runs again by samples; keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.last, self.history = nn.Parameter(torch.ones(4)), torch.zeros(()), [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = (x * self.scale).detach()
+        self.history[:] = [self.last]
+        return x * self.scale
+
+
+def test_a_layer_that_runs_again_by_samples_keeps_the_attributes_of_the_users_forward() -> None:
+    model, x = Scaled(), torch.randn(6, 4)
+    norms(model, x)
+    torch.testing.assert_close(model.last, x, rtol=0, atol=0)
+    torch.testing.assert_close(model.history[0], x, rtol=0, atol=0)
+
+
+class Mixing(nn.Module):
+    """Couples samples once a flag says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mix = nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h - h.mean(0) if self.mix else h
+
+
+def test_a_flag_that_is_set_after_the_proof_is_proven_anew() -> None:
+    model, x = Mixing(), torch.randn(6, 4)
+    norms(model, x)
+    model.mix = True
+    with pytest.raises(GramianError, match="when other samples are replaced"):
+        norms(model, x)
+
+
+class Student(nn.Module):
+    """Moves a teacher's weights in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.layer.weight, 0.1)
+        return self.layer(x) - self.teacher(x)
+
+
+def test_a_forward_that_writes_into_a_frozen_parameter_is_refused_by_name() -> None:
+    with pytest.raises(GramianError, match=r"^teacher\.weight: is a frozen parameter that the forward writes into"):
+        norms(Student(), torch.randn(6, 4))
+
+
+class Tempered(nn.Module):
+    """Its first argument is a temperature, not samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, temperature: Tensor, x: Tensor) -> Tensor:
+        return self.layer(x) / temperature
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+def test_a_number_as_first_tensor_makes_no_private_batch_of_one(physical: int | None) -> None:
+    model, x = Tempered(), torch.randn(2, 4)
+    private(model, x, max_physical_batch=physical)
+    with pytest.raises(GramianError, match="first tensor has one element"):
+        model(torch.ones(1), x)

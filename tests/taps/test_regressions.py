@@ -367,7 +367,7 @@ def test_a_backward_that_failed_half_way_spoils_the_sums_loudly() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last, self.broken = nn.Linear(3, 3), nn.Linear(3, 2), False
+            self.first, self.last, self.broken = nn.Linear(3, 3), nn.Linear(3, 2), 0
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
@@ -376,10 +376,10 @@ def test_a_backward_that_failed_half_way_spoils_the_sums_loudly() -> None:
     model, fisher = Breaks(), gramian.DiagonalFisher()
     with gramian.observe(model, fisher, loss_reduction="sum") as seen:
         squares(model, torch.randn(4, 3)).backward()
-        model.broken = True
+        model.broken = 1
         with pytest.raises(OSError, match="out of something"):
             squares(model, torch.randn(4, 3)).backward()
-        model.broken = False
+        model.broken = 0
         squares(model, torch.randn(4, 3)).backward()
         with pytest.raises(gramian.GramianError, match="failed half-way.*expected"):
             seen[fisher]

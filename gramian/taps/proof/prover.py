@@ -384,13 +384,13 @@ class Prover:
         ]
         outputs = enumerate(zip(base.outputs, run.outputs, strict=True))
         titles, runs = self.runs.titles, self.runs
-        asked = {i for i in runs.row_outputs if runs.cotangents[i] is not None}  # no gradient goes through the others
-        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in asked]
+        with_gradient = {i for i in runs.row_outputs if runs.cotangents[i] is not None}
+        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
 
     def _apart(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
         """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows.
 
-        Of inputs and outputs this is asked where the forward is the same in two equal runs, whatever its backward does.
+        Inputs and outputs are compared bit for bit where two equal forwards are, whatever their backwards do.
         """
         if self._repeat is None:
             self._repeat = self.runs.tapped(self.runs.everyone)

@@ -247,10 +247,8 @@ class RowProof:
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        modules = tuple((id(module), module.training, *_hooks(module)) for module in root.modules())
-        private = (
-            hub.rule.withholds
-        )  # more is asked of it: the loader's own collation, buffers, inputs that are left alone
+        modules = tuple((id(module), *_flags(module), *_hooks(module)) for module in root.modules())
+        private = hub.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
         key = (tuple(s.structure for s in found), modules, autocast, frozenset(hub.parameters), private)
         return self._covering((key, found[0].uneven() if hub.tells_samples_apart else ())), found
 
@@ -486,6 +484,11 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
     finally:
         for weight in zeros:
             weight.data.zero_()
+
+
+def _flags(module: nn.Module) -> list[Any]:
+    """Truth values that a forward may branch on: the mode, and the user's own. Numbers and words may count or log."""
+    return [value for key, value in vars(module).items() if type(value) is bool and key != "_is_full_backward_hook"]
 
 
 def _hooks(module: nn.Module) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
+from gramian.taps import names
 from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.recorder import Key, Recorder
@@ -101,7 +102,7 @@ class Runs:
         self._second: set[int] = set()
         """Numbers of the outputs whose samples lie on axis 1."""
         self.returned = 0
-        """How many of the outputs the model returns; the others are attributes of modules, in which a loss may find them."""
+        """The model returns the outputs before this number; a loss may read the rest from attributes of its modules."""
         self.titles: list[str] = []
         """What each output is, in words."""
         self.shared: set[str] = set()
@@ -126,10 +127,15 @@ class Runs:
 
         Returns:
             Fingerprints of all outputs, and the gradient of every weight.
+
+        Raises:
+            GramianError: if the forward writes into a frozen parameter.
         """
         self._begin()
+        frozen = [(name, p, p._version) for name, p in names.named_parameters(self._root) if not p.requires_grad]
         with self._hub.untapped() as weights:
             outputs = self._find_second(self._results(self._samples.take(self.everyone)))
+            _refuse_written(frozen)
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
@@ -269,6 +275,16 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
             f"{', '.join(sorted(expanded))}: returns one row for all samples, and the code behind it fails once that row "
             f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch"
         ) from error
+
+
+def _refuse_written(frozen: Sequence[tuple[str, nn.Parameter, int]]) -> None:
+    """Parameters are too large to copy, so that a forward which writes into one (an EMA teacher inside) cannot begin again."""
+    for name, p, version in frozen:
+        if p._version != version:
+            raise GramianError(
+                f"{name}: is a frozen parameter that the forward writes into, so that no two forwards are equal; expected it "
+                "to be written after the optimizer's step, or to be a buffer"
+            )
 
 
 def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor | None]:

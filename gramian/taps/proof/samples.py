@@ -156,11 +156,11 @@ class Samples:
 
 
 def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) -> list[int | None]:
-    """For every sample another one of other content, one that stays where there is one; None where all others are equal to it.
+    """The sample that takes each sample's place: of different content, and one that stays if possible; None: all are equal.
 
-    All have the same donor, if it differs from them: what is replaced is gone from the batch. Were each drawn by itself, and
-    from all, a batch of few samples would often keep its content in another order, and what depends on it only through a sum or
-    a maximum (a count of tokens, a scale) would not change.
+    All samples get the same donor, unless it equals them: the content of what is replaced leaves the batch. With a donor drawn
+    for each sample, a small batch would often keep its content in another order, and what depends on it only through a sum or a
+    maximum (a count of tokens, a scale) would not change.
     """
     order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
     return [next((i for i in order if contents[i] != own), None) for own in contents]

@@ -22,6 +22,7 @@ from gramian.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.plan.norms import samples_per_chunk
 from gramian.taps.gradients import Dense, PerSampleGradient
+from gramian.taps.python_state import PythonState
 from gramian.taps.sites.site import Site, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -262,7 +263,17 @@ def _one_by_one(
 
 
 def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
-    """All samples, on axis 0."""
+    """All samples, on axis 0.
+
+    Raises:
+        GramianError: if an axis with several rows of each sample is no multiple of the batch.
+    """
+    axis = 1 if layout == "grouped_second" else 0
+    if layout in ("grouped", "grouped_second") and (not t.shape[axis] or t.shape[axis] % batch):
+        raise GramianError(
+            f"is given or returns {list(t.shape)}, whose axis {axis} is no multiple of the batch of {batch}; expected the rows "
+            "of every sample"
+        )
     if layout == "grouped":
         return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
     if layout == "grouped_second":
@@ -327,7 +338,10 @@ def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
 
 
 class Borrowed:
-    """Let a module run on other tensors in place of some of its parameters, and on copies of its buffers."""
+    """Let a module run on other tensors in place of some of its parameters, and on copies of its buffers.
+
+    What it writes into its attributes meanwhile is put back: tensors that exist inside `vmap` alone are of no use outside.
+    """
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor], whole: bool) -> None:
         """Find the places; nothing is swapped before the context is entered.
@@ -349,7 +363,7 @@ class Borrowed:
         places += [
             (m._buffers, local, b.clone()) for m in module.modules() for local, b in m._buffers.items() if b is not None
         ]
-        self.places = places
+        self.places, self.python = places, PythonState(module, tensors=False)
 
     def __enter__(self) -> None:
         """Swap."""
@@ -361,3 +375,4 @@ class Borrowed:
         """Swap back."""
         for (store, local, _), old in zip(self.places, self.old, strict=True):
             store[local] = old
+        self.python.restore()
