@@ -20,6 +20,8 @@ from gramian.kernels._launch import on_device, triton_found
 
 ROWS, COLUMNS = 32, 1024
 CHUNK = ROWS * COLUMNS
+SMALL = 4096
+"""Words of a tensor that the twin takes together with other ones: a loop in Python would cost more than they do."""
 RADIX = 0x2545F4914F6CDD1D
 """R: the multiplier of Vigna's xorshift64*."""
 
@@ -51,16 +53,20 @@ def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def checksums_twin(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """`checksums` of tensors of one device and element size in plain torch: a chunk at a time."""
-    weights = _weights(tensors[0].device)
-    sums = []
-    for t in tensors:
-        flat = _whole_words(t.view(-1)[:most])
-        chunks = [some.masked_fill(some == 0, 0.0) for some in flat.split(4 * CHUNK // flat.element_size())]
-        words = [some.view(torch.int32) for some in chunks]
-        parts = torch.stack([(some * weights[: len(some)]).sum() for some in words])
-        sums.append((parts * _odd(torch.arange(len(parts))).to(flat.device)).sum())
-    return torch.stack(sums)
+    """`checksums` of tensors of one device and element size in plain torch: small tensors together, others by chunks."""
+    device = tensors[0].device
+    weights, flats = _weights(device), [_whole_words(t.view(-1)[:most]) for t in tensors]
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    small = [i for i, flat in enumerate(flats) if flat.nbytes <= 4 * SMALL]
+    if small:
+        weights_W, owners_W = _joint(tuple(flats[i].nbytes // 4 for i in small), tuple(small), device)
+        sums.index_add_(0, owners_W, _words(torch.cat([flats[i] for i in small])) * weights_W)
+    for i, flat in enumerate(flats):
+        if flat.nbytes > 4 * SMALL:
+            chunks = flat.split(4 * CHUNK // flat.element_size())
+            parts = torch.stack([(_words(some) * weights[: some.nbytes // 4]).sum() for some in chunks])
+            sums[i] = (parts * _odd(torch.arange(len(parts))).to(device)).sum()
+    return sums
 
 
 @torch.no_grad()
@@ -88,6 +94,10 @@ def checksums_kernel(tensors: Sequence[Tensor], most: int | None = None) -> Tens
     return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, owners_P, partials_P * odd_P)
 
 
+def _words(flat: Tensor) -> Tensor:
+    return flat.masked_fill(flat == 0, 0.0).view(torch.int32)
+
+
 def _whole_words(flat: Tensor) -> Tensor:
     """A copy where elements of 16 bits do not make whole words, or begin within one."""
     if flat.element_size() == 2 and (len(flat) % 2 or flat.data_ptr() % 4):
@@ -109,6 +119,14 @@ def _layout(counts: tuple[int, ...], width: int, device: torch.device) -> tuple[
     owners_P = torch.arange(len(counts)).repeat_interleave(counts_N)
     chunks_P = torch.arange(len(owners_P)) - (counts_N.cumsum(0) - counts_N)[owners_P]
     return sizes_N.to(device), owners_P.to(device), chunks_P.to(device), _odd(chunks_P).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _joint(sizes: tuple[int, ...], numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the words of tensors of less than a chunk, one after the other: m, and the tensor's number."""
+    weights = (_weights(torch.device("cpu")) * _odd(torch.zeros(1, dtype=torch.int64)))[:SMALL]
+    owners = torch.tensor(numbers).repeat_interleave(torch.tensor(sizes))
+    return torch.cat([weights[:size] for size in sizes]).to(device), owners.to(device)
 
 
 @functools.lru_cache(maxsize=16)

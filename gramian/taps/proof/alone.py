@@ -107,7 +107,7 @@ def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[in
         return runs.on(arguments, partial(_cotangents, runs, samples.batch, unit, chosen, {})) is not None
     except GramianError:
         raise
-    except Exception:
+    except Exception:  # the user's own code may fail in any way on a batch that it does not fit
         return False
 
 
