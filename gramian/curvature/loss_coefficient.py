@@ -16,15 +16,17 @@ DIFFERS = 0.02
 """A coefficient that is closer to 1 than that is right."""
 AGREES = 0.05
 """Largest spread of the tokens' own coefficients, relatively."""
+UNIFORM = 1e-3
+"""Predictions that differ by less beside the label are all equal."""
 
 
 def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
     """c ≠ 1 if every token's gradient is c (p − e_y); None if c is 1, or if it cannot be told. Cost: passes over T·V.
 
     c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which
-    c_t p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: it is held to a quarter of
-    what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is uniform
-    (two classes, a head of zeros) both are 0, and nothing is told.
+    c_t p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be
+    a quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
+    uniform (two classes, a head of zeros) both are 0, and nothing can be said.
 
     Args:
         p_TV: probabilities of the head's outputs.
@@ -41,7 +43,7 @@ def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
     mean_T1 = left_T[:, None] / (p_TV.shape[1] - 1)
     spread_T = (p_TV - mean_T1).scatter(1, y_T1, 0.0).norm(dim=1)
     wrong_T = (c_T - 1).abs() > DIFFERS
-    hard_T = rest_TV.norm(dim=1) < (c_T - 1).abs() * spread_T / 4
+    hard = (rest_TV.norm() < ((c_T - 1) * spread_T).norm() / 4) & (spread_T.norm() > UNIFORM * left_T.norm())
     c = c_T.median()
     agree = ((c_T - c).abs() <= AGREES * c.abs()).all()
-    return float(c) if bool((wrong_T & hard_T).all() & agree & torch.isfinite(c)) else None
+    return float(c) if bool(wrong_T.all() & hard & agree & torch.isfinite(c)) else None
