@@ -293,6 +293,8 @@ class Hub:
         if self.batch_size is not None:
             return self.batch_size
         first = first_tensor(args, kwargs)
+        if first.is_nested:
+            raise GramianError("model: its first tensor is nested; expected a padded tensor")
         return first.shape[0] if first.dim() else 0
 
     def before_sharded_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -409,7 +411,10 @@ class Hub:
     def leave_root(self, output: Any) -> None:
         """A forward of the root is over: note whose output it returned, and show audits the layers that were passed by."""
         self.output_layer = _maker(output)
-        if self._passes.current is None or not self._passes.current.first:
+        if self._passes.current is None:
+            return
+        self._passes.current.returned = not torch.compiler.is_compiling()
+        if not self._passes.current.first:
             return
         for tap in self._installed:
             self._show(tap)
@@ -433,6 +438,12 @@ class Hub:
         """A tapped layer runs in eager mode: count the use."""
         if in_backward():  # a checkpoint's second run, which gets no backward of its own
             return Use(tap, None, None, inside_backward=True)
+        outside = self._passes.current is None or self._passes.current.returned
+        if outside and self.tells_samples_apart:
+            raise GramianError(
+                f"{tap.name or 'model'}: ran outside a forward of the captured model, where no proof sees whose row is which; "
+                'expected one module whose forward makes every call, or proof="off"'
+            )
         if self._passes.current is None:
             if self.batch_size is None:
                 raise GramianError(

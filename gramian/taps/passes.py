@@ -96,6 +96,8 @@ class Pass:
     """{parameter: (kind of layer, per-sample gradient) of each use so far}."""
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
+    returned: bool = False
+    """True once the root's forward is over; a compiled one does not say."""
     repeated: bool = False
     """True in the second of two backwards through this forward."""
     ordinals: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a model remembers in Python: attributes of its modules and their classes, and what its hooks count in.
+"""What a model remembers in Python: attributes of its modules, and what its hooks count in.
 
 A forward may count steps, append to lists, or write tensors into attributes. Extra forwards must leave no trace of that, and
 each of them must begin with what the first began with.
@@ -7,7 +7,7 @@ each of them must begin with what the first began with.
 import functools
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,8 @@ CONTAINERS = (list, set, deque, OrderedDict, dict)
 """Also what is derived from them: items are read and written by these classes' own methods, not by overridden ones."""
 DEPTH = 6
 """How far containers and objects are followed from an attribute."""
-LARGEST = 100_000
-"""Containers of more items are data, not counts."""
+LARGEST = 1000
+"""Items of larger containers (vocabularies, histories) are not followed; such a container has changed if its length has."""
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
 """Packages whose objects look after themselves."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -43,6 +43,11 @@ class _Place:
     content: Any
     copies: list[tuple[Any, Any]] = field(default_factory=list)
 
+    @property
+    def identity(self) -> int:
+        """Of the owner, which an object that is a container is twice: with its items and with its attributes."""
+        return _identity(self.owner)
+
     def restore(self) -> None:
         if not _same_items(self.owner, self.content):
             _put_back(self.owner, self.content)
@@ -56,8 +61,7 @@ class PythonState:
     """Values in attributes of modules, in hooks, and in containers and plain objects that these hold.
 
     Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, variables of its
-    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed; of a class of
-    modules its attributes, and the global variables that its functions name.
+    closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed.
     """
 
     def __init__(self, root: nn.Module, *, tensors: bool = True) -> None:
@@ -77,10 +81,10 @@ class PythonState:
 
     def values(self) -> dict[str, Any]:
         """{name: value} of numbers, tensors and arrays that modules hold and that changed since; tensors as copies."""
-        before = {id(place.owner): place for place in self._places}
+        before = {place.identity: place for place in self._places}
         found: dict[str, Any] = {}
         for place in _places(self._root, hooks=False):
-            known = before.get(id(place.owner))
+            known = before.get(place.identity)
             old, copies = (dict(_items(known.content)), known.copies) if known else ({}, [])
             for key, value in _items(place.content):
                 if not isinstance(value, Tensor | np.ndarray | int | float | complex) or isinstance(
@@ -91,6 +95,12 @@ class PythonState:
                 if not same_values(value, earlier):
                     found[names.join(place.name, str(key))] = _copy(value)
         return found
+
+
+def tensors_inside(value: Any) -> list[Tensor]:
+    """Tensors in an object of the user's own, in its containers and attributes."""
+    places = _followed("", (value,), [value], set(), DEPTH, copies=False)
+    return [t for place in places for _, t in _items(place.content) if isinstance(t, Tensor)]
 
 
 def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
@@ -130,10 +140,6 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
     for name, module in names.named_modules(root):
         content = {key: value for key, value in vars(module).items() if key not in OWN}
         yield from _followed(name, module, content, seen, DEPTH, copies)
-        for kind in type(module).__mro__ if hooks else ():
-            if id(kind) not in seen and not _is_installed(kind):
-                seen.add(id(kind))
-                yield from _class(name, kind, seen)
         found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         for hook in (hook for several in found for hook in several.values()) if hooks else ():
             yield from _function(name, hook, seen)
@@ -150,31 +156,56 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
 
 def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, copies: bool = True) -> Iterator[_Place]:
     """A place, and the places that its values are."""
-    if id(owner) in seen:
+    if _identity(owner) in seen:
         return
-    seen.add(id(owner))
-    arrays = [v for _, v in _items(content) if isinstance(v, Tensor | np.ndarray) and not isinstance(v, nn.Parameter)]
+    seen.add(_identity(owner))
+    items = _items(content) if len(content) <= LARGEST else []
+    arrays = [v for _, v in items if isinstance(v, Tensor | np.ndarray) and not isinstance(v, nn.Parameter)]
     yield _Place(name, owner, content, [(v, _copy(v)) for v in arrays] if copies else [])
-    for key, value in _items(content) if depth else ():
-        inside = _content(value)
-        if inside is not None:
-            yield from _followed(names.join(name, str(key)), value, inside, seen, depth - 1, copies)
+    for key, value in items if depth else ():
+        path = names.join(name, str(key))
+        if isinstance(value, CONTAINERS):
+            yield from _followed(path, value, _container(value), seen, depth - 1, copies)
+        elif isinstance(value, tuple):  # cannot change, but may hold what can
+            yield from _followed(path, value, list(value), seen, depth - 1, copies)
+        if _is_users(value):
+            yield from _followed(path, _Attributes(value), attributes(value), seen, depth - 1, copies)
 
 
-def _content(value: Any) -> Any:
-    """A shallow copy of what a container or a plain object holds; None for anything else."""
-    if isinstance(value, CONTAINERS):
-        return _container(value) if len(value) <= LARGEST else None
-    if isinstance(value, tuple):  # cannot change, but may hold what can
-        return list(value)
-    if isinstance(value, (nn.Module, type, types.ModuleType, *FUNCTIONS)) or not hasattr(value, "__dict__"):
-        return None
-    package = type(value).__module__.partition(".")[0]
-    return dict(vars(value)) if package not in FOREIGN or type(value) is types.SimpleNamespace else None
+def _is_users(value: Any) -> bool:
+    """True for objects of the user's own classes, also derived from containers, and for wrapped dicts and lists."""
+    if isinstance(value, (Tensor, tuple, nn.Module, type, types.ModuleType, *FUNCTIONS)):
+        return False
+    known = isinstance(value, types.SimpleNamespace | UserDict | UserList)
+    return known or type(value).__module__.partition(".")[0] not in FOREIGN | {"builtins"}
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """{name: value} of an object, also of one with slots."""
+    slots = [slot for kind in type(value).__mro__ for slot in vars(kind).get("__slots__", ())]
+    in_slots = {slot: getattr(value, slot) for slot in slots if not slot.startswith("__") and hasattr(value, slot)}
+    return in_slots | dict(getattr(value, "__dict__", {}))
+
+
+def _identity(owner: Any) -> int:
+    return -id(owner.value) if isinstance(owner, _Attributes) else id(owner)
+
+
+class _Attributes:
+    """The attributes of an object, apart from the items that it may have as a container."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def put_back(self, content: dict[str, Any]) -> None:
+        for key in attributes(self.value).keys() - content.keys():
+            object.__delattr__(self.value, key)
+        for key, value in content.items():
+            object.__setattr__(self.value, key, value)
 
 
 def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
-    """What a user's function remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
+    """What a user's hook remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
     if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
         return
     if isinstance(function, functools.partial):
@@ -185,7 +216,7 @@ def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
     code = getattr(function, "__code__", None)
     owner = getattr(function, "__self__", None if code is not None else function)
     if owner is not None and not isinstance(owner, nn.Module):
-        yield from _followed(name, owner, dict(getattr(owner, "__dict__", {})), seen, DEPTH)
+        yield from _followed(name, (owner,), [owner], seen, DEPTH)
     for cell in getattr(function, "__closure__", None) or ():
         try:
             content = {"cell_contents": cell.cell_contents}
@@ -197,44 +228,12 @@ def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
         value = variables.get(key)
         if isinstance(value, PLAIN) and key in variables:
             yield _Place(name, _Global(variables, key), {"value": value})
-        elif _content(value) is not None:
-            yield from _followed(name, value, _content(value), seen, DEPTH)
-
-
-def _class(name: str, kind: type, seen: set[int]) -> Iterator[_Place]:
-    """What a user's class of modules remembers: its own attributes, and global variables that its functions name."""
-    for key, value in list(vars(kind).items()):
-        if isinstance(value, types.FunctionType):
-            yield from _function(name, value, seen)
-        elif isinstance(value, PLAIN) and not key.startswith("__"):
-            yield _Place(name, _ClassAttribute(kind, key), {"value": value})
-        elif isinstance(value, CONTAINERS) and _content(value) is not None and not key.startswith("__"):
-            yield from _followed(names.join(name, key), value, _content(value), seen, DEPTH)
-
-
-def _is_installed(kind: type) -> bool:
-    """True for classes of torch and of other packages, which are many, and which count nothing for the user."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__.partition(".")[0] in FOREIGN or "site-packages" in path or "dist-packages" in path
-
-
-class _ClassAttribute:
-    """One attribute of a class of modules."""
-
-    def __init__(self, kind: type, key: str) -> None:
-        self._kind, self._key = kind, key
-
-    @property
-    def value(self) -> Any:
-        return vars(self._kind).get(self._key)
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        setattr(self._kind, self._key, value)
+        elif isinstance(value, (tuple, *CONTAINERS)) or _is_users(value):
+            yield from _followed(name, (value,), [value], seen, DEPTH)
 
 
 class _Global:
-    """One global variable that a function names."""
+    """One global variable of a hook's module."""
 
     def __init__(self, variables: dict[str, Any], key: str) -> None:
         self._variables, self._key = variables, key
@@ -248,7 +247,7 @@ class _Global:
         self._variables[self._key] = value
 
 
-VARIABLES = (types.CellType, _Global, _ClassAttribute)
+VARIABLES = (types.CellType, _Global)
 """Owners of a single value."""
 
 
@@ -278,6 +277,8 @@ def _items(content: Any) -> list[tuple[Any, Any]]:
 
 
 def _same_items(owner: Any, content: Any) -> bool:
+    if len(content) > LARGEST:
+        return len(owner) == len(content)
     now = _now(owner, content)
     if isinstance(content, set):
         return bool(now == content)
@@ -290,6 +291,8 @@ def _now(owner: Any, content: Any) -> Any:
         return _container(owner)
     if isinstance(owner, tuple):
         return owner
+    if isinstance(owner, _Attributes):
+        return attributes(owner.value)
     if isinstance(owner, nn.Module):
         return {key: value for key, value in vars(owner).items() if key not in OWN}
     return {key: getattr(owner, key) for key in content} if isinstance(owner, VARIABLES) else vars(owner)
@@ -303,10 +306,12 @@ def _put_back(owner: Any, content: Any) -> None:
         for key, value in content.items():
             setattr(owner, key, value)
         return
-    attributes = vars(owner)
-    for key in [key for key in attributes if key not in content and not (isinstance(owner, nn.Module) and key in OWN)]:
-        del attributes[key]
-    attributes.update(content)
+    if isinstance(owner, _Attributes):
+        owner.put_back(content)
+        return
+    for key in [key for key in vars(owner) if key not in content and key not in OWN]:
+        del vars(owner)[key]
+    vars(owner).update(content)
 
 
 def _copy(value: Any) -> Any:

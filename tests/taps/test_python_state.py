@@ -2,7 +2,7 @@
 
 import functools
 import types
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.errors import GramianError
 from gramian.taps.hub import hub_of
-from gramian.taps.python_state import PythonState
+from gramian.taps.python_state import PythonState, _places
 
 CALLS = 0
 LOG: list[int] = []
@@ -413,47 +413,50 @@ def test_a_forward_that_runs_again_counts_once() -> None:
     assert (float(model.count), model.calls) == (3.0, 3)
 
 
-class Registry(OrderedDict[str, int]):
-    """A container of the user's own, which answers for what it does not have."""
-
-    def __getitem__(self, key: str) -> int:
-        return super().__getitem__(key) if key in self else -1
-
-
-def test_a_container_of_the_users_own_keeps_its_items() -> None:
-    def count(model: Any, h: Tensor) -> None:
-        model.registry["forwards"] = model.registry["forwards"] + 1
-
-    model: Any = Remembering(count)
-    model.registry = Registry(first=1, second=2)
-    norms(model, torch.randn(6, 4))
-    assert list(model.registry.items()) == [("first", 1), ("second", 2), ("forwards", 0)]
-
-
-class Counting(nn.Module):
-    """Counts its forwards in its class and in global variables."""
-
-    forwards = 0
-    seen: list[int] = []
+class Queue(OrderedDict[int, int]):
+    """A container of the user's own, whose items and attributes belong together."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 3)
+        self.order: list[int] = []
+        self.hits = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        global CALLS
-        CALLS += 1
-        LOG.append(len(x))
-        Counting.forwards += 1
-        self.seen.append(len(x))
-        return self.layer(x)
+    def __getitem__(self, key: int) -> int:
+        return super().__getitem__(key) if key in self else -1
+
+    def count(self, key: int) -> None:
+        self[key] = self[key] + 1
+        self.order.append(key)
+        self.hits += 1
 
 
-def test_no_proof_leaves_a_trace_in_classes_and_global_variables() -> None:
-    model, x = Counting(), torch.randn(6, 4)
-    before = CALLS, len(LOG), Counting.forwards, len(Counting.seen)
-    norms(model, x)
-    assert (CALLS, len(LOG), Counting.forwards, len(Counting.seen)) == tuple(n + 1 for n in before)
+@dataclass(slots=True)
+class Slots:
+    count: int = 0
+
+
+def test_a_container_of_the_users_own_keeps_its_items_and_attributes() -> None:
+    def count(model: Any, h: Tensor) -> None:
+        model.queue.count(len(h))
+        model.wrapped["n"] = model.wrapped.get("n", 0) + 1
+        model.slots.count += 1
+
+    model: Any = Remembering(count)
+    model.queue, model.wrapped, model.slots = Queue(), UserDict[str, int](), Slots()
+    norms(model, torch.randn(6, 4))
+    assert (dict(model.queue), model.queue.order, model.queue.hits) == ({6: 0}, [6], 1)
+    assert dict(model.wrapped) == {"n": 1} and model.slots.count == 1
+
+
+def test_a_large_container_is_no_work_and_what_is_appended_to_it_is_put_back() -> None:
+    def count(model: Any, h: Tensor) -> None:
+        model.history.append(len(h))
+
+    model: Any = Remembering(count)
+    model.history, model.vocabulary = [0] * 5000, {str(n): [n] for n in range(5000)}
+    norms(model, torch.randn(6, 4))
+    assert len(model.history) == 5001
+    assert len(list(_places(model))) < 10
 
 
 class Scaled(nn.Module):
@@ -499,19 +502,24 @@ def test_a_flag_that_is_set_after_the_proof_is_proven_anew() -> None:
 class Student(nn.Module):
     """Moves a teacher's weights in its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_data: bool) -> None:
         super().__init__()
+        self.by_data = by_data
         self.layer, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.teacher.weight.lerp_(self.layer.weight, 0.1)
+            if self.by_data:  # moves no version
+                self.teacher.weight.data = 0.9 * self.teacher.weight.data + 0.1 * self.layer.weight.data
+            else:
+                self.teacher.weight.lerp_(self.layer.weight, 0.1)
         return self.layer(x) - self.teacher(x)
 
 
-def test_a_forward_that_writes_into_a_frozen_parameter_is_refused_by_name() -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_forward_that_writes_into_a_frozen_parameter_is_refused_by_name(by_data: bool) -> None:
     with pytest.raises(GramianError, match=r"^teacher\.weight: is a frozen parameter that the forward writes into"):
-        norms(Student(), torch.randn(6, 4))
+        norms(Student(by_data), torch.randn(6, 4))
 
 
 class Tempered(nn.Module):
@@ -531,3 +539,68 @@ def test_a_number_as_first_tensor_makes_no_private_batch_of_one(physical: int | 
     private(model, x, max_physical_batch=physical)
     with pytest.raises(GramianError, match="first tensor has one element"):
         model(torch.ones(1), x)
+
+
+# ---- what no proof sees ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0]])
+def test_a_layer_that_runs_beside_the_models_forward_is_refused_by_name(order: list[int]) -> None:
+    model, x = Remembering(lambda model, h: None), torch.randn(6, 4)
+    with (
+        pytest.raises(GramianError, match=r"^layer: ran outside a forward of the captured model, where no proof sees"),
+        gramian.per_sample_norms(model, "sum"),
+    ):
+        (model(x).square().sum() + model.layer(x[order]).square().sum()).backward()
+    private(model, x)
+    with pytest.raises(GramianError, match=r"^layer: ran outside a forward of the captured model, where no proof sees"):
+        (model(x).square().mean() + model.layer(x[order]).square().mean()).backward()
+
+
+def test_sums_take_layers_that_run_beside_the_models_forward() -> None:
+    model, x, moments = Remembering(lambda model, h: None), torch.randn(6, 4), gramian.Health()
+    with gramian.observe(model, moments, loss_reduction="sum"):
+        (model(x).square().sum() + model.layer(x.flip(0)).square().sum()).backward()
+
+
+@dataclass
+class Context:
+    rows: Tensor
+
+
+class Informed(nn.Module):
+    """Reads a batch from an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, context: Any) -> Tensor:
+        rows = context["rows"] if isinstance(context, UserDict) else context.rows
+        return self.layer(x + rows.mean(0))
+
+
+@pytest.mark.parametrize(
+    "kind", [Context, lambda rows: types.SimpleNamespace(rows=rows), lambda rows: UserDict(rows=rows)]
+)
+def test_an_object_that_holds_a_batch_is_refused(kind: Callable[[Tensor], Any]) -> None:
+    model, x = Informed(), torch.randn(6, 4)
+    with pytest.raises(GramianError, match="with a tensor of shape"), gramian.per_sample_norms(model, "sum"):
+        model(x, kind(torch.randn(6, 4)))
+
+
+def test_statistics_in_an_attribute_are_welcome_where_nothing_is_private() -> None:
+    def centred(model: Any, h: Tensor) -> Tensor:
+        found = h - model.mean
+        model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
+        return found
+
+    model: Any = Remembering(centred)
+    model.mean = torch.zeros(3)
+    assert norms(model, torch.randn(6, 4)).isfinite().all()
+
+
+def test_a_nested_tensor_is_refused_in_one_line() -> None:
+    ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    with pytest.raises(GramianError, match="its first tensor is nested; expected a padded tensor"):
+        norms(nn.Linear(4, 3), ragged)

@@ -221,7 +221,7 @@ class Prover:
         Raises:
             Refuted: naming an attribute.
         """
-        every = sorted(base.remembered.keys() | run.remembered.keys())
+        every = sorted(base.remembered.keys() | run.remembered.keys()) if self._private else []
         names = [name for name in every if not same_values(base.remembered.get(name), run.remembered.get(name))]
         if self._records.issuperset(names):
             return
@@ -412,8 +412,13 @@ class Prover:
                 largest = one.largest if number in self.runs.row_outputs else max(1.0, one.largest)
                 allowed = max(self._apart(base, base, number, one), _tolerance(REPRODUCES, base) * largest)
                 same = bool((~(one.finite() | other.finite()) | (one.moved(other) <= allowed)).all())
+            if not same and not self.runs.shared:
+                raise Refuted(
+                    f"model: two equal forwards differ in {self.runs.titles[number]}; expected a forward that writes into no "
+                    "weight, and remembers nothing but in buffers and attributes of its modules"
+                )
             if not same:
-                layers = ", ".join(sorted(self.runs.shared)) or "model"
+                layers = ", ".join(sorted(self.runs.shared))
                 raise Refuted(
                     f"{layers}: returns one row for all samples, and the model returns something else once that row stands for "
                     f"each of them ({self.runs.titles[number]}); expected code behind it that broadcasts the row over the batch"

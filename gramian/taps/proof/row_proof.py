@@ -330,6 +330,11 @@ class RowProof:
                 f"model: no argument has the batch of {samples.batch} as its first axis, so that no sample can be replaced by "
                 'another; expected tensors or lists of numbers, one row or entry for each sample, or proof="off"'
             )
+        for words in samples.opaque() if whole else ():
+            raise Refuted(
+                f"model: is given a {words}, in which no sample can be replaced by another; expected tensors, alone or in "
+                "tuples, lists and dicts"
+            )
         if whole and prover.open:
             self.open_batches += 1
             self.hub.proof_stays_open()
@@ -523,7 +528,8 @@ def _execute(forward: Forward, arguments: Any) -> Any:
 
 def _refuse_gradient(reason: str, gradient: Tensor) -> NoReturn:
     raise GramianError(
-        f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample"
+        f"{reason}, and a backward goes through it; expected a loss of outputs with one row for each sample, and a model that "
+        "does not return what it goes on with (use_cache=False)"
     )
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gramian.errors import GramianError
+from gramian.kernels.checksums import checksums
+from gramian.parallel.gradients import local
 from gramian.taps import names
 from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.fingerprint import Fingerprint
@@ -24,6 +26,8 @@ HALF = 1e-4
 """ε of half precision and narrower is above it."""
 Source = Sequence[int] | Tensor
 """Which sample, or which token [B, T], stands in each place."""
+SAMPLED = 4096
+"""Values of a frozen parameter that are compared before and after a forward."""
 SecondAxis = Literal["certain", "later", "all"]
 Execute = Callable[[Any], Any]
 """Runs the model, or a loss behind it, on arguments."""
@@ -132,10 +136,11 @@ class Runs:
             GramianError: if the forward writes into a frozen parameter.
         """
         self._begin()
-        frozen = [(name, p, p._version) for name, p in names.named_parameters(self._root) if not p.requires_grad]
+        frozen = {name: p for name, p in names.named_parameters(self._root) if not p.requires_grad}
+        before = _values(frozen)
         with self._hub.untapped() as weights:
             outputs = self._find_second(self._results(self._samples.take(self.everyone)))
-            _refuse_written(frozen)
+            _refuse_written(frozen, before)
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
@@ -277,10 +282,18 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
         ) from error
 
 
-def _refuse_written(frozen: Sequence[tuple[str, nn.Parameter, int]]) -> None:
+def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Checksums of the first values of floating-point parameters, and 0 for other ones."""
+    tensors = [local(p.detach()) for p in parameters.values()]
+    words = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
+    found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, words, strict=True)]
+    return checksums(found, SAMPLED) if found else torch.empty(0)
+
+
+def _refuse_written(frozen: dict[str, nn.Parameter], before: Tensor) -> None:
     """Parameters are too large to copy, so that a forward which writes into one (an EMA teacher inside) cannot begin again."""
-    for name, p, version in frozen:
-        if p._version != version:
+    for name, changed in zip(frozen, (_values(frozen) != before).tolist(), strict=True):
+        if changed:
             raise GramianError(
                 f"{name}: is a frozen parameter that the forward writes into, so that no two forwards are equal; expected it "
                 "to be written after the optimizer's step, or to be a buffer"

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from gramian.taps.preserve_state import GENERATORS
 from gramian.taps.proof.fingerprint import Fingerprint
+from gramian.taps.python_state import tensors_inside
 from gramian.taps.units import Units
 
 SCALARS = (int, float, bool, str, bytes, type(None))
@@ -63,6 +64,16 @@ class Samples:
             if self.rows[i] == 1
             and ((elsewhere and _are_places(self.leaves[i])) or self.batch in self.leaves[i].shape[1:])
         ]
+
+    def opaque(self) -> list[str]:
+        """Objects among the arguments that hold tensors of k·B rows, in words: no sample inside can be replaced by another."""
+        return [
+            f"{type(leaf).__name__} with a tensor of shape {list(t.shape)}"
+            for leaf, rows in zip(self.leaves, self.rows, strict=True)
+            if not rows and not isinstance(leaf, Tensor)
+            for t in tensors_inside(leaf)
+            if t.dim() and t.shape[0] and t.shape[0] % self.batch == 0
+        ][:1]
 
     @property
     def structure(self) -> tuple[Any, ...]:
