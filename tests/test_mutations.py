@@ -657,11 +657,28 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.proof.row_proof:RowProof._key",
-                "(id(module), module.training, *_hooks(module))",
+                "(id(module), *_flags(module), *_hooks(module))",
                 "module.training",
             ),
         ),
         test_python_state.test_a_module_or_a_hook_that_is_exchanged_between_captures_is_proven_anew,
+    ),
+    Mutation(
+        "a flag that is set later is covered",
+        (Edit("gramian.taps.proof.row_proof:_flags", "type(value) is bool and", 'key == "training" and'),),
+        test_python_state.test_a_flag_that_is_set_after_the_proof_is_proven_anew,
+    ),
+    Mutation(
+        "layers beside the forward join its pass",
+        (Edit("gramian.taps.hub:Hub.open_use", "if outside and self.tells_samples_apart:", "if False:"),),
+        functools.partial(
+            test_python_state.test_a_layer_that_runs_beside_the_models_forward_is_refused_by_name, [5, 4, 3, 2, 1, 0]
+        ),
+    ),
+    Mutation(
+        "a batch inside of an object stays",
+        (Edit("gramian.taps.proof.samples:Samples.opaque", "if t.dim() and", "if False and"),),
+        functools.partial(test_python_state.test_an_object_that_holds_a_batch_is_refused, test_python_state.Context),
     ),
     Mutation(
         "a batch without gradients covers the next",

@@ -442,7 +442,7 @@ class Hub:
         if outside and self.tells_samples_apart:
             raise GramianError(
                 f"{tap.name or 'model'}: ran outside a forward of the captured model, where no proof sees whose row is which; "
-                'expected one module whose forward makes every call, or proof="off"'
+                'expected one module whose forward makes every call, or proof="off" (and batch_size=, if it is never called)'
             )
         if self._passes.current is None:
             if self.batch_size is None:

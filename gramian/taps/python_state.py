@@ -27,7 +27,7 @@ CONTAINERS = (list, set, deque, OrderedDict, dict)
 """Also what is derived from them: items are read and written by these classes' own methods, not by overridden ones."""
 DEPTH = 6
 """How far containers and objects are followed from an attribute."""
-LARGEST = 1000
+LARGEST = 256
 """Items of larger containers (vocabularies, histories) are not followed; such a container has changed if its length has."""
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
 """Packages whose objects look after themselves."""
@@ -166,7 +166,9 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
         path = names.join(name, str(key))
         if isinstance(value, CONTAINERS):
             yield from _followed(path, value, _container(value), seen, depth - 1, copies)
-        elif isinstance(value, tuple):  # cannot change, but may hold what can
+        elif isinstance(value, tuple) and not all(
+            isinstance(item, PLAIN) for item in value
+        ):  # may hold what can change
             yield from _followed(path, value, list(value), seen, depth - 1, copies)
         if _is_users(value):
             yield from _followed(path, _Attributes(value), attributes(value), seen, depth - 1, copies)

@@ -482,11 +482,12 @@ def test_a_model_called_without_any_tensor_is_refused() -> None:
         model(3).sum().backward()
 
 
-def test_layers_called_outside_a_forward_of_the_model_are_refused_unless_the_batch_size_is_given() -> None:
+def test_layers_called_outside_a_forward_are_refused_unless_the_batch_size_is_given_and_nothing_is_proven() -> None:
     model, x = _mlp()
-    with refused("0", "batch_size="), gramian.per_sample_norms(model):
-        model[2](model[1](model[0](x))).sum().backward()
-    with gramian.per_sample_norms(model, batch_size=6) as norms:
+    for options in ({}, {"proof": "off"}, {"batch_size": 6}):
+        with refused("0", "batch_size="), gramian.per_sample_norms(model, **options):  # type: ignore[arg-type]
+            model[2](model[1](model[0](x))).sum().backward()
+    with gramian.per_sample_norms(model, batch_size=6, proof="off") as norms:
         model[2](model[1](model[0](x))).sum().backward()
     assert norms.values.shape == (6,)
 

@@ -476,7 +476,7 @@ class _Bench:
     def _drawn(self, draws: int, contrast: float = 1.0) -> tuple[Tensor, list[Tensor], Tensor, KFACNaturalGradient]:
         """Logits, the gradient p − e of every draw at them, and which positions should count, on the CPU.
 
-        A hook of plain torch on the head sees the gradients, and thereby the labels.
+        A hook of plain torch on the head sees the gradients, and thereby the labels; those of the row proof come before them.
         """
         model, x, y = self.library()
         head = model.get_submodule(self.subject.head)
@@ -507,7 +507,7 @@ class _Bench:
             kfac.collect_kfac_factors(model, batch, "mc", n_samples=draws, causal_shift=self.subject.causal)
         finally:
             handle.remove()
-        return logits[0], seen, counted.cpu(), kfac
+        return logits[-1], seen[-draws:], counted.cpu(), kfac
 
     # ---- invariances ----
 
