@@ -1,13 +1,14 @@
 """What captures and the private step cost on this code and on another checkout of it, in turns.
 
-Each turn is a process of its own on one of the two; a step's time stands over that of a plain step in the same process, so that
-drift drops out. Workloads: per-sample norms with and without their audit, a K-FAC refresh, the private step. The proof's own
+Each turn is a process of its own on one of the two; steps alternate with plain ones of an untouched copy of the model, and their
+time stands over those, so that drift drops out. Workloads: per-sample norms with and without their audit, a K-FAC refresh, the private step. The proof's own
 time, which is spent once, stands beside.
 
     python -m benchmarks.against ../before --rounds 3
 """
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -67,11 +68,13 @@ def workloads(model: GPT, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
-def turn(length: int) -> dict[str, Any]:
-    """Milliseconds of every workload in this process."""
+def turn(length: int) -> dict[str, dict[str, float]]:
+    """Of every workload in this process: its time over that of plain steps between its own, and of its first step."""
     model, x = model_and_batch(length)
-    found: dict[str, Any] = {"first": {}}
-    steps = workloads(model, x)
+    twin = copy.deepcopy(model)  # never captured
+    plain, steps = workloads(twin, x)["plain"], workloads(model, x)
+    plain()
+    found: dict[str, dict[str, float]] = {"ratio": {}, "first": {}}
     for name in (*steps, "private"):
         if name == "private":  # last: from now on the model is private
             steps[name], engine, _ = ours(model, x)
@@ -79,9 +82,11 @@ def turn(length: int) -> dict[str, Any]:
         begun = time.perf_counter()
         steps[name]()
         synchronize()
-        found["first"][name] = 1e3 * (time.perf_counter() - begun)
+        first = time.perf_counter() - begun
         steps[name]()
-        found[name] = 1e3 * statistics.median(seconds(steps[name], 5) for _ in range(5))
+        pairs = [(seconds(plain, 3), seconds(steps[name], 3)) for _ in range(7)]
+        found["ratio"][name] = statistics.median(mine / its for its, mine in pairs)
+        found["first"][name] = first / statistics.median(its for its, _ in pairs)
     engine.detach()
     return found
 
@@ -119,18 +124,17 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     Norms and the private step wait for Python, whose speed differs from process to process: a slow turn says little.
     """
     found: dict[str, Any] = {}
-    for workload in [name for name in runs["this"][0] if name not in ("first", "plain")]:
-        ratios = {side: [run[workload] / run["plain"] for run in several] for side, several in runs.items()}
+    for workload in runs["this"][0]["ratio"]:
+        ratios = {side: [run["ratio"][workload] for run in several] for side, several in runs.items()}
         this, other = (statistics.median(ratios[side]) for side in ("this", "other"))
-        first = [run["first"][workload] / run["plain"] for run in runs["this"]]
         found[workload] = {
             "over plain": this,
             "over plain before": other,
             "now over before": this / other,
             "fastest turn, now over before": min(ratios["this"]) / min(ratios["other"]),
             "turns": ratios,
+            "first step over plain": statistics.median(run["first"][workload] for run in runs["this"]),
         }
-        found[workload]["first step over plain"] = statistics.median(first)
     return found
 
 
