@@ -1,8 +1,8 @@
 """What captures and the private step cost on this code and on another checkout of it, in turns.
 
 Each turn is a process of its own on one of the two; steps alternate with plain ones of an untouched copy of the model, and
-their time stands over those, so that drift drops out. Workloads: per-sample norms with and without their audit, a K-FAC refresh,
-the private step; "plain" shows what is noise. The proof's own time, which is spent once, stands beside.
+their time stands over those, so that drift drops out. Workloads: per-sample norms with and without their audit,
+a K-FAC refresh, the private step; "plain" shows what is noise. The proof's own time, which is spent once, stands beside.
 
     python -m benchmarks.against ../before --rounds 3
 """
