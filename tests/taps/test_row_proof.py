@@ -539,22 +539,3 @@ def test_a_loss_that_fails_is_not_proven_by_one_that_passed() -> None:
     with pytest.raises(GramianError):
         engine.check_independence(lambda model, x: model(x).mean(0).square().sum(), (x,))
     assert engine.proof["loss"] == "not proven"
-
-
-class Normalising(nn.Module):
-    """Gives every sample's gradient the norm 1, whatever the loss is multiplied by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        h.register_hook(lambda g: g / g.norm(dim=1, keepdim=True))
-        return h * 1
-
-
-def test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused() -> None:
-    model = Normalising()
-    with pytest.raises(gramian.GramianError, match="and a backward that is linear"), gramian.per_sample_norms(model):
-        model(torch.randn(5, 4)).square().sum(1).mean().backward()

@@ -6,8 +6,8 @@ of them adds up to autograd's gradient, then what is attributed to i is i's grad
 1. that the tapped model returns what the untapped one returns, and that the sums are autograd's;
 2. that rows, and rows of the outputs, stay as they are when other samples are replaced: 2⌈log₂ U⌉ runs, in each of which the
    units with bit b of a random numbering equal to v are replaced, so that of every ordered pair one stays while the other goes;
-3. where nothing random runs, or with modules in evaluation mode (no dropout): that a reversed batch whose gradient is halved
-   has reversed rows, with half of their gradients, and that one unit alone has the gradient that was attributed to it.
+3. where nothing random runs, or with modules in evaluation mode (no dropout): that a reversed batch has reversed rows, and that
+   one unit alone has the gradient that was attributed to it.
 
 Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, one more with dropout, and up to 4
 of single samples where a loader pads. Memory beyond a training step:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative difference between a batch and the same samples in another order, by dtype."""
-SCALE = 0.5
-"""What gradients are multiplied by in the reversed batch: a mean divides each sample's share by B, and so must its backward."""
 ROUNDING = 64
 """Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
 ROUNDING_OF_HALF = 8
@@ -278,12 +276,10 @@ class Prover:
 
     def _reverse(self, base: TappedRun) -> None:
         order = list(reversed(self.runs.everyone))
-        run = self.runs.tapped(order, scale=SCALE)
-        moved = self._moved(base, run, order, self.runs.everyone, REPRODUCES, SCALE)
+        moved = self._moved(base, self.runs.tapped(order), order, self.runs.everyone, REPRODUCES)
         if moved is not None:
             raise Refuted(
-                f"{moved[0]} when the batch is reversed and its gradient halved; expected rows that follow their sample to its "
-                "place in the batch, and a backward that is linear"
+                f"{moved[0]} when the batch is reversed; expected rows that follow their sample to its place in the batch"
             )
 
     def _constant(self, base: TappedRun) -> None:
@@ -339,7 +335,6 @@ class Prover:
         rows: Sequence[int],
         places: Sequence[int],
         tolerances: Mapping[torch.dtype, float] | None = None,
-        scale: float = 1.0,
     ) -> tuple[str, str] | None:
         """The first tensor of which a row is not what it was, in words, and advice; None: all are.
 
@@ -349,7 +344,6 @@ class Prover:
             rows: rows of the first that are compared.
             places: where the second has them.
             tolerances: relative, by dtype; None: bit for bit, or as far as two equal runs are apart.
-            scale: what gradients of the second are multiplied by.
         """
         if base.rows.keys() != run.rows.keys():
             odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
@@ -359,13 +353,10 @@ class Prover:
             side = None if isinstance(key, int) else base.sides[key]
             if one.shape != other.shape:
                 return f"{words} has another shape", ""
-            factor = scale if side == "output gradient" else 1.0
-            equal = (one.hashes_R[here] == other.hashes_R[there]) & (factor == 1)
+            equal = one.hashes_R[here] == other.hashes_R[there]
             if bool(equal.all()):
                 continue
-            apart = _distance(one.projections_RK[here], other.projections_RK[there] / factor)
-            if side == "sum over calls":  # inputs and gradients of several calls
-                apart = torch.minimum(apart, _distance(one.projections_RK[here], other.projections_RK[there] / scale))
+            apart = (one.projections_RK[here] - other.projections_RK[there]).square().mean(1).sqrt()
             relative = None if tolerances is None else _tolerance(tolerances, base)
             allowed = self._apart(base, run, key, one) if relative is None else relative * one.largest
             numbers = one.finite()[here] | other.finite()[there]  # else both rows are no numbers
@@ -453,11 +444,6 @@ def _evaluating(root: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _distance(one_RK: Tensor, other_RK: Tensor) -> Tensor:
-    """Root mean square of each row's difference: [R]."""
-    return (one_RK - other_RK).square().mean(1).sqrt()
 
 
 def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:

@@ -164,7 +164,7 @@ class Runs:
             return None if pairs is None else found
 
     def tapped(
-        self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True, scale: float = 1.0
+        self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True
     ) -> TappedRun:
         """Run the tapped model on other samples, each with its own cotangent.
 
@@ -173,7 +173,6 @@ class Runs:
             sums: sketch the sums of the parameters' gradients.
             alone: units whose own gradients are sketched.
             forget: False to go on from what modules remember of the run before.
-            scale: what all cotangents are multiplied by.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
@@ -187,7 +186,6 @@ class Runs:
             drew = self._beginning.drew
             prints = [self._fingerprint(y) for y in outputs]
             pairs, misfits = self._pairs(outputs, source)
-            pairs = pairs if scale == 1 else [(y, scale * g) for y, g in pairs]
             _grad(pairs, [self._hub.probe])  # also of what does not fit: other processes may gather for it
         if misfits:
             raise Refuted(
