@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
-    for name, matrix in matrices.items():
-        proofs.choose(name, [item for item in matrix if item not in gone])
+    for matrix in matrices.values():
+        proofs.choose([item for item in matrix if item not in gone])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,7 +38,7 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
-from tests.taps import test_attribution, test_python_state, test_returned_loss, test_row_proof
+from tests.taps import test_attribution, test_covered, test_python_state, test_returned_loss, test_row_proof
 
 RED = (AssertionError, gramian.GramianError, RuntimeError, pytest.fail.Exception)
 DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
@@ -600,8 +600,55 @@ MUTATIONS = (
         test_returned_loss.test_equal_counts_are_exact_and_unequal_ones_of_a_later_batch_are_refused_with_the_remedy,
     ),
     Mutation(
+        "other groupings of rows are covered",
+        (
+            Edit(
+                "gramian.taps.proof.row_proof:RowProof._lacks",
+                "if proven.partition is not None and any(",
+                "if False and any(",
+            ),
+        ),
+        functools.partial(
+            test_covered.test_rows_that_depend_on_each_other_inside_of_units_are_proven_for_these_units_alone,
+            [0, 1, 1, 2, 2, 0],
+        ),
+    ),
+    Mutation(
+        "padding of later batches is covered",
+        (Edit("gramian.taps.proof.row_proof:RowProof._lacks", "self._without_padding += 1", "return False"),),
+        functools.partial(test_lone.test_padding_that_comes_with_a_later_batch_is_looked_at, False),
+    ),
+    Mutation(
+        "a sample that is not finite shows everything",
+        (Edit("gramian.taps.proof.prover:Prover.prove", "shows=finite and bool(", "shows=bool("),),
+        test_covered.test_a_batch_with_a_sample_that_is_not_finite_covers_no_other,
+    ),
+    Mutation(
+        "memory of samples that come one at a time",
+        (Edit("gramian.privacy.engine:PrivacyEngine._look_at_inputs", "if not proven and", "if False and"),),
+        functools.partial(
+            test_python_state.test_memory_of_samples_that_come_one_at_a_time_is_refused,
+            "buffer",
+            "^top: is a buffer",
+            1,
+        ),
+    ),
+    Mutation(
+        "targets in a list belong to nobody",
+        (Edit("gramian.taps.proof.samples:_is_list_of", "return any(inside) and", "return False and"),),
+        functools.partial(test_covered.test_targets_in_a_list_go_with_their_samples, "dicts", (1, 2, 3, 5)),
+    ),
+    Mutation(
+        "the proof asks for no linear backward",
+        (
+            Edit("gramian.taps.proof.runs:Runs.untapped", "SCALE * g", "g"),
+            Edit("gramian.taps.proof.prover:Prover._compare_sums", "factors=(SCALE,)", "factors=(1.0,)"),
+        ),
+        test_row_proof.test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused,
+    ),
+    Mutation(
         "buffers that remember samples",
-        (Edit("gramian.taps.proof.prover:Prover.separate", "self._refuse_buffers(base, run)", "pass"),),
+        (Edit("gramian.taps.proof.prover:Prover.separate", "refuse_buffers(base.buffers, run.buffers)", "pass"),),
         functools.partial(test_row_proof.test_a_buffer_that_remembers_samples_is_refused_under_privacy, False),
     ),
     Mutation(
@@ -657,7 +704,7 @@ MUTATIONS = (
         (
             Edit(
                 "gramian.taps.proof.row_proof:RowProof._key",
-                "(id(module), *_flags(module), *_hooks(module))",
+                "(_number(module), *_flags(module), *_hooks(module))",
                 "module.training",
             ),
         ),

@@ -89,6 +89,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None:
         raise GramianError(f"command: none given; accepted: {', '.join(commands.choices)}")
+    if hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
+        arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse takes none behind an option
     if unknown:
         usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
         raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; accepted: {usage}")

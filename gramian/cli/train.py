@@ -98,7 +98,7 @@ def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
             trainer = Trainer(parts, folder, progress.show, progress.tell)
             ended = trainer.run()
     if ended.reason == "stopped":
-        raise RunFailed(ended.report)
+        raise RunFailed(ended.report + progress.validity(trainer))
     progress.end(trainer, ended.reason)
     return 0
 

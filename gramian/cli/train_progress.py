@@ -81,9 +81,15 @@ class Progress:
         best = ""
         if run.best is not None:
             best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
-        valid = f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
-        last_line = f"{reason} at step {run.step} of {run.config.run.steps}{best}{valid}; {run.folder.path}"
+        last_line = (
+            f"{reason} at step {run.step} of {run.config.run.steps}{best}{self.validity(run)}; {run.folder.path}"
+        )
         self._console.print(last_line, markup=False, highlight=False, soft_wrap=True)
+
+    @staticmethod
+    def validity(run: Trainer) -> str:
+        """Why ε is not valid, for the last line; nothing where it is, or there is none."""
+        return f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:

@@ -26,7 +26,7 @@ def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
     c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which
     c_t p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be
     a quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
-    uniform (two classes, a head of zeros) both are 0, and nothing can be said.
+    uniform (two classes, a head of zeros) both are 0 for hard and for soft targets, so the answer is None.
 
     Args:
         p_TV: probabilities of the head's outputs.

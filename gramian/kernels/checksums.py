@@ -53,7 +53,7 @@ def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def checksums_twin(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
-    """`checksums` of tensors of one device and dtype in plain torch: small tensors together, others by chunks."""
+    """`checksums` of tensors of one device and dtype in plain torch: all small tensors in one pass, larger ones in chunks."""
     device = tensors[0].device
     weights, flats = _weights(device), [_whole_words(t.view(-1)[:most]) for t in tensors]
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)

@@ -30,6 +30,7 @@ from gramian.privacy.loader import PrivateLoader, fingerprint
 from gramian.privacy.lone import RememberingCollate
 from gramian.privacy.modules import layers_with_sites, refuse_mixing
 from gramian.privacy.noise import NoisePlan
+from gramian.privacy.one_sample import remembers_nothing
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, check_opacus, is_number
 from gramian.privacy.parameters import trained_parameters
 from gramian.privacy.population import population
@@ -292,6 +293,7 @@ class PrivacyEngine:
         self._draws: set[int] = set()
         self._piece: tuple[int, int, bool] | None = None
         self._passes_at_piece = self._passes_since_step = self._records = 0
+        self._remembers_nothing = False
         whole = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
         if whole and self._parallel.kind != "fsdp2":
             self._clipping = WholeGradient(
@@ -321,7 +323,7 @@ class PrivacyEngine:
                 proof=self._proof.option,
             )
             self._clipping.on_proof_due, self._clipping.on_proof_failed = self._proof_is_due, self._proof_failed
-            hub.proof.lone = self._sample_alone
+            hub.proof.know_loader(self._sample_alone)
             bypass = Bypass(trained, lambda: hub.live)
             stack.callback(bypass.remove)
             self._clipping.on_watch = bypass.watch
@@ -521,7 +523,11 @@ class PrivacyEngine:
         self._proof.fail(self.released)
 
     def _look_at_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
-        _refuse_number_as_batch(*inputs)
+        known = self._piece is not None or self._expected_batch == 1 or bool(hub_of(self._root).proof.proven)
+        _refuse_batch_of_one(*inputs, known=known)
+        proven = bool(hub_of(self._root).proof.proven) or self._proof.option == "off"
+        if not proven and not self._remembers_nothing and first_tensor(*inputs).shape[:1] == (1,):
+            self._remembers_nothing = remembers_nothing(self._root, *inputs)
         self._outside.look_behind(inputs)
 
     def _sample_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
@@ -693,17 +699,26 @@ def _once(loss: Any) -> Callable[[], Any]:
     return closure
 
 
-def _refuse_number_as_batch(args: Any, kwargs: dict[str, Any]) -> None:
-    """A first tensor [1] (a temperature) makes a batch of one, and several samples would be clipped as one.
+def _refuse_batch_of_one(args: Any, kwargs: dict[str, Any], *, known: bool) -> None:
+    """A first tensor of one row (a temperature [1], a prompt [1, D]) makes a batch of 1, and all samples are clipped as one.
+
+    Args:
+        args: of the model.
+        kwargs: of the model.
+        known: True if the loader counts records, or larger batches were proven: a tensor of one row may then be one sample.
 
     Raises:
-        GramianError: if another argument has more rows.
+        GramianError: if another argument has more rows, and the first tensor may be no sample.
     """
-    if first_tensor(args, kwargs).shape != (1,):
+    first = first_tensor(args, kwargs)
+    if not first.dim() or first.shape[0] != 1 or (known and first.dim() > 1):
         return
-    rows = [t.shape[0] for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
-    if max(rows) > 1:
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    rows = [
+        t.shape[0] for t in tensors if t.shape[0] > 1 and t.shape[0] not in first.shape[1:]
+    ]  # a mask [T, T] is none
+    if rows:
         raise GramianError(
-            f"model: its first tensor has one element, which makes a batch of 1, and another argument has {max(rows)} rows; "
-            "expected the samples as first tensor argument"
+            f"model: its first tensor has one row, which makes a batch of 1, and another argument has {max(rows)} rows; "
+            "expected the samples as first tensor argument, and a batch axis of 1 in what belongs to no sample"
         )

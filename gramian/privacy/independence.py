@@ -38,8 +38,6 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
     if not callable(loss_fn):
         raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
     rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
-    if rows < 2:
-        raise GramianError(f"batch: has {rows} samples; expected at least two")
 
     def execute(given: Any) -> Tensor:
         loss = _call(loss_fn, root, given)
@@ -49,14 +47,13 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
             raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
         return loss
 
-    samples, failure = Samples.of(batch, rows), None
-    try:
+    samples = Samples.of(batch, rows)
+    with hub.proof.in_company(partial(execute, batch)):
+        if rows < 2:
+            raise GramianError(f"batch: has {rows} samples; expected at least two")
         for seed in range(numberings(rows)):
             with undisturbed(root, samples.leaves):
                 _prove(Prover(hub, execute, samples, seed=seed, lone=partial(hub.proof.lone, samples)))
-    except GramianError as error:
-        failure = error
-    hub.proof.end_together(failure, partial(execute, batch))
 
 
 def numberings(rows: int) -> int:
@@ -73,6 +70,10 @@ def _prove(prover: Prover) -> None:
         refuse(failure)
     if not found.calls:
         raise GramianError("loss_fn: its backward did not go through the private model; expected a loss of its outputs")
+    if not found.shows:
+        raise GramianError(
+            "loss_fn: gives no sample of the batch a gradient; expected a loss and samples that have one"
+        )
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """One sample as the loader would collate it alone: what shows that padding leaks from one sample into another."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ MOST = 4
 """Samples that are collated alone."""
 SHIFT = 2
 """Tokens that may be cut off a batch: a language model reads all but the last."""
+
+
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -40,22 +44,22 @@ class LastBatch:
         """
         whole = _tensors(self.batch)
         places = {
-            number: next((place for place in (_Place.of(i, leaf, mine) for i, leaf in enumerate(whole)) if place), None)
+            number: next((place for place in (_Place.of(path, t, mine) for path, t in whole.items()) if place), None)
             for number, mine in enumerate(samples.leaves)
             if samples.rows[number] and isinstance(mine, Tensor)
         }
         if self.records != samples.batch or not any(places.values()):
             return []
         singles = [_tensors(single) for single in self.singles()]
-        sizes = {row: sum(leaf.numel() for leaf in singles[row]) for row in among}
-        longest = sum(leaf.numel() for leaf in whole) // samples.batch
+        sizes = {row: sum(leaf.numel() for leaf in singles[row].values()) for row in among}
+        longest = sum(leaf.numel() for leaf in whole.values()) // samples.batch
         padded = sorted((row for row in sizes if sizes[row] < longest), key=sizes.__getitem__)
         chosen = padded[:: -(-len(padded) // MOST)] if padded else [next(iter(sizes))]
         found = [self._alone(samples, places, singles[row], row) for row in chosen]
         return [one for one in found if one is not None]
 
     def _alone(
-        self, samples: Samples, places: "Mapping[int, _Place | None]", single: Sequence[Tensor], row: int
+        self, samples: Samples, places: "Mapping[int, _Place | None]", single: "Mapping[Path, Tensor]", row: int
     ) -> Lone | None:
         """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation).
 
@@ -65,9 +69,9 @@ class LastBatch:
         for number, place in places.items():
             if place is None:
                 continue
-            own, mine = single[place.leaf], samples.leaves[number]
-            at_end = _ends(own[0], whole[place.leaf][row]) if own.shape[:1] == (1,) else None
-            if at_end is None:
+            own, mine = single.get(place.path), samples.leaves[number]
+            at_end = _ends(own[0], whole[place.path][row]) if own is not None and own.shape[:1] == (1,) else None
+            if own is None or at_end is None:
                 return None
             left = left or at_end
             own = place.cut(own)
@@ -92,19 +96,19 @@ class LastBatch:
 class _Place:
     """Where an argument of the model lies in the loader's batch: which tensor, and how many tokens were cut off both ends."""
 
-    leaf: int
+    path: Path
     start: int
     end: int
 
     @classmethod
-    def of(cls, leaf: int, whole: Tensor, mine: Tensor) -> "_Place | None":
+    def of(cls, path: Path, whole: Tensor, mine: Tensor) -> "_Place | None":
         """None if it is not there."""
         if _same(whole, mine):
-            return cls(leaf, 0, 0)
+            return cls(path, 0, 0)
         if whole.dim() < 2 or whole.dim() != mine.dim():
             return None
         missing = whole.shape[1] - mine.shape[1]
-        cuts = [cls(leaf, start, missing - start) for start in range(missing + 1)] if 0 < missing <= SHIFT else []
+        cuts = [cls(path, start, missing - start) for start in range(missing + 1)] if 0 < missing <= SHIFT else []
         return next((one for one in cuts if _same(one.cut(whole), mine)), None)
 
     def cut(self, whole: Tensor) -> Tensor:
@@ -141,8 +145,19 @@ class RememberingCollate:
         return LastBatch(batch, len(records), lambda: [self.collate([record]) for record in records])
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+def _tensors(batch: Any) -> dict[Path, Tensor]:
+    """{where it is in the batch: tensor}. Of lists with an entry for each sample, a single record has one."""
+    leaves, _ = pytree.tree_flatten_with_path(_plain(batch))
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _plain(batch: Any) -> Any:
+    """Mappings and dataclasses of any class as dicts: the tree of a batch goes on inside of them."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, Mapping):
+        return {key: _plain(value) for key, value in batch.items()}
+    return [_plain(value) for value in batch] if isinstance(batch, list | tuple) else batch
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

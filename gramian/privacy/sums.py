@@ -68,6 +68,8 @@ class GradientSums:
         self._versions = WeakTensorKeyDictionary()
         """{p.grad, of a parameter with such a sum, as the last backward left it: its version}."""
         self.watch = Watch(trained)
+        self._changed: Callable[[], list[Any]] = lambda: []
+        """Reads which weights had other values at the beginning of a backward than at the end of the last one."""
         """Whether gradients and weights stay as that backward left them."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
@@ -89,9 +91,17 @@ class GradientSums:
             self._land()
 
     def settle(self) -> None:
-        """Wait for what is still on its way."""
+        """Wait for what is still on its way.
+
+        Raises:
+            GramianError: if weights had other values when this backward began than after the last one.
+        """
         while self._arriving:
             self._land()
+        changed, self._changed = self._changed(), lambda: []
+        if any(changed):
+            self.forget()
+            raise GramianError(CHANGED_WEIGHTS.format(list(self.trained)[changed.index(True)]))
         if all(p.grad is None for p in self.trained.values()):  # an empty batch; a GradScaler wants to see a gradient
             first = next(iter(self.trained.values()))
             first.grad = torch.zeros_like(first)
@@ -108,7 +118,7 @@ class GradientSums:
         return None if scale is None else scale.double().reciprocal().float()
 
     def begin(self) -> None:
-        """Another backward begins before the step.
+        """Another backward begins before the step. Values of weights are compared, too; the result is read at its end.
 
         Raises:
             GramianError: if weights were written to since the last one.
@@ -118,6 +128,7 @@ class GradientSums:
         written = self.watch.written_weights()
         if written:
             raise GramianError(CHANGED_WEIGHTS.format(written[0]))
+        self._changed = read_later(self.watch.changed_weights())
         self._follow_zeroed()
         self.watch.carry(self._behind)
 
@@ -197,6 +208,7 @@ class GradientSums:
 
     def forget(self) -> None:
         """Drop sums that no step has released."""
+        self._changed = lambda: []
         self.watch.clear()
         self.moved.clear()
         self._behind.clear()

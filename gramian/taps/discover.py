@@ -55,6 +55,10 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
                 raise GramianError(
                     f"{name or 'model'} ({type(module).__name__}) has no weights yet; expected one forward before the capture"
                 )
+            if p.is_complex() and p.requires_grad:
+                raise GramianError(
+                    f"{names.join(name, local)}: is a complex parameter; expected a real one, and torch.view_as_complex of it"
+                )
             owned[local] = user_name.setdefault(id(p), names.join(name, local))
             if p.requires_grad and site is not None:
                 info = ParameterInfo(owned[local], (name,), site.kind, tuple(p.shape), p.dtype, p.device)

@@ -19,8 +19,9 @@ from gramian.taps.python_state import PythonState, held_values, same_values
 def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[Any] = ()) -> Iterator[None]:
     """Gradients, buffers and random states are afterwards what they were; on demand also what modules and hooks count.
 
-    Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating; modes are
-    left as they are, so dropout drops as the user set it. Also restores after an error. Memory: a copy of every buffer.
+    Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating, and frees
+    whole weights after every backward; modes are left as they are, so dropout drops as the user set it. Also restores after an
+    error. Memory: a copy of every buffer.
 
     Args:
         root: the model.
@@ -29,15 +30,16 @@ def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [group for module in sharded for group in fsdp_groups(module)]
-    syncs = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    syncs = [(group, group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward) for group in groups]
     gradients = [(p, p.grad) for p in root.parameters()]
     buffers = Buffers(root)
     python, generators = PythonState(root) if counters else None, Generators(root, arguments)
     random_states = generators.states()
     for p, _ in gradients:
         p.grad = None
-    for group, _, _ in syncs:
+    for group in groups:
         group.reduce_grads = group.all_reduce_grads = False
+        group.reshard_after_backward = True
     try:
         with torch.enable_grad():
             yield
@@ -45,8 +47,8 @@ def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[
         generators.restore(random_states)
         if python is not None:
             python.restore()
-        for group, reduces, all_reduces in syncs:
-            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        for group, reduces, all_reduces, reshards in syncs:
+            group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward = reduces, all_reduces, reshards
         for p, gradient in gradients:
             p.grad = gradient
         buffers.restore()

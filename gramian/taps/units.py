@@ -10,6 +10,9 @@ from torch import Tensor
 
 from gramian.errors import GramianError
 
+MOST = 2**24
+"""Ids below it: there is a row for each number up to the largest."""
+
 
 @dataclass
 class Units:
@@ -34,7 +37,7 @@ class Units:
             The regrouping.
 
         Raises:
-            GramianError: for another shape, another dtype or a negative id.
+            GramianError: for another shape, another dtype, or an id that is negative or too large.
         """
         integers = not sample_ids.is_floating_point() and sample_ids.dtype != torch.bool
         if not integers or sample_ids.dim() not in (1, 2) or sample_ids.shape[0] != batch:
@@ -44,6 +47,10 @@ class Units:
             )
         if sample_ids.numel() and int(sample_ids.min()) < 0:
             raise GramianError(f"sample_ids: expected ids from 0, got {int(sample_ids.min())}")
+        if sample_ids.numel() and int(sample_ids.max()) >= MOST:
+            raise GramianError(
+                f"sample_ids: expected ids below {MOST}, counted within the batch, got {int(sample_ids.max())}"
+            )
         return cls(sample_ids, int(sample_ids.max()) + 1 if sample_ids.numel() else 0)
 
     def sum_rows(self, t_B: Tensor) -> Tensor:

@@ -80,13 +80,15 @@ class RunLog:
         if not self._writes:
             return
         folder, config = self._run.folder.path, self._run.config
-        self._metrics = Lines(folder / "metrics.jsonl", upto=-1 if upto is None else upto)
-        self._events = Lines(folder / "events.jsonl")
+        private = config.privacy is not None  # a loss without noise tells data sets apart
+        self._metrics = Lines(folder / "metrics.jsonl", upto=-1 if upto is None else upto, private=private)
+        self._events = Lines(folder / "events.jsonl", private=private)
         if config.run.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 raise GramianError("run.tensorboard: needs the package tensorboard; expected it installed") from None
+            (folder / "tensorboard").mkdir(mode=0o700 if private else 0o777, exist_ok=True)
             self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
         if config.run.wandb:
             try:

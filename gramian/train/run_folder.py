@@ -140,12 +140,13 @@ def write_whole(path: Path, text: str) -> None:
 class Lines:
     """A file of JSON lines that is appended to; what a full disk refuses is written as soon as it can be."""
 
-    def __init__(self, path: Path, upto: int | None = None) -> None:
+    def __init__(self, path: Path, upto: int | None = None, *, private: bool = False) -> None:
         """Open it.
 
         Args:
             path: of the file.
             upto: lines of later attempts, and half lines, are cut off: a resumed run writes them again. None: keep all.
+            private: True for a file that its owner alone can read.
 
         Raises:
             GramianError: if it cannot be read or written.
@@ -154,7 +155,9 @@ class Lines:
             if upto is not None and path.exists():
                 kept = [line for line in read_lines(path) if _attempt(line) <= upto]
                 write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
+            if private:
+                os.fchmod(self._file, 0o600)
         except OSError as problem:
             raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a file that can") from None
         size = os.fstat(self._file).st_size

@@ -213,6 +213,17 @@ def test_bad_input_exits_2_with_one_line(
         assert name in errors
 
 
+def test_overrides_may_stand_behind_options(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for argv in (
+        ["data.batch=16", "--gpus", "1", "--gpu-memory", "8"],
+        ["--gpus", "1", "--gpu-memory", "8", "data.batch=16"],
+    ):
+        assert main(["plan", small, *argv]) == 0
+        said.append(output(capsys))
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize(
     "override, row, line",
     [

@@ -178,6 +178,25 @@ def test_the_root_alone_may_be_sharded(rank: int, world_size: int) -> None:
     assert_norms(norms.values, p.norms(rows), p.tolerance)
 
 
+@distributed(world_size=2)
+def test_weights_that_are_zero_and_stay_whole_after_a_backward_are_the_users(rank: int, world_size: int) -> None:
+    sizes = (3, 2)
+    p, rows = problem("mlp", sum(sizes)), mine(rank, sizes)
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        whole = p.model()
+        nn.init.zeros_(next(q for q in whole.parameters() if q.dim() > 1))
+        model = wrap("fsdp2", whole)
+        model.set_reshard_after_backward(False)
+        for _ in range(2):
+            with gramian.per_sample_norms(model) if captured else torch.enable_grad():
+                loss = p.case.loss(model, *p.rows(rows), reduction="mean")
+                loss.backward()
+            losses.append(float(loss))
+    assert len(set(losses)) == 1
+
+
 @pytest.mark.parametrize("name", ["mlp", "padded_embedding", "gpt"])
 @distributed(world_size=2)
 def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, world_size: int, name: str) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 import gramian
 from gramian.taps.hub import Hub, hub_of
 from tests.kit import proofs
-from tests.kit.matrix import FULL
 from tests.kit.processes import distributed, run_on_ranks
 
 CELLS = range(3 * proofs.EVERY)
@@ -28,8 +27,7 @@ def is_proven(proof: str | int = "auto") -> bool:
 def tally() -> Iterator[None]:
     """Nothing but the marked cells runs in between; the count is looked at when they are over."""
     yield
-    share = 1 if FULL else proofs.EVERY
-    assert len(PROVEN) == len(CELLS) // share
+    assert len(PROVEN) == len(CELLS) // proofs.EVERY
 
 
 @pytest.mark.xdist_group("proofs")

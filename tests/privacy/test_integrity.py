@@ -261,11 +261,12 @@ def test_weights_that_change_between_backward_and_step_are_refused(physical: int
     engine.detach()
 
 
-def test_training_by_hand_in_place_of_the_step_is_refused_at_the_next_backward() -> None:
+@pytest.mark.parametrize("data", [False, True])
+def test_training_by_hand_in_place_of_the_step_is_refused_at_the_next_backward(data: bool) -> None:
     model = net()
     engine, optimizer, _ = private(model)
     loss_of(model, rows()).backward()
-    _by_hand(model, data=False)
+    _by_hand(model, data=data)
     optimizer.zero_grad()
     with pytest.raises(gramian.GramianError, match=r"^0\.weight: was changed between backward and step"):
         loss_of(model, rows()).backward()

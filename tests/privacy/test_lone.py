@@ -1,5 +1,7 @@
 """Samples alone: padding that leaks from one sample into another is seen, with dropout and whatever sample hides it."""
 
+from collections import UserDict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -154,3 +156,115 @@ def test_a_loss_over_the_padded_length_is_refused() -> None:
         with pytest.raises(GramianError, match="alone has a gradient"):
             engine.check_independence(loss, batch)
     engine.detach()
+
+
+class Alone(Pooled):
+    """Does not run on one sample, or returns another shape for it."""
+
+    def __init__(self, masked: bool, raises: bool) -> None:
+        super().__init__(masked, 0.0)
+        self.head, self.raises = nn.Linear(6, 1), raises
+
+    def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
+        if self.raises and len(ids) == 1:
+            raise ValueError("expected more than one value")
+        y = super().forward(ids, weights)
+        return y if self.raises else y.squeeze()
+
+
+def backward(model: nn.Module, data: list[Any], **options: Any) -> gramian.PrivacyEngine:
+    engine = gramian.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, collate_fn=collate, **options),  # type: ignore[arg-type]
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    try:
+        for ids, weights in loader:
+            model(ids, weights).square().mean().backward()
+    finally:
+        engine.detach()
+    return engine
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_sample_that_does_not_fit_alone_runs_beside_a_copy_of_itself(raises: bool) -> None:
+    model = Alone(True, raises)
+    backward(model, records(), batch_size=8)
+    assert [one.alone for one in hub_of(model).proof.proven.values()] == ["collated, beside a copy of itself"]
+    with pytest.raises(GramianError, match="alone has a gradient of norm"):
+        backward(Alone(False, raises), records(), batch_size=8)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_comes_with_a_later_batch_is_looked_at(masked: bool) -> None:
+    data = records()
+    equal = [(torch.ones(3, dtype=torch.long) + i, torch.tensor(1.0)) for i in range(4)]
+    with nullcontext() if masked else pytest.raises(GramianError, match="alone has a gradient of norm"):
+        backward(Pooled(masked, 0.0), equal + data[:4], batch_size=4)
+
+
+def test_a_loader_of_targets_in_lists_gives_each_sample_its_own() -> None:
+    def listed(some: Any) -> tuple[Tensor, list[Any]]:
+        return torch.stack([x for x, _ in some]), [target for _, target in some]
+
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, targets: list[Any]) -> Tensor:
+            pairs = zip(self.layer(x), targets, strict=True)
+            return torch.stack([(h - target["boxes"]).square().mean() for h, target in pairs])
+
+    torch.manual_seed(0)
+    data = [(torch.randn(4), {"boxes": torch.randn(n, 4)}) for n in (4, 8, 1, 4)]
+    engine, model = gramian.PrivacyEngine(), Detector()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4, collate_fn=listed),  # type: ignore[arg-type]
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    for x, targets in loader:
+        model(x, targets).mean().backward()
+    engine.detach()
+    assert [one.alone for one in hub_of(model).proof.proven.values()] == ["collated"]
+
+
+class Batch(UserDict[str, Tensor]):
+    """As tokenizers give it."""
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_dry_run_in_front_of_the_loop_covers_no_batch_of_the_loader(masked: bool) -> None:
+    model, engine = Pooled(masked, 0.0), gramian.PrivacyEngine()
+    _, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(
+            records(), batch_size=8, collate_fn=lambda some: Batch(zip("xw", collate(some), strict=True))
+        ),  # type: ignore[arg-type]
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    model(torch.randint(1, 11, (4, 5)), torch.ones(4))
+    assert [one.alone for one in hub_of(model).proof.proven.values()] == ["slice"]
+    with nullcontext() if masked else pytest.raises(GramianError, match="alone has a gradient of norm"):
+        for batch in loader:
+            model(batch["x"], batch["w"]).square().mean().backward()
+    engine.detach()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_that_comes_with_a_later_batch_of_the_same_size_is_looked_at(masked: bool) -> None:
+    data = records()
+    whole = [(torch.randint(1, 11, (9,)), torch.tensor(1.0)) for _ in range(4)]
+    with nullcontext() if masked else pytest.raises(GramianError, match="alone has a gradient of norm"):
+        backward(Pooled(masked, 0.0), whole + data[4:], batch_size=4)

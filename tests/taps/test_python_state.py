@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.errors import GramianError
+from gramian.privacy import engine as engine_module
+from gramian.privacy.one_sample import remembers_nothing
 from gramian.taps.hub import hub_of
 from gramian.taps.python_state import PythonState, _places
 
@@ -150,15 +152,19 @@ def private(model: nn.Module, x: Tensor, **options: Any) -> gramian.PrivacyEngin
     return engine
 
 
-def test_statistics_in_a_plain_attribute_are_refused_under_privacy() -> None:
-    def centred_by_earlier_batches(model: Any, h: Tensor) -> Tensor:
+def centred_by_earlier_batches() -> Any:
+    def centred(model: Any, h: Tensor) -> Tensor:
         found = h - model.mean
         model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
         return found
 
-    model: Any = Remembering(centred_by_earlier_batches)
+    model: Any = Remembering(centred)
     model.mean = torch.zeros(3)
-    x = torch.randn(6, 4)
+    return model
+
+
+def test_statistics_in_a_plain_attribute_are_refused_under_privacy() -> None:
+    model, x = centred_by_earlier_batches(), torch.randn(6, 4)
     engine = private(model, x)
     with pytest.raises(GramianError, match=r"^mean: is an attribute that remembers samples.*; expected"):
         model(x)
@@ -267,10 +273,10 @@ def test_a_batch_without_gradients_covers_no_other() -> None:
     model, x = Scaled(), torch.randn(6, 4)
     for _ in range(4):
         with gramian.per_sample_norms(model) as found:
-            model(x, torch.tensor(0.0)).sin().sum().backward()
+            model(x, torch.zeros(3)).sin().sum().backward()
         assert not found.values.any()
     with pytest.raises(GramianError, match="changes when"), gramian.per_sample_norms(model):
-        model(x, torch.tensor(1.0)).sin().sum().backward()
+        model(x, torch.ones(3)).sin().sum().backward()
 
 
 def test_an_output_in_slots_is_an_output() -> None:
@@ -533,12 +539,95 @@ class Tempered(nn.Module):
         return self.layer(x) / temperature
 
 
+class Masked(nn.Module):
+    """Its second argument is no sample's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) @ mask
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 3)])
 @pytest.mark.parametrize("physical", [None, 1])
-def test_a_number_as_first_tensor_makes_no_private_batch_of_one(physical: int | None) -> None:
+def test_a_number_or_a_prompt_as_first_tensor_makes_no_private_batch_of_one(
+    physical: int | None, shape: tuple[int, ...]
+) -> None:
     model, x = Tempered(), torch.randn(2, 4)
     private(model, x, max_physical_batch=physical)
-    with pytest.raises(GramianError, match="first tensor has one element"):
-        model(torch.ones(1), x)
+    with pytest.raises(GramianError, match="first tensor has one row"):
+        model(torch.ones(shape), x)
+
+
+class Largest(nn.Module):
+    """Divides by the largest value that it has seen, in a buffer or an attribute, or only counts samples."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where, self.seen = nn.Linear(4, 3), where, torch.ones(())
+        self.register_buffer("top", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x / (self.top if self.where == "buffer" else self.seen))
+        if self.where == "buffer":
+            self.top.copy_(torch.maximum(self.top, x.detach().abs().max()))
+        elif self.where == "attribute":
+            self.seen = torch.maximum(self.seen, x.detach().abs().max())
+        else:
+            self.top += 1
+        return h
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+@pytest.mark.parametrize("where, name", [("buffer", "^top: is a buffer"), ("attribute", "^seen: is an attribute")])
+def test_memory_of_samples_that_come_one_at_a_time_is_refused(where: str, name: str, physical: int | None) -> None:
+    model, x = Largest(where), 5 + torch.randn(1, 4)
+    private(model, x, max_physical_batch=physical)
+    with pytest.raises(GramianError, match=name):
+        model(x)
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+def test_a_counter_of_samples_that_come_one_at_a_time_is_welcome(physical: int | None) -> None:
+    model, x = Largest("counter"), torch.randn(1, 4)
+    private(model, x, max_physical_batch=physical)
+    for _ in range(2):
+        model(x).square().sum().backward()
+    assert model.top == 3
+
+
+class Strict(nn.Module):
+    """Takes nothing but samples of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.min() >= 0 and x.max() <= 1 and len(x.unique()) == 4, "not a sample of mine"
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("physical", [None, 1])
+def test_a_model_that_refuses_what_is_made_of_a_sample_is_looked_at_once(
+    physical: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, looks = Strict(), torch.rand(1, 4), []
+    monkeypatch.setattr(engine_module, "remembers_nothing", lambda *given: looks.append(1) or remembers_nothing(*given))
+    private(model, x, max_physical_batch=physical)
+    for _ in range(3):
+        model(x).square().sum().backward()
+    assert len(looks) == 1
+
+
+def test_a_last_batch_of_one_may_have_a_mask_of_more_rows() -> None:
+    """Larger batches were proven before it."""
+    model, x = Masked(), torch.randn(6, 4)
+    private(model, x)
+    for batch in (x, x[:1]):
+        model(batch, torch.ones(3, 3)).square().sum().backward()
 
 
 # ---- what no proof sees ------------------------------------------------------------------------------------------------
@@ -590,14 +679,7 @@ def test_an_object_that_holds_a_batch_is_refused(kind: Callable[[Tensor], Any]) 
 
 
 def test_statistics_in_an_attribute_are_welcome_where_nothing_is_private() -> None:
-    def centred(model: Any, h: Tensor) -> Tensor:
-        found = h - model.mean
-        model.mean = 0.9 * model.mean + 0.1 * h.detach().mean(0)
-        return found
-
-    model: Any = Remembering(centred)
-    model.mean = torch.zeros(3)
-    assert norms(model, torch.randn(6, 4)).isfinite().all()
+    assert norms(centred_by_earlier_batches(), torch.randn(6, 4)).isfinite().all()
 
 
 def test_a_nested_tensor_is_refused_in_one_line() -> None:

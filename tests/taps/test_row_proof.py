@@ -539,3 +539,39 @@ def test_a_loss_that_fails_is_not_proven_by_one_that_passed() -> None:
     with pytest.raises(GramianError):
         engine.check_independence(lambda model, x: model(x).mean(0).square().sum(), (x,))
     assert engine.proof["loss"] == "not proven"
+
+
+NO_GRADIENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "detached": lambda y: (y - y.mean(0)).detach().square().mean(),
+    "a count": lambda y: (y > 0).float().mean(),
+    "a hinge that is not active": lambda y: F.relu((y - y.mean(0)).square().mean() - 100),
+    "times 0": lambda y: 0 * (y - y.mean(0)).square().mean(),
+}
+
+
+@pytest.mark.parametrize("kind", NO_GRADIENT)
+def test_a_loss_without_a_gradient_shows_nothing(kind: str) -> None:
+    model, x = Net(), torch.randn(4, 4)
+    engine, _ = private(model, x)
+    with pytest.raises(GramianError, match="^loss_fn: gives no sample of the batch a gradient"):
+        engine.check_independence(lambda model, x: NO_GRADIENT[kind](model(x)), (x,))
+    assert engine.proof["loss"] == "not proven"
+
+
+class Normalising(nn.Module):
+    """Gives every sample's gradient the norm 1, whatever the loss is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h.register_hook(lambda g: g / g.norm(dim=1, keepdim=True))
+        return h * 1
+
+
+def test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused() -> None:
+    model = Normalising()
+    with pytest.raises(gramian.GramianError, match="and a backward that is linear"), gramian.per_sample_norms(model):
+        model(torch.randn(5, 4)).square().sum(1).mean().backward()

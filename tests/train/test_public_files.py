@@ -55,24 +55,30 @@ def public(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
-    """What others read of two runs in one folder, one after the other, on data that differs in its last record."""
-    folder, texts = tmp_path_factory.mktemp("private"), []
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]], list[dict[str, str]]]:
+    """What others read of two runs in one folder, and their figures; one after the other, on data that differs in its last
+    record."""
+    folder, texts, lines = tmp_path_factory.mktemp("private"), [], []
     for word in ("abc ", "abd "):
         shutil.rmtree(folder / "run", ignore_errors=True)
         private_run(folder, word)
         texts.append(public(folder))
-    return folder, texts
+        lines.append({path.name: path.read_text() for path in (folder / "run").glob("*.jsonl")})
+    return folder, texts, lines
 
 
 def test_files_that_others_read_do_not_tell_neighbouring_data_sets_apart(runs: Any) -> None:
     one, other = runs[1]
-    assert set(one) == set(other) and {"run/record.json", "run/config.toml", "run/metrics.jsonl"} <= set(one)
+    assert set(one) == set(other) and {"run/record.json", "run/config.toml"} <= set(one)
     for name in one:
-        if name.endswith(".jsonl"):
-            assert covered(one[name]) == covered(other[name]) != []
-        else:
-            assert one[name] == other[name], name
+        assert one[name] == other[name], name
+
+
+def test_figures_that_nothing_covers_are_where_only_the_owner_reads_and_say_so(runs: Any) -> None:
+    one, other = runs[2]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert stat.S_IMODE((runs[0] / "run" / name).stat().st_mode) == 0o600
+        assert covered(one[name]) == covered(other[name]) != []
 
 
 def covered(text: str) -> list[str]:
@@ -86,7 +92,7 @@ def covered(text: str) -> list[str]:
 
 
 def test_the_digest_of_private_data_is_where_only_the_owner_reads(runs: Any) -> None:
-    folder, texts = runs
+    folder, texts, _ = runs
     facts = next((folder / "run" / "checkpoints").glob("step-*/facts.json"))
     digest = json.loads(facts.read_text())["data"]["training"]
     assert len(digest) == 32 and not any(digest in text for text in texts[1].values())

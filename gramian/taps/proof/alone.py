@@ -51,7 +51,9 @@ def compare_alone(
 ) -> str:
     """Compare the gradients of units in the batch with autograd's for each of them alone.
 
-    Cost: a run of each unit, and one of the batch where a unit has fewer tokens alone.
+    Where a model does not run on one sample, or returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
+
+    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone.
 
     Args:
         runs: of the model.
@@ -67,37 +69,58 @@ def compare_alone(
         Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times larger
             as the batch is (a mean).
     """
-    found: list[tuple[LoneUnit, dict[str, Sketch]]] = []
+    found: list[tuple[LoneUnit, dict[str, Sketch], int]] = []
     narrowed = False
     for unit in units:
         regions: dict[int, Region] = {}
-        try:
-            gradients = runs.on(
-                samples.take(unit.rows) if unit.collated is None else unit.collated.arguments,
-                partial(_cotangents, runs, samples.batch, unit, chosen, regions),
-            )
-        except GramianError:
-            raise
-        except Exception as error:
-            return f"the model does not run on it ({type(error).__name__})"
-        if gradients is None:
-            return "outputs of another shape"
-        found.append((unit, sketches_of(gradients)))
+        gradients = _gradients_alone(runs, samples, unit, chosen, regions, 1)
+        copies = 2 if isinstance(gradients, str) else 1
+        if isinstance(gradients, str):
+            words = gradients
+            gradients = _gradients_alone(runs, samples, unit, chosen, regions, 2)
+            if isinstance(gradients, str):
+                return words
+        found.append((unit, sketches_of(gradients), copies))
         for number, region in regions.items():
             narrowed |= _narrow(runs, number, unit.rows, region, samples.batch)
     if narrowed:
         base = runs.tapped(runs.everyone, alone=[unit.number for unit in units])
     scalar = any(number not in runs.row_outputs for number in chosen)
-    for unit, alone in found:
+    for unit, alone, copies in found:
         mine = base.recorder.own.get(unit.number, {})
-        factors = (1.0, samples.batch / len(unit.rows)) if scalar else (1.0,)
+        factors = (float(copies), samples.batch / len(unit.rows)) if scalar else (1.0,)
         bad = disagreement(mine, alone, ALONE, floor=base.rounding, factors=factors)
         if bad is not None:
             raise Refuted(
                 f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
                 f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
             )
-    return "slice" if units[0].collated is None else "collated"
+    words = "slice" if units[0].collated is None else "collated"
+    return words if all(copies == 1 for _, _, copies in found) else f"{words}, beside a copy of itself"
+
+
+def _gradients_alone(
+    runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int], regions: dict[int, Region], copies: int
+) -> dict[str, Tensor | None] | str:
+    """Autograd's gradients for a unit alone, or beside copies of itself that get no cotangent; in words, why there are none."""
+    try:
+        gradients = runs.on(
+            _arguments(samples, unit, copies),
+            partial(_cotangents, runs, samples.batch, unit, chosen, regions, copies=copies),
+        )
+    except GramianError:
+        raise
+    except Exception as error:
+        return f"the model does not run on it ({type(error).__name__})"
+    return "outputs of another shape" if gradients is None else gradients
+
+
+def _arguments(samples: Samples, unit: LoneUnit, copies: int) -> Any:
+    if unit.collated is None:
+        return samples.take(unit.rows * copies)
+    if copies == 1:
+        return unit.collated.arguments
+    return samples.of_one(unit.collated.arguments).take([0] * copies)
 
 
 def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int]) -> bool:
@@ -118,6 +141,7 @@ def _cotangents(
     chosen: Sequence[int],
     regions: dict[int, Region],
     outputs: list[Tensor],
+    copies: int = 1,
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Outputs of a unit alone, each with its part of the batch's cotangent; None if an output has no place there.
 
@@ -128,6 +152,7 @@ def _cotangents(
         chosen: numbers of the outputs.
         regions: gains {output: where it lies in the unit's rows}.
         outputs: of the unit alone.
+        copies: how often the unit is there; the first has the cotangent of rows.
     """
     pairs = []
     for number in chosen:
@@ -136,11 +161,12 @@ def _cotangents(
         if number not in runs.row_outputs:
             pairs.append((outputs[number], torch.ones_like(outputs[number])))
             continue
-        region = _region(outputs[number], whole, len(unit.rows), batch, unit.collated)
+        region = _region(outputs[number], whole, len(unit.rows) * copies, batch, unit.collated)
         if region is None:
             return None
         regions[number] = region
-        pairs.append((outputs[number], runs.samples_of(whole, unit.rows)[(slice(None), *region)]))
+        own = runs.samples_of(whole, unit.rows)[(slice(None), *region)]
+        pairs.append((outputs[number], torch.cat([own, *[torch.zeros_like(own)] * (copies - 1)])))
     return pairs
 
 

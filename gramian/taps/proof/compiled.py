@@ -37,13 +37,13 @@ class Written:
             return "'f'"
         if isinstance(value, str):
             return "('s', " + repr(value) + ")"
+        if type(value) not in (dict, tuple, list):  # of a class of its own another program may run
+            return "'?'"
         if isinstance(value, dict):
             return "{" + "".join([repr(key) + ": " + self.write(item) + ", " for key, item in value.items()]) + "}"
         if isinstance(value, tuple):
             return "('t', " + "".join([self.write(item) + ", " for item in value]) + ")"
-        if isinstance(value, list):
-            return "[" + "".join([self.write(item) + ", " for item in value]) + "]"
-        return "'?'"
+        return "[" + "".join([self.write(item) + ", " for item in value]) + "]"
 
 
 def read(text: str, tensors: Sequence[Tensor], integers: Sequence[int], reals: Sequence[float]) -> Any:

@@ -3,15 +3,17 @@
 Taps attribute rows (a_i, g_i) of every call to sample i. If they are functions of sample i alone, and what the taps make of all
 of them adds up to autograd's gradient, then what is attributed to i is i's gradient. So a proof shows
 
-1. that the tapped model returns what the untapped one returns, and that the sums are autograd's;
+1. that the tapped model returns what the untapped one returns, and that the sums are autograd's, twice those of half the loss
+   (the backward is linear, so that B times the share of a mean is a sample's gradient);
 2. that rows, and rows of the outputs, stay as they are when other samples are replaced: 2⌈log₂ U⌉ runs, in each of which the
    units with bit b of a random numbering equal to v are replaced, so that of every ordered pair one stays while the other goes;
 3. where nothing random runs, or with modules in evaluation mode (no dropout): that a reversed batch has reversed rows, and that
    one unit alone has the gradient that was attributed to it.
 
 Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, one more with dropout, and up to 4
-of single samples where a loader pads. Memory beyond a training step:
-copies of the arguments and buffers, two random cotangents, about 40 bytes for each row of a call, and in part 1 one gradient.
+of single samples where a loader pads; where units have several rows, 2⌈log₂ B⌉ + 2 that show whether these are independent.
+Memory beyond a training step: copies of the arguments and buffers, two random cotangents, about 40 bytes for each row of a
+call, and in part 1 one gradient.
 """
 
 import random
@@ -28,10 +30,10 @@ from gramian.taps.audit import AGREES
 from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone, fits_alone
 from gramian.taps.proof.fingerprint import Fingerprint
+from gramian.taps.proof.memory import changed, refuse_attribute, refuse_buffers
 from gramian.taps.proof.recorder import Key, disagreement, sketches_of
-from gramian.taps.proof.runs import HALF, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
+from gramian.taps.proof.runs import HALF, SCALE, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
 from gramian.taps.proof.samples import Samples, donors
-from gramian.taps.python_state import same_values
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
@@ -66,10 +68,14 @@ class Proven:
     """True if rows were unchanged bit for bit."""
     silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero."""
+    partition: tuple[int, ...] | None = None
+    """The grouping of rows into units, where rows of one unit depend on each other: nothing is shown of other groupings."""
+    unpadded: tuple[Any, ...] | None = None
+    """Sizes of the batch, where a loader collated samples alone and none of them was padded: others have to show padding."""
     stateful: bool = False
     """True if a forward changes buffers or attributes of the model."""
     shows: bool = True
-    """False if no sample had a gradient, so that the next batch has to show what this one did not."""
+    """False if no sample had a gradient, or one was not finite, so that the next batch has to show what this one did not."""
 
 
 class Prover:
@@ -136,7 +142,7 @@ class Prover:
         lone = self._lone(range(self._count)) if whole else []
         base = runs.tapped(runs.everyone, sums=True, alone=[unit.number for unit in lone])
         self._compare_outputs(outputs, base)
-        self._compare_sums(base, gradients)
+        finite = self._compare_sums(base, gradients)
         del gradients
         reversal, alone = False, "no such run"
         if whole:
@@ -153,7 +159,8 @@ class Prover:
             runs=runs.count,
             reversal=reversal,
             alone=alone,
-            shows=bool(self._with_gradient(base)),
+            shows=finite and bool(self._with_gradient(base)),
+            unpadded=self._unpadded(lone),
             stateful=bool(base.buffers or base.remembered),
             exact=not self._repeat,
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
@@ -186,28 +193,15 @@ class Prover:
             ]
         stayed = [unit for unit in range(self._count) if unit not in replaced]
         run = self.runs.tapped(source)
-        self._refuse_buffers(base, run)
-        self._refuse_memory(base, run)
+        if self._private:
+            refuse_buffers(base.buffers, run.buffers)
+            self._refuse_memory(base, run)
         moved = self._moved(base, run, stayed, stayed)
         if moved is not None:
             raise Refuted(
                 f"{moved[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
                 f"next to each other and in the order of the batch{moved[1]}"
             )
-
-    def _refuse_buffers(self, base: TappedRun, run: TappedRun) -> None:
-        """Under privacy no buffer may remember samples: nothing clips it and no noise covers it.
-
-        Raises:
-            Refuted: naming it.
-        """
-        for name in sorted(base.buffers.keys() | run.buffers.keys()) if self._private else ():
-            one, other = base.buffers.get(name), run.buffers.get(name)
-            if not same_values(one, other):
-                raise Refuted(
-                    f"{name}: is a buffer whose values depend on samples, which no clipping bounds and no noise covers; "
-                    "expected a module that keeps no statistics of private data, or one in evaluation mode"
-                )
 
     def _refuse_memory(self, base: TappedRun, run: TappedRun) -> None:
         """Under privacy no later batch may depend on samples that modules remember in attributes.
@@ -221,8 +215,7 @@ class Prover:
         Raises:
             Refuted: naming an attribute.
         """
-        every = sorted(base.remembered.keys() | run.remembered.keys()) if self._private else []
-        names = [name for name in every if not same_values(base.remembered.get(name), run.remembered.get(name))]
+        names = changed(base.remembered, run.remembered)
         if self._records.issuperset(names):
             return
         everyone = self.runs.everyone
@@ -230,11 +223,7 @@ class Prover:
         self.runs.tapped(everyone)
         after_itself = self.runs.tapped(everyone, forget=False)
         if self._moved(after_itself, after_others, everyone, everyone, EQUAL) is not None:
-            raise Refuted(
-                f"{names[0]}: is an attribute that remembers samples, and the next batch depends on it, which no "
-                "clipping bounds and no noise covers; expected a module that keeps no statistics of private data, or one in "
-                "evaluation mode"
-            )
+            refuse_attribute(names[0])
         self._records.update(names)
 
     def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[LoneUnit]) -> tuple[bool, str]:
@@ -267,6 +256,12 @@ class Prover:
         words = compare_alone(self.runs, self._samples, base, lone, chosen)
         self.fits_alone = words in ("slice", "collated")
         return self._units is None, words
+
+    def _unpadded(self, lone: Sequence[LoneUnit]) -> tuple[Any, ...] | None:
+        """Sizes of the batch if samples alone, as the loader collates them, have the same; else None."""
+        sizes, collated = self._samples.sizes, [unit.collated for unit in lone if unit.collated is not None]
+        alone = [self._samples.of_one(one.arguments).sizes for one in collated]
+        return sizes if alone and all(one == sizes for one in alone) else None
 
     @staticmethod
     def _with_gradient(base: TappedRun) -> set[int]:
@@ -424,13 +419,17 @@ class Prover:
                     f"each of them ({self.runs.titles[number]}); expected code behind it that broadcasts the row over the batch"
                 )
 
-    def _compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> None:
-        bad = disagreement(base.recorder.totals, sketches_of(gradients), AGREES, floor=base.rounding)
+    def _compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> bool:
+        """True if the sums are autograd's; False if they are not finite, so that nothing was shown."""
+        halved = sketches_of(gradients)
+        bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
         if bad is not None:
             raise Refuted(
-                f"{bad[0]}: the taps explain a gradient of norm {bad[1]:.4g}, autograd computed {bad[2]:.4g}; expected the "
-                "weight to be used through its own module only (not F.linear(x, layer.weight)), or a registered site"
+                f"{bad[0]}: the taps explain a gradient of norm {bad[1] / SCALE:.4g}, autograd computed {bad[2] / SCALE:.4g} "
+                f"({SCALE} times the loss, over {SCALE}); expected the weight to be used through its own module only (not "
+                "F.linear(x, layer.weight)), or a registered site, and a backward that is linear (no hook that normalises)"
             )
+        return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
 
 
 @contextmanager

@@ -32,10 +32,17 @@ class Sketch:
     sequential: bool = False
     """True if autograd may add up its tokens one after the other in their own dtype: torch does so on a CPU."""
 
+    @property
+    def finite(self) -> bool:
+        """True if all values are."""
+        return bool(self.projections_K.isfinite().all())
+
     @classmethod
     def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
         """Projections ⟨u_k v_kᵀ, G⟩ of G as a matrix [first axis, rest]: off by about ‖Δ‖ where G is off by Δ. One pass."""
-        matrix = wide(gradient.detach()).reshape(gradient.shape[0] if gradient.dim() else 1, -1)
+        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        first = whole.shape[0] if whole.dim() else 1
+        matrix = wide(whole.detach()).reshape(first, whole.numel() // max(first, 1))
         generator = torch.Generator().manual_seed(matrix.shape[0] * 1_000_003 + matrix.shape[1])
         left_MK = torch.randn(matrix.shape[0], DIRECTIONS, generator=generator).to(matrix)
         right_NK = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator).to(matrix)
@@ -164,7 +171,7 @@ def disagreement(
     Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
     its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
     """
-    if not all(sketch.projections_K.isfinite().all() for sketch in (*theirs.values(), *sketches.values())):
+    if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
         return None  # nothing can be said of what is not finite
     both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]
     squares = sum(float(mine.square().sum()) for mine, _ in both)

@@ -1,6 +1,8 @@
 """When a model is proven: on the first batch of every structure of inputs, and when a call appears that no proof has seen."""
 
 import hashlib
+import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.errors import GramianError
-from gramian.parallel.gradients import local
+from gramian.parallel.gradients import local, reshard
 from gramian.taps.eager import run_eagerly
 from gramian.taps.preserve_state import Beginning, Generators, preserve_state
 from gramian.taps.proof.alone import Lone
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 Forward = Callable[[Any, Any], Any]
 """One forward of the root on (args, kwargs), with or without taps."""
 PROOFS = ("auto", "off")
+_numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_count = itertools.count()
 
 
 def check_proof(proof: Any, field: str = "proof") -> None:
@@ -44,6 +48,11 @@ def check_proof(proof: Any, field: str = "proof") -> None:
     period = isinstance(proof, int) and not isinstance(proof, bool) and proof > 0
     if proof not in PROOFS and not period:
         raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
+
+
+def nobody(samples: Samples, among: Collection[int]) -> list[Lone]:
+    """No sample alone: no loader is known."""
+    return []
 
 
 @dataclass
@@ -54,7 +63,7 @@ class RowProof:
     proven: dict[Any, Proven] = field(default_factory=dict)
     open_batches: int = 0
     """Batches of equal samples, on which nothing could be shown."""
-    lone: Callable[[Samples, Collection[int]], list[Lone]] = lambda samples, among: []
+    lone: Callable[[Samples, Collection[int]], list[Lone]] = nobody
     """Some of these samples, each as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
     _stateful: bool = False
@@ -63,14 +72,21 @@ class RowProof:
     _silent: frozenset[Any] = frozenset()
     """Calls whose output gradient was zero in every proof so far, so that nothing of it was shown."""
     _waited: int = 0
+    _without_padding: int = 0
+    """Batches since a proof that saw no padding, or no sample as the loader collates it."""
     _summed: set[Any] = field(default_factory=set)
     """Structures of which part 1 alone was shown, where a layer sees one row for all samples."""
     _sizes: set[Any] = field(default_factory=set)
     """Sizes of arguments of compiled forwards whose calls are known."""
 
+    def know_loader(self, lone: Callable[[Samples, Collection[int]], list[Lone]]) -> None:
+        """A loader can collate samples alone; what was proven without it, or with another one, covers none of its batches."""
+        self.lone = lone
+        self.proven.clear()
+
     def forget_loader(self) -> None:
         """No loader is known any more."""
-        self.lone = lambda samples, among: []
+        self.lone = nobody
 
     def guard(self, forward: Forward, args: Any, kwargs: Any, batch: int, proven_before: bool = False) -> Any:
         """Run the user's forward: proven before, and once more if it made calls that no proof has seen.
@@ -86,12 +102,12 @@ class RowProof:
         tells_apart = self.hub.tells_samples_apart
         execute = partial(_execute, forward)
         if tells_apart and not proven_before:
-            if key not in self.proven:
+            if self._lacks(key, samples):
                 self._prove(key, samples, execute)
             elif self.hub.proof_is_due():
                 self.repeat(key, samples, execute)
         elif not tells_apart and not proven_before and key not in self._summed:
-            if any(rows == 0 for _, _, rows in self._calls_of(samples[0], execute) - self._calls):
+            if any(rows == 0 for _, _, rows in self._calls_of(samples[0], execute)):
                 self._prove(key, samples, execute, whole=False)
             self._summed.add(key)
         root = self.hub.root()
@@ -135,43 +151,51 @@ class RowProof:
         key, samples, wanted, due = None, list[Samples](), False, False
         if batch > 1:
             key, samples = self._key(args, kwargs, batch)
-            wanted = key not in self.proven and (hub.tells_samples_apart or key not in self._summed)
+            wanted = self._lacks(key, samples) if hub.tells_samples_apart else key not in (*self.proven, *self._summed)
             due = not wanted and hub.tells_samples_apart and hub.proof_is_due()
         if not hub.lockstep.any(wanted or due):
             return
-        failure: GramianError | None = None
-        try:
+        with self.in_company(partial(forward, args, kwargs), repeated=due):
             if wanted:
-                with preserve_state(
-                    root
-                ):  # what a tap refuses may bring autograd down without one (weights that are gone)
+                with preserve_state(root):
+                    # what a tap refuses may bring autograd down without one (weights that are gone)
                     hub.lockstep.announce()
                     self._run_along(partial(forward, args, kwargs))
                 self._prove(key, samples, partial(_execute, forward), whole=hub.tells_samples_apart)
+                if (
+                    key not in self.proven and hub.tells_samples_apart
+                ):  # all samples are equal: the calls are known at least
+                    self._prove(key, samples, partial(_execute, forward), whole=False)
                 self._summed.add(key)
             elif due:
                 self.repeat(key, samples, partial(_execute, forward))
-        except GramianError as error:
-            failure = error
-        except Refuted as refuted:
-            failure = GramianError(str(refuted))
-        self.end_together(failure, partial(forward, args, kwargs), repeated=due)
 
-    def end_together(self, failure: GramianError | None, forward: Callable[[], Any], *, repeated: bool = False) -> None:
-        """Run along until every process that gathers weights for others has ended its proof.
+    @contextmanager
+    def in_company(self, forward: Callable[[], Any], *, repeated: bool = False) -> Iterator[None]:
+        """A proof of processes that gather weights for each other: who is done runs along until the last one is.
+
+        Weights that are zero have stand-ins until then: those of this process are part of what the others gather.
 
         Args:
-            failure: of this process's proof.
             forward: of the model on this process's batch.
-            repeated: True if this process repeated a run of a proof that it had before.
+            repeated: True if this process repeats a run of a proof that it had before.
 
         Raises:
             GramianError: on every process, if the proof failed on one.
         """
-        hub, root = self.hub, self.hub.root()
+        hub, root, failure = self.hub, self.hub.root(), None
         assert root is not None
-        with preserve_state(root, counters=True):
-            hub.lockstep.keep_company(partial(self._keep_company, forward))
+        reshard(root)
+        with _zeros_filled(root):
+            try:
+                yield
+            except GramianError as error:
+                failure = error
+            except Refuted as refuted:
+                failure = GramianError(str(refuted))
+            with preserve_state(root, counters=True):
+                hub.lockstep.keep_company(partial(self._keep_company, forward))
+        reshard(root)
         if hub.lockstep.any(failure is not None):
             if hub.lockstep.any(repeated and failure is not None) and not (repeated and failure):
                 hub.proof_failed()  # of another process, whose releases are this one's too
@@ -213,14 +237,16 @@ class RowProof:
         key, samples = self._key(args, kwargs, batch)
         tells_apart, execute = self.hub.tells_samples_apart, partial(_execute, forward)
         sizes = (key, *(tuple(leaf.shape) for leaf in samples[0].leaves if isinstance(leaf, Tensor)))
-        if tells_apart and key not in self.proven:
+        if tells_apart and self._lacks(key, samples):
             self._prove(key, samples, execute)
         elif tells_apart and self.hub.proof_is_due():
             self.repeat(key, samples, execute)
         elif sizes not in self._sizes:
-            unseen = self._calls_of(samples[0], execute) - self._calls
+            calls = self._calls_of(samples[0], execute)
+            unseen = calls if not tells_apart and key not in self._summed else calls - self._calls
             if unseen and (tells_apart or any(rows == 0 for _, _, rows in unseen)):
                 self._prove(key, samples, execute, whole=tells_apart)
+            self._summed.add(key)
         self._sizes.add(sizes)
         for reason in self.proven[key].open_outputs.values() if key in self.proven else ():
             raise GramianError(
@@ -246,8 +272,10 @@ class RowProof:
         for ids in hub.groupings():
             units = None if ids is None else Units.of(ids, batch)
             found.append(Samples.of((args, kwargs), batch, given=given, units=units))
+            if hub.tells_samples_apart:
+                found[-1].refuse_layouts()
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        modules = tuple((id(module), *_flags(module), *_hooks(module)) for module in root.modules())
+        modules = tuple((_number(module), *_flags(module), *_hooks(module)) for module in root.modules())
         private = hub.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
         key = (tuple(s.structure for s in found), modules, autocast, frozenset(hub.parameters), private)
         return self._covering((key, found[0].uneven() if hub.tells_samples_apart else ())), found
@@ -260,6 +288,26 @@ class RowProof:
             if other[0] == key[0] and set(other[1]) > set(key[1]) and not proven.open_outputs
         )
         return key if key in self.proven else next(covers, key)
+
+    def _lacks(self, key: Any, groupings: Sequence[Samples]) -> bool:
+        """True if no proof covers a batch: of its structure, of its grouping into units, and of padding.
+
+        Where no padding was seen, though a loader is known, samples are collated alone again: those of batches of other sizes,
+        and of the 1st, 2nd, 4th, 8th … further one. Without a model's run, unless one of them is shorter.
+        """
+        proven = self.proven.get(key)
+        if proven is None:
+            return True
+        if proven.partition is not None and any(samples.partition != proven.partition for samples in groupings):
+            return True
+        samples, sliced = groupings[0], proven.alone.startswith("slice") and self.lone is not nobody
+        if (proven.unpadded is None and not sliced) or samples.units is not None:
+            return False
+        self._without_padding += 1
+        if (sliced or samples.sizes == proven.unpadded) and self._without_padding.bit_count() > 1:
+            return False
+        alone = [samples.of_one(one.arguments).sizes for one in self.lone(samples, range(samples.batch))]
+        return bool(alone) if sliced else any(sizes != samples.sizes for sizes in alone)
 
     def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
@@ -279,6 +327,8 @@ class RowProof:
                 before = self.proven.get(key)
                 if before is not None:
                     found = replace(found, open_outputs={**before.open_outputs, **found.open_outputs})
+                    padded = before.unpadded is None and before.alone.startswith("collated")
+                    found = replace(found, unpadded=None if padded else found.unpadded)
                 self.proven[key] = found
 
     def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
@@ -293,19 +343,22 @@ class RowProof:
             beginning = Beginning(root, samples.leaves)
             first = self._prover(samples, execute, beginning)
             try:
-                return self._run(first, samples, whole)
+                found = self._run(first, samples, whole)
+                return self._of_units(found, samples, execute, beginning) if whole else found
             except Refuted as failure:
                 for fixed, second_axis in _readings(
                     samples.ambiguous(self.hub.rule.withholds), first.runs.ambiguous_outputs
                 ):
                     rows = [0 if i in fixed else count for i, count in enumerate(samples.rows)]
-                    prover = self._prover(replace(samples, rows=rows), execute, beginning, second_axis)
+                    read = replace(samples, rows=rows)
+                    prover = self._prover(read, execute, beginning, second_axis)
                     try:
                         found = self._run(prover, samples, whole)
                     except Refuted:
                         continue
                     if fixed and found is not None and not prover.fits_alone:
                         continue  # that a sample alone goes with the whole of an input shows that samples have no part of it
+                    found = self._of_units(found, read, execute, beginning) if whole else found
                     return found and replace(found, fixed=fixed)
                 refuse(failure)
             except GramianError:
@@ -315,6 +368,24 @@ class RowProof:
                     first.runs.everyone
                 )  # a tap that refuses the layer says more than the layer's own failure
                 raise
+
+    def _of_units(
+        self, found: Proven | None, samples: Samples, execute: Execute, beginning: Beginning
+    ) -> Proven | None:
+        """What was shown holds for these units of several rows alone, unless each row depends on itself. 2⌈log₂ B⌉ + 2 runs."""
+        if found is None or samples.partition is None:
+            return found
+        rows = replace(samples, units=None)
+        prover = Prover(self.hub, execute, rows, seed=self._seed(), beginning=beginning)
+        partition = samples.partition if prover.open else None
+        try:
+            prover.runs.untapped(Outputs(rows, prover.runs).choose_rows)
+            base = prover.runs.tapped(prover.runs.everyone)
+            for replaced in prover.separating_sets():
+                prover.separate(base, replaced)
+        except Refuted:
+            partition = samples.partition
+        return replace(found, partition=partition, runs=found.runs + prover.runs.count)
 
     def _prover(
         self, samples: Samples, execute: Execute, beginning: Beginning, second_axis: SecondAxis = "certain"
@@ -484,11 +555,18 @@ def _zeros_filled(root: nn.Module) -> Iterator[None]:
         generator = torch.Generator(weight.device).manual_seed(number)
         drawn = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=torch.float32)
         weight.data.copy_(drawn / max(1, weight[0].numel()) ** 0.5)
+    torch.clear_autocast_cache()  # of weights in half precision, which autocast keeps until the user leaves it
     try:
         yield
     finally:
         for weight in zeros:
             weight.data.zero_()
+        torch.clear_autocast_cache()
+
+
+def _number(module: nn.Module) -> int:
+    """A number that no other module has or had; an `id` is given again once its module is gone."""
+    return _numbers.setdefault(module, next(_count))
 
 
 def _flags(module: nn.Module) -> list[Any]:
@@ -496,11 +574,11 @@ def _flags(module: nn.Module) -> list[Any]:
     return [value for key, value in vars(module).items() if type(value) is bool and key != "_is_full_backward_hook"]
 
 
-def _hooks(module: nn.Module) -> list[int]:
-    """Numbers of a user's hooks on a module, which torch gives out once each."""
+def _hooks(module: nn.Module) -> list[Any]:
+    """The code of a user's hooks on a module, or the numbers that torch gives out once each."""
     several = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return [
-        number
+        getattr(hook, "__code__", number)
         for hooks in several
         for number, hook in hooks.items()
         if not (getattr(hook, "__module__", None) or "").startswith("gramian.")

@@ -26,6 +26,8 @@ HALF = 1e-4
 """ε of half precision and narrower is above it."""
 Source = Sequence[int] | Tensor
 """Which sample, or which token [B, T], stands in each place."""
+SCALE = 0.5
+"""Times all cotangents of the untapped run: under a mean, a sample has 1/B of its gradient only if the backward is linear."""
 SAMPLED = 4096
 """Values of a frozen parameter that are compared before and after a forward."""
 SecondAxis = Literal["certain", "later", "all"]
@@ -130,7 +132,7 @@ class Runs:
             choose: gives numbers of the outputs.
 
         Returns:
-            Fingerprints of all outputs, and the gradient of every weight.
+            Fingerprints of all outputs, and SCALE times the gradient of every weight.
 
         Raises:
             GramianError: if the forward writes into a frozen parameter.
@@ -144,7 +146,7 @@ class Runs:
             chosen = set(choose(outputs))
             self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
             self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
-            pairs = [(y, g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
+            pairs = [(y, SCALE * g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
             return [self._fingerprint(y) for y in outputs], _gradients(pairs, weights)
 
     def on(

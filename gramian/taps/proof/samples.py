@@ -1,9 +1,11 @@
 """The arguments of a forward by sample: which parts carry samples, and the same call on other samples."""
 
 import copy
+import enum
 import random
+import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gramian.errors import GramianError
 from gramian.taps.preserve_state import GENERATORS
 from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.python_state import tensors_inside
 from gramian.taps.units import Units
 
 SCALARS = (int, float, bool, str, bytes, type(None))
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch does not compare."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Samples:
     def of(
         cls, arguments: Any, batch: int, *, given: bool = False, fixed: Sequence[int] = (), units: Units | None = None
     ) -> "Samples":
-        """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B plain values or of B such lists.
+        """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B values, targets or tensors.
 
         Args:
             arguments: (args, kwargs), or a batch in any structure.
@@ -75,13 +80,46 @@ class Samples:
             if t.dim() and t.shape[0] and t.shape[0] % self.batch == 0
         ][:1]
 
+    def of_one(self, arguments: Any) -> "Samples":
+        """Arguments of the same structure, with one sample."""
+        return replace(self, leaves=self.spec.flatten_up_to(arguments), batch=1, units=None)
+
+    def refuse_layouts(self) -> None:
+        """Refuse tensors whose rows cannot be taken.
+
+        Raises:
+            GramianError: for sparse, nested and opaque ones, those without values, and those of one byte a number.
+        """
+        for t in (leaf for leaf in self.leaves if isinstance(leaf, Tensor)):
+            byte = t.is_floating_point() and t.element_size() == 1
+            if t.layout != torch.strided or t.is_nested or t.is_meta or t.is_quantized or byte:
+                what = "nested" if t.is_nested else "on the meta device" if t.is_meta else f"of {t.layout}, {t.dtype}"
+                raise GramianError(
+                    f"model: is given a tensor that is {what}; expected dense tensors of 16 bits or more"
+                )
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Shapes of the tensors that carry samples, up to the number of rows."""
+        pairs = zip(self.leaves, self.rows, strict=True)
+        return tuple(tuple(leaf.shape[1:]) for leaf, rows in pairs if rows and isinstance(leaf, Tensor))
+
+    @property
+    def partition(self) -> tuple[int, ...] | None:
+        """Which rows belong together, whatever their units are called; None if each is a unit, or tokens have units."""
+        if self.units is None or self.units.ids.dim() != 1:
+            return None
+        numbers: dict[int, int] = {}
+        found = tuple(numbers.setdefault(unit, len(numbers)) for unit in self.units.ids.tolist())
+        return found if len(numbers) < len(found) else None
+
     @property
     def structure(self) -> tuple[Any, ...]:
         """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and words, and which leaves carry samples; no sizes."""
         kinds = [
-            (str(leaf.dtype), leaf.dim(), bool(rows))
+            (str(leaf.dtype), leaf.dim(), bool(rows), None if rows else _flag(leaf))
             if isinstance(leaf, Tensor)
-            else (leaf if isinstance(leaf, bool | str) or _is_flag(leaf) else type(leaf).__name__)
+            else _kind(leaf, rows)
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
         ]
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
@@ -108,6 +146,7 @@ class Samples:
             if number == first and (carrying < 2 or leaf.is_floating_point()):  # labels may come before what they label
                 continue
             values_BT = leaf.detach().reshape(self.batch, -1)
+            values_BT = values_BT.long() if leaf.dtype in WIDE_UNSIGNED else values_BT
             ignored_BT = values_BT == -100
             counts_B = ignored_BT.sum(1)
             flags = {"ignored": ignored_BT.any(), "counts": (counts_B != counts_B[:1]).any()}
@@ -159,10 +198,8 @@ class Samples:
         for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
             if rows and isinstance(leaf, Tensor):
                 total += Fingerprint.of(leaf.reshape(self.batch, rows, *leaf.shape[1:]), number).hashes_R
-            elif rows and isinstance(leaf[0], Tensor):
-                total += torch.stack([Fingerprint.of(value[None], number).hashes_R[0] for value in leaf])
             elif rows:
-                total += torch.tensor([hash(repr(value)) >> 1 for value in leaf])
+                total += torch.tensor([_content(value, number) for value in leaf])
         return [int(value) for value in total]
 
 
@@ -177,9 +214,29 @@ def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) 
     return [next((i for i in order if contents[i] != own), None) for own in contents]
 
 
-def _is_flag(value: Any) -> bool:
-    """True for numbers that programs choose a branch by: other ones are sizes, steps and rates."""
-    return isinstance(value, int | float) and value in (-1, 0, 1, 2, 3)
+def _kind(value: Any, rows: int) -> Any:
+    """What a program may choose a branch by: flags, words, members of an enumeration and functions; else the type's name."""
+    if isinstance(value, enum.Enum):
+        return type(value).__qualname__, value.name
+    if isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, set | frozenset) and all(isinstance(item, SCALARS) for item in value):
+        return tuple(sorted(map(repr, value)))
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return value.__module__, value.__qualname__, getattr(value, "__code__", None)
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    return _flag(value) if _flag(value) is not None else (type(value).__name__, bool(rows))
+
+
+def _flag(value: Any) -> Any:
+    """The value of a flag, also in a tensor or array of one number; None for numbers but −1 to 3: they are sizes and rates."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return None
+    if isinstance(value, np.ndarray) and (value.size != 1 or value.dtype.kind not in "biuf"):
+        return None
+    value = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+    return value if isinstance(value, int | float | complex) and value in (-1, 0, 1, 2, 3) else None
 
 
 def _are_places(leaf: Tensor) -> bool:
@@ -190,10 +247,33 @@ def _are_places(leaf: Tensor) -> bool:
 
 
 def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
-    """True for a list of B plain values, of B lists of plain values, or, on demand, of B tensors."""
+    """True for a list of B entries, one for each sample.
+
+    These are plain values, lists of plain values, or, in a list, whatever holds tensors that are not all of k·B rows themselves
+    (the targets of a detector); on demand also B tensors of any shape.
+    """
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
         return False
-    return all(_is_plain(item) for item in value) or (tensors and all(isinstance(item, Tensor) for item in value))
+    if all(_is_plain(item) for item in value) or (tensors and all(isinstance(item, Tensor) for item in value)):
+        return True
+    if not isinstance(value, list) or any(_is_plain(item) for item in value):
+        return False
+    inside = [_tensors_in(item) for item in value]
+    return any(inside) and not all(_rows(t, batch) for found in inside for t in found)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [
+        t for leaf in pytree.tree_leaves(value) for t in ([leaf] if isinstance(leaf, Tensor) else tensors_inside(leaf))
+    ]
+
+
+def _content(value: Any, number: int) -> int:
+    """A hash of one sample's entry of a list."""
+    tensors = _tensors_in(value)
+    words = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
+    prints = [(str(t.dtype), *t.shape, int(Fingerprint.of(t[None], number).hashes_R[0])) for t in tensors]
+    return hash((*words, *prints)) >> 1
 
 
 def _is_plain(value: Any) -> bool:
@@ -202,7 +282,8 @@ def _is_plain(value: Any) -> bool:
 
 def _rows(leaf: Any, batch: int) -> int:
     if isinstance(leaf, Tensor):
-        return leaf.shape[0] // batch if leaf.dim() and batch and leaf.shape[0] % batch == 0 else 0
+        fits = not leaf.is_nested and leaf.dim() and batch and leaf.shape[0] % batch == 0
+        return leaf.shape[0] // batch if fits else 0
     if isinstance(leaf, np.ndarray):
         return int(leaf.ndim > 0 and leaf.shape[0] == batch)
     return int(_is_list_of(leaf, batch, tensors=True))
@@ -212,7 +293,7 @@ def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf[index.numpy()]
     if not isinstance(leaf, Tensor):
-        return type(leaf)(leaf[i] for i in index.tolist())
+        return type(leaf)(pytree.tree_map(_own, leaf[i]) for i in index.tolist())
     grouped = leaf.detach().reshape(leaf.shape[0] // rows, rows, *leaf.shape[1:])
     taken = grouped.index_select(0, index.to(leaf.device)).flatten(0, 1)
     return taken.requires_grad_(leaf.requires_grad)

@@ -205,9 +205,8 @@ class Generic(Site):
         dims = [None if layout == "shared" else 0 for layout in layouts]
         gradients, again = _map(run, trained, split_inputs, dims, split_gradients)
         for digest, y, layout, rows in zip(digests, again, out_layouts, call.output_rows, strict=True):
-            _refuse_other_output(
-                digest, _digest(_merged(y, layout)[:rows] if rows == 1 else _merged(y, layout)), y.dtype
-            )
+            merged = _merged(y, layout)
+            _refuse_other_output(digest, _digest(merged[:rows] if rows == 1 else merged), _narrowest(y.dtype, call))
         return gradients
 
 
@@ -306,6 +305,12 @@ def _digest(y: Tensor) -> Tensor:
     place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
     directions = torch.stack([torch.cos(place * frequency) for frequency in (0.37, 1.13, 2.71)])
     return torch.cat([torch.linalg.vector_norm(flat)[None], directions @ flat])
+
+
+def _narrowest(dtype: torch.dtype, call: Call) -> torch.dtype:
+    """The dtype that rounds most in a call: autocast's, where it is on, although an output may be wider."""
+    _, cast, enabled = call.autocast
+    return cast if enabled and torch.finfo(cast).eps > torch.finfo(dtype).eps else dtype
 
 
 def _refuse_other_output(digest: Tensor, again: Tensor, dtype: torch.dtype) -> None:

@@ -197,13 +197,18 @@ def _relative(values: Tensor, expected: Tensor) -> float:
 
 
 def _same(a: Tensor | None, b: Tensor | None, rounds: bool, terms: Tensor | None = None) -> bool:
-    """Equal bit for bit, or up to rounding of the largest value, or of terms that cancel where these are given."""
+    """Equal bit for bit, or up to rounding of the largest value, or of terms that cancel where these are given.
+
+    Terms are sines of activations that a product may have made large, so rounding before them counts some times.
+    """
     if a is None or b is None:
         return a is b
     largest = (b if terms is None else terms).abs().max()
-    return torch.equal(a, b) or (rounds and bool((a - b).abs().max() <= 64 * torch.finfo(a.dtype).eps * largest))
+    return torch.equal(a, b) or (rounds and bool((a - b).abs().max() <= ROUNDING * torch.finfo(a.dtype).eps * largest))
 
 
+ROUNDING = 512
+"""Rounding errors of the largest term by which a loss may differ where a shared row has another kernel as several."""
 KINDS = ("exact", "refused", "needless", "wrong")
 """Columns of the table; "needless" is a refusal of a program that must be exact."""
 Tally = dict[str, dict[str, float]]
