@@ -31,7 +31,7 @@ class Net(nn.Module):
         if how == "shared":
             self.table = nn.Embedding(2, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         h = torch.tanh(self.first(x))
         if self.how == "centred":
             return self.last(h - h.mean(0))
@@ -86,6 +86,17 @@ def test_every_rank_proves_its_own_batch_and_leaves_no_trace(
     torch.testing.assert_close(norms.values, own_norms(x), rtol=1e-9, atol=1e-12)
     proven = [found.runs for found in hub_of(model).proof.proven.values()]
     assert proven == ([2 * math.ceil(math.log2(len(x))) + 4] if len(x) > 1 else [])
+
+
+@distributed(world_size=2)
+def test_an_argument_that_one_rank_cannot_take_apart_is_refused_on_all(rank: int, world_size: int) -> None:
+    model, x = wrap("fsdp2", net()), batch(rank, (3, 2))
+    named = "^model: is given a tensor that is of torch.sparse" if rank else "^model: the row proof failed on another"
+    with pytest.raises(gramian.GramianError, match=named), gramian.per_sample_norms(model, "sum"):
+        model(x, torch.eye(2).to_sparse() if rank else torch.eye(3)).square().sum().backward()
+    with gramian.per_sample_norms(model, "sum") as norms:
+        step(model, x)
+    torch.testing.assert_close(norms.values, own_norms(x), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", COUPLED)

@@ -24,7 +24,7 @@ OWN = 2.0
 CASES: dict[str, dict[str, Any]] = {
     "logits are largest": {"model": {"layers": 2, "width": 32}},
     "mlp is largest": {"model": {"layers": 3, "width": 96}, "data": {"length": 64, "batch": 16}},
-    "half precision": {"model": {"layers": 2, "width": 96}, "data": {"length": 64}, "precision": {"kind": "bf16"}},
+    "half precision": {"model": {"layers": 2, "width": 64}, "data": {"length": 16}, "precision": {"kind": "bf16"}},
     "few tokens": {"model": {"layers": 2, "width": 64}, "data": {"length": 4, "batch": 3}},
 }
 

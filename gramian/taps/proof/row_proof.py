@@ -148,14 +148,19 @@ class RowProof:
         """
         hub, root = self.hub, self.hub.root()
         assert root is not None
-        key, samples, wanted, due = None, list[Samples](), False, False
-        if batch > 1:
-            key, samples = self._key(args, kwargs, batch)
-            wanted = self._lacks(key, samples) if hub.tells_samples_apart else key not in (*self.proven, *self._summed)
-            due = not wanted and hub.tells_samples_apart and hub.proof_is_due()
-        if not hub.lockstep.any(wanted or due):
+        key, samples, wanted, due, refusal = None, list[Samples](), False, False, None
+        try:
+            if batch > 1:
+                key, samples = self._key(args, kwargs, batch)
+                wanted = self._lacks(key, samples) if hub.tells_samples_apart else key not in (*self.proven, *self._summed)
+                due = not wanted and hub.tells_samples_apart and hub.proof_is_due()
+        except GramianError as error:
+            refusal = error  # the other processes wait for this one
+        if not hub.lockstep.any(wanted or due or refusal is not None):
             return
         with self.in_company(partial(forward, args, kwargs), repeated=due):
+            if refusal is not None:
+                raise refusal
             if wanted:
                 with preserve_state(root):
                     # what a tap refuses may bring autograd down without one (weights that are gone)
