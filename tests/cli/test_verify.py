@@ -86,6 +86,7 @@ def test_help_shows_what_works_and_nothing_else(capsys):
     assert all(word in shown for word in ("--verbose", "--fsdp", "--tp", "--profile", "kfac", "clipping"))
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("fresh")
 def test_bad_input_loads_neither_rich_nor_the_model():
     check = (

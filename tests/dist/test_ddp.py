@@ -116,6 +116,7 @@ def test_training_with_captures_ends_where_training_without_them_does(rank: int,
     bodies.several_steps(rank, "ddp", "tied_gpt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", [pytest.param("compiled inside", marks=pytest.mark.full), "compiled outside"])
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused"] if FULL else ["mlp"])
 @distributed(world_size=2)

@@ -139,6 +139,7 @@ def _compiled(model: nn.Module, what: str) -> nn.Module:
     return torch.compile(wrap("fsdp2", model), backend="aot_eager")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", [pytest.param("blocks", marks=pytest.mark.full), "root"])
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
 @distributed(world_size=2)

@@ -8,6 +8,7 @@ from tests.kernels import random
 from tests.kit.fresh import run_fresh
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("fresh")
 def test_calls_on_a_cpu_do_not_import_triton():
     code = """

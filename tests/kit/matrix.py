@@ -8,7 +8,7 @@ WHOLE = 4
 """Matrices up to this size are not thinned."""
 SHARE = 0.1
 """Of a larger one, what is left of it at least."""
-FEW = 3
+FEW = 2
 """What is left of a matrix whose every cell starts several processes: its axes are walked through without them."""
 
 FULL = os.environ.get("GRAMIAN_FULL") == "1"

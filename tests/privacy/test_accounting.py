@@ -85,6 +85,7 @@ def test_gdp_says_that_it_is_an_approximation():
     assert account(history, "gdp").epsilon(DELTA) < account(history, "prv").epsilon(DELTA), "it does understate here"
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("fresh")
 def test_opacus_is_loaded_on_first_use_and_its_other_warnings_are_left_out():
     """In a process of its own, for the import; a small budget hits the largest order of RDP."""

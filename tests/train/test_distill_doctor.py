@@ -60,7 +60,7 @@ def test_a_healthy_student_is_green() -> None:
     assert all("\n" not in text for check in checks for text in (check.measured, check.threshold, check.hint))
 
 
-@pytest.mark.parametrize("source", ["hidden", "topk", "sampled"])
+@pytest.mark.parametrize("source", ["hidden", *(pytest.param(s, marks=pytest.mark.full) for s in ("topk", "sampled"))])
 def test_a_cache_is_compared_with_its_teacher(source: str) -> None:
     checks = taught(teacher={"source": source, "cache": str(cache_of(source))})
     assert all(check.ok for check in checks.values())

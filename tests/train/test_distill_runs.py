@@ -189,7 +189,8 @@ def farthest(one: list[dict[str, Any]], other: list[dict[str, Any]], name: str) 
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["learnable", pytest.param("fixed", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["learnable", "fixed"])
 def test_live_and_cached_teachers_teach_the_same(kind: str, tmp_path: Path) -> None:
     """Top logits are a coarser divergence by what the student does to the ids that are in no list: the loss hardly changes."""
     teacher = LEARNED if kind == "learnable" else {"temperature": 2.0}

@@ -342,7 +342,7 @@ def sees_target(model: GPT) -> None:
     model.register_forward_pre_hook(lambda module, given: (given[0].roll(-1, dims=1), *given[1:]))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "change, time, rows",
     [

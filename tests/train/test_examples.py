@@ -22,7 +22,7 @@ from tests.train.test_data_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
-SLOW = ("distill_topk",)
+SLOW = ("distill_topk", "goose_seed")
 """Trained in the full mode alone."""
 STEPS = 6
 SHRUNK = [
@@ -216,6 +216,7 @@ STUBS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("event", "status", "again"), [("interrupted", 1, True), pytest.param("stopped", 1, False, marks=pytest.mark.full)]
 )

@@ -140,7 +140,12 @@ def test_processes_hold_the_copies_of_their_plan(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "kfac", [{"update_freq": 4}, {"update_freq": 4, "ema_decay": 0.5}, {"update_freq": 4, "kfac_policy": "small_only"}]
+    "kfac",
+    [
+        {"update_freq": 4, "ema_decay": 0.5},
+        pytest.param({"update_freq": 4}, marks=pytest.mark.full),
+        pytest.param({"update_freq": 4, "kfac_policy": "small_only"}, marks=pytest.mark.full),
+    ],
 )
 def test_factors_of_curvature_are_in_the_copies(kfac: dict[str, Any], tmp_path: Path) -> None:
     most, plan = held_by(0, 1, config_of(tmp_path / "run", kfac=kfac), "one")

@@ -152,7 +152,9 @@ class RowProof:
         try:
             if batch > 1:
                 key, samples = self._key(args, kwargs, batch)
-                wanted = self._lacks(key, samples) if hub.tells_samples_apart else key not in (*self.proven, *self._summed)
+                wanted = (
+                    self._lacks(key, samples) if hub.tells_samples_apart else key not in (*self.proven, *self._summed)
+                )
                 due = not wanted and hub.tells_samples_apart and hub.proof_is_due()
         except GramianError as error:
             refusal = error  # the other processes wait for this one
