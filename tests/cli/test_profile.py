@@ -236,6 +236,7 @@ def test_every_length_has_its_phases_the_plain_step_and_the_ratio(profiled):
     assert re.search(r"^verdict at 24: forward \d+%, .*communication 0% of the backward$", printed, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_the_json_holds_every_figure(profiled):
     _, out = profiled
     numbers = json.loads((out / "clipping.json").read_text())

@@ -114,6 +114,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.full
 def test_phases_and_knobs_have_a_row_each(profiled):
     printed, _ = profiled
     assert all(character == "\n" or character.isprintable() for character in printed)
@@ -128,6 +129,7 @@ def test_phases_and_knobs_have_a_row_each(profiled):
     assert "…" not in printed  # no column was cut
 
 
+@pytest.mark.full
 def test_the_json_holds_every_figure(profiled):
     _, numbers = profiled
     assert set(numbers["phases"]) == set(train_profile.PHASES)

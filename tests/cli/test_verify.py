@@ -358,6 +358,7 @@ def test_broken_clipping_exits_1_and_the_check_is_named(bug, capsys, monkeypatch
     assert err.startswith("gramian: verify clipping: ")
 
 
+@pytest.mark.full
 def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypatch):
     take_sample(monkeypatch, "mlp", "deep linear")
 

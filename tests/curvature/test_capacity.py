@@ -426,6 +426,7 @@ def wide_side(seed: int) -> DiagonalLowRank:
     return DiagonalLowRank.softmax(p * (w / w.sum()).sqrt(), torch.float64)
 
 
+@pytest.mark.full
 def test_estimates_of_wide_sides_are_within_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three standard errors of 16 probes: 1 in 100 would miss. At most 1 in 20 may here, which 1 in 100 does with 2·10⁻³."""
     narrow(monkeypatch, 20)

@@ -141,6 +141,7 @@ def captured_wide(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> gra
     return found
 
 
+@pytest.mark.full
 def test_a_wide_side_is_a_subset_of_tokens_and_right_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, model = normal(5, 2, 12), classes(5, 5, 2), wide_model()
     whole = captured_wide(model, x, y, kfac_policy="small_only").kfac_factors["0"]

@@ -177,6 +177,7 @@ def exact_factors(model: nn.Module, x: Tensor, layers: list[str]) -> dict[str, t
     return found
 
 
+@pytest.mark.full
 def test_drawn_factors_approach_the_exact_ones_as_one_over_root_n() -> None:
     model, x = net(), normal(6, 7)
     exact = exact_factors(model, x, ["0", "2"])

@@ -158,6 +158,7 @@ def test_moving_averages_over_refreshes(case: str, reduce: str) -> None:
         assert_equal(found, expected, 1e-10)
 
 
+@pytest.mark.full
 def test_float32_and_half_storage_stay_within_their_precision() -> None:
     for storage, tolerance in (("fp32", 1e-5), ("fp16", 5e-3), ("bf16", 3e-2)):
         options = {"woodbury_dtype": storage, "damping": 1.0}

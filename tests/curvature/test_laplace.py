@@ -58,6 +58,7 @@ def small() -> tuple[nn.Module, gramian.KFACNaturalGradient]:
     return model, found
 
 
+@pytest.mark.full
 def test_draws_have_the_covariance_of_the_formula() -> None:
     """Every entry of the whitened covariance, and the mean, within what chance allows once in 1/ERROR_RATE suites."""
     model, found = small()

@@ -295,6 +295,7 @@ def test_a_wide_head_is_low_rank_or_its_diagonal_and_never_dense(policy: str, mo
         assert "dense" not in {row.G for row in done.plan.rows if row.outputs > 100}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case, exact", sample([*itertools.product(["gpt", "tied", "mlp"], (False, True))], 3))
 def test_averages_settle_at_no_more_than_the_plan_says(case: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     most = gramian.KFACNaturalGradient(ema_decay=0.9, kfac_true_fisher_head=exact).plan(CASES[case].build()).total()

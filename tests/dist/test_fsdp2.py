@@ -324,6 +324,7 @@ def _same_at_any_world_size(rank: int, world_size: int, name: str, sizes: tuple[
     bodies.same_at_any_world_size(rank, "fsdp2", name, sizes, reduction)
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["tied_gpt"] if not FULL else ["mlp", "gpt", "tied_gpt", "reused", "padded_embedding"])
 @pytest.mark.parametrize("seed", range(20 if FULL else 1))

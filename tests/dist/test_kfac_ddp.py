@@ -124,6 +124,7 @@ def test_processes_that_differ_raise_together(rank: int, world_size: int) -> Non
         bodies.refresh(kfac, case.model(), case.data(4), range(rank, 4, 2))
 
 
+@pytest.mark.full
 @distributed(world_size=3)
 def test_a_group_of_some_processes(rank: int, world_size: int) -> None:
     """`process_group=` leaves the others out: they take no part, and none is waited for."""

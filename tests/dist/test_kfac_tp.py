@@ -46,7 +46,7 @@ SPLITS = ([[0, 2, 4], [1, 3]], [[2], [0, 1]])
 FOUR = list(itertools.product(MODELS, REDUCTIONS, SPLITS, OPTIONS))
 
 
-@pytest.mark.parametrize("model, reduce, split, options", sample(FOUR, 2, case=lambda _: None))
+@pytest.mark.parametrize("model, reduce, split, options", sample(FOUR, 1, case=lambda _: None))
 @distributed(world_size=4)
 def test_tensor_parallel_times_fsdp2(
     rank: int, world_size: int, model: tuple[str, str], reduce: str, split: list[list[int]], options: dict[str, object]
@@ -69,6 +69,7 @@ def test_collections_draw_labels_once(rank: int, world_size: int, model: tuple[s
     bodies.collections(rank, *model, 2, [[0, 1, 2]], default_ids=True)
 
 
+@pytest.mark.full
 @distributed(world_size=2)
 def test_padding_weights_and_micro_batches(rank: int, world_size: int) -> None:
     bodies.padded(rank)

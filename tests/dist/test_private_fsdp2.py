@@ -144,6 +144,7 @@ def test_backwards_before_a_step_add_up(rank: int, world_size: int, name: str) -
     bodies.several_backwards(rank, "fsdp2", name)
 
 
+@pytest.mark.full
 @distributed(world_size=2)
 def test_a_detached_model_trains_as_one_that_never_was_private(rank: int, world_size: int) -> None:
     bodies.as_without_an_engine(rank, "fsdp2")

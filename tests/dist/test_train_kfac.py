@@ -236,6 +236,7 @@ def test_a_fault_of_one_process_is_rolled_back_by_all(kind: str, tmp_path: Path)
     assert all(record["refreshes"] >= 3 for record in records)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_a_run_that_was_left_goes_on_bitwise_on_as_many_and_alike_on_others(kind: str, tmp_path: Path) -> None:
     whole = told_of(tmp_path / "whole", 9, **SUBSET)

@@ -67,6 +67,7 @@ def test_six_knots_are_within_a_thousandth_of_a_nat(vocabulary: int, k: int) -> 
     assert normaliser < 1e-3 and mass < 5e-4
 
 
+@pytest.mark.full
 def test_more_knots_are_better_until_the_rounding_of_what_is_kept() -> None:
     logits_NV = zipf_logits(24, 3000)
     errors = [worst_error(logits_NV, TopK(k=16, knots=knots))[1] for knots in (2, 3, 4, 6)]

@@ -166,6 +166,7 @@ def test_softmax_heads_stay_positive(storage: torch.dtype, sharpness: float) -> 
         assert distance(stored_matrix(factor), scale * softmax_fisher(p, w)) <= 30 * LARGEST_ERROR[storage]
 
 
+@pytest.mark.full
 def test_a_wide_confident_softmax_head_stays_positive_in_float16() -> None:
     p, w = probabilities(2000, 24, sharpness=20.0)
     assert float(p.max(0).values.median()) > 0.9

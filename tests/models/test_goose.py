@@ -219,6 +219,7 @@ def test_compiles_to_one_graph_with_equal_logits_and_gradients(config: GooseConf
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.full
 def test_autocast_keeps_memory_and_thresholds_in_float32() -> None:
     model, tokens = Goose(GooseConfig(width=64)), tokens_BT(2, 100)
     dtypes: set[torch.dtype] = set()

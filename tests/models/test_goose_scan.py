@@ -58,7 +58,7 @@ def test_a_token_is_remembered_by_its_own_decay_and_nothing_is_lost_past_twenty_
     torch.testing.assert_close(states_BTD[0, :, 0].double(), (1 - decay**t) / (1 - decay), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.full), True])
 def test_first_and_second_derivatives_agree_with_differences(documents: bool) -> None:
     input_BTD, decay_D, keep_BT, initial_BD = drawn(7, documents, True, torch.float64)
     decay_D = decay_D.clamp(0.05, 0.95)

@@ -1663,6 +1663,7 @@ def test_a_bug_that_is_put_back_turns_its_test_red_on_every_rank(name: str) -> N
         assert run_on_ranks(2, _is_red_on_a_rank, name, applied) == [applied, applied]
 
 
+@pytest.mark.xdist_group("kernels")
 @pytest.mark.parametrize("name", IN_KERNELS)
 def test_a_bug_that_is_put_back_into_a_kernel_turns_its_test_red(name: str) -> None:
     pytest.importorskip("triton")

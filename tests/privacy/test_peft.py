@@ -223,6 +223,7 @@ def test_detach_leaves_the_model_as_it_was_and_adapters_merge(name: str) -> None
     assert not torch.allclose(trained, plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("gpt2, DoRA", marks=pytest.mark.full), "llama, every linear"])
 def test_a_private_loop_and_its_adapters_in_another_model(name: str) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict

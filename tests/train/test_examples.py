@@ -22,7 +22,7 @@ from tests.train.test_data_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))
-SLOW = ("distill_topk", "goose_seed")
+SLOW = ("distill_topk", "goose", "goose_seed")
 """Trained in the full mode alone."""
 STEPS = 6
 SHRUNK = [

@@ -68,7 +68,10 @@ def told(facts: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.full) if kind in ("sgd, every step", "taught") else kind for kind in CONFIGS],
+    [
+        pytest.param(kind, marks=pytest.mark.full) if kind in ("sgd, every step", "taught", "kfac") else kind
+        for kind in CONFIGS
+    ],
 )
 def test_snapshots_hold_the_same_when_numbers_come_late(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-SAMPLED = ("plain", "private")
+SAMPLED = ("private",)
 
 
 @pytest.mark.parametrize("kind", RUNS if FULL else SAMPLED)
