@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -608,3 +609,40 @@ def test_fsdp1_is_refused_also_inside_the_model() -> None:
     inside = nn.Sequential(FullyShardedDataParallel(nn.Linear(5, 4)), nn.Linear(4, 3))
     with refused("model", "FSDP1", "fully_shard"), gramian.per_sample_norms(inside):
         inside(torch.randn(3, 5)).sum().backward()
+
+
+def _swin() -> tuple[nn.Module, Tensor]:
+    config = transformers.SwinConfig(
+        image_size=8, patch_size=2, embed_dim=8, depths=[1], num_heads=[2], window_size=2, num_labels=3
+    )
+    return transformers.SwinForImageClassification(config), torch.randn(4, 3, 8, 8)
+
+
+def _deberta() -> tuple[nn.Module, Tensor]:
+    config = transformers.DebertaV2Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], num_labels=3,
+    )  # fmt: skip
+    return transformers.DebertaV2ForSequenceClassification(config), torch.randint(3, 60, (4, 9))
+
+
+@pytest.mark.parametrize("model_and_batch", [_swin, _deberta])
+def test_relative_positions_of_real_models_are_exact_or_refused_by_the_layers_name(model_and_batch: Any) -> None:
+    model, x = model_and_batch()
+    model = model.eval()
+    expected = model(x).logits.pow(2).sum()
+    names = [name for name, _ in model.named_modules() if name]
+    try:
+        with gramian.per_sample_norms(model, "sum") as norms:
+            loss = model(x).logits.pow(2).sum()
+            loss.backward()
+    except gramian.GramianError as error:
+        assert any(str(error).startswith(name) for name in names) and "\n" not in str(error)
+        assert torch.equal(model(x).logits.pow(2).sum(), expected)
+    else:
+        assert torch.equal(loss, expected)
+        for i, norm in enumerate(norms.values):
+            model.zero_grad()
+            model(x[i : i + 1]).logits.pow(2).sum().backward()
+            own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
+            torch.testing.assert_close(norm, own, rtol=1e-4, atol=1e-6)
