@@ -18,6 +18,8 @@ from gramian.taps.proof.samples import Samples
 
 FEW = 32
 """Below so many samples several numberings are tried: a loss that couples few pairs is missed by one of them in three."""
+SCALES = (1.0, 2.0**-8, 2.0**-16)
+"""Of the loss, until its gradients are finite: a loss scale may be too large for the first batch, and falls in the loop."""
 
 
 def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
@@ -39,21 +41,29 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
         raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
     rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
 
-    def execute(given: Any) -> Tensor:
+    def execute(scale: float, given: Any) -> Tensor:
         loss = _call(loss_fn, root, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise GramianError(f"loss_fn: expected a loss (one number), got {type(loss).__name__}")
         if not bool(torch.isfinite(loss)):
             raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
-        return loss
+        return scale * loss
 
     samples = Samples.of(batch, rows)
-    with hub.proof.in_company(partial(execute, batch)):
+    with hub.proof.in_company(partial(execute, 1.0, batch)):
         if rows < 2:
             raise GramianError(f"batch: has {rows} samples; expected at least two")
+        lone = partial(hub.proof.lone, samples)
         for seed in range(numberings(rows)):
-            with undisturbed(root, samples.leaves):
-                _prove(Prover(hub, execute, samples, seed=seed, lone=partial(hub.proof.lone, samples)))
+            for scale in SCALES:
+                with undisturbed(root, samples.leaves):
+                    if _shows(Prover(hub, partial(execute, scale), samples, seed=seed, lone=lone)):
+                        break
+            else:
+                raise GramianError(
+                    "loss_fn: gives no sample of the batch a gradient, or one that is not finite; expected a loss and samples "
+                    "that have one"
+                )
 
 
 def numberings(rows: int) -> int:
@@ -61,7 +71,8 @@ def numberings(rows: int) -> int:
     return 4 if rows < FEW else 1
 
 
-def _prove(prover: Prover) -> None:
+def _shows(prover: Prover) -> bool:
+    """False if no sample had a gradient, or one was not finite."""
     if prover.open:
         raise GramianError("batch: all its samples are equal; expected samples that differ")
     try:
@@ -70,10 +81,7 @@ def _prove(prover: Prover) -> None:
         refuse(failure)
     if not found.calls:
         raise GramianError("loss_fn: its backward did not go through the private model; expected a loss of its outputs")
-    if not found.shows:
-        raise GramianError(
-            "loss_fn: gives no sample of the batch a gradient; expected a loss and samples that have one"
-        )
+    return found.shows
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:

@@ -558,6 +558,20 @@ def test_a_loss_without_a_gradient_shows_nothing(kind: str) -> None:
     assert engine.proof["loss"] == "not proven"
 
 
+def test_a_loss_scale_that_is_too_large_for_half_precision_is_lowered_for_the_proof() -> None:
+    model, x = Net(), torch.randn(4, 4)
+    engine, _ = private(model, x)
+
+    def half(y: Tensor) -> Tensor:
+        return 1e6 * y.half().float().square().mean()
+
+    with torch.autocast("cpu", torch.float16):
+        engine.check_independence(lambda model, x: half(model(x)), (x,))
+        assert engine.proof["loss"] == "proven"
+        with pytest.raises(GramianError, match="depend|couples|other"):
+            engine.check_independence(lambda model, x: half(y := model(x)) * y.detach().mean(), (x,))
+
+
 class Normalising(nn.Module):
     """Gives every sample's gradient the norm 1, whatever the loss is multiplied by."""
 
