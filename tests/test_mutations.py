@@ -625,7 +625,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of samples that come one at a time",
-        (Edit("gramian.privacy.engine:PrivacyEngine._look_at_inputs", "if not proven and", "if False and"),),
+        (Edit("gramian.privacy.engine:PrivacyEngine._look_at_inputs", "if looks and", "if False and"),),
         functools.partial(
             test_python_state.test_memory_of_samples_that_come_one_at_a_time_is_refused,
             "buffer",

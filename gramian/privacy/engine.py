@@ -523,10 +523,10 @@ class PrivacyEngine:
         self._proof.fail(self.released)
 
     def _look_at_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
-        known = self._piece is not None or self._expected_batch == 1 or bool(hub_of(self._root).proof.proven)
-        _refuse_batch_of_one(*inputs, known=known)
-        proven = bool(hub_of(self._root).proof.proven) or self._proof.option == "off"
-        if not proven and not self._remembers_nothing and first_tensor(*inputs).shape[:1] == (1,):
+        proven = bool(hub_of(self._root).proof.proven)
+        _refuse_batch_of_one(*inputs, known=proven or self._piece is not None or self._expected_batch == 1)
+        looks = not proven and self._proof.option != "off" and not self._remembers_nothing
+        if looks and first_tensor(*inputs).shape[:1] == (1,):
             self._remembers_nothing = remembers_nothing(self._root, *inputs)
         self._outside.look_behind(inputs)
 

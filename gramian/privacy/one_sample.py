@@ -12,9 +12,7 @@ from gramian.taps.preserve_state import Beginning
 from gramian.taps.proof.memory import changed, refuse_attribute, refuse_buffers
 from gramian.taps.proof.row_proof import refuse, undisturbed
 from gramian.taps.proof.runs import Refuted, output_tensors
-
-WITHOUT_ORDER = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that torch does not sort."""
+from gramian.taps.proof.samples import WIDE_UNSIGNED
 
 
 def remembers_nothing(root: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -32,10 +30,10 @@ def remembers_nothing(root: nn.Module, args: Any, kwargs: Any) -> bool:
         GramianError: naming a buffer or an attribute through which a sample reaches the next batch.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    others = [_other(leaf) for leaf in leaves]
+    replaced = [_other(leaf) for leaf in leaves]
     if any(isinstance(module, FSDPModule) for module in root.modules()):
         return True  # other processes would have to run along
-    if all(other is leaf for other, leaf in zip(others, leaves, strict=True)):
+    if all(other is leaf for other, leaf in zip(replaced, leaves, strict=True)):
         return False
     with undisturbed(root, leaves), torch.no_grad():
         beginning = Beginning(root, leaves)
@@ -49,7 +47,7 @@ def remembers_nothing(root: nn.Module, args: Any, kwargs: Any) -> bool:
             run(leaves)
             buffers, attributes = beginning.buffers.changed(), beginning.python.values()
             after_itself = run(leaves, forget=False)
-            run(others)
+            run(replaced)
             names = changed(attributes, beginning.python.values())
             refuse_buffers(buffers, beginning.buffers.changed())
             after_other = run(leaves, forget=False)
@@ -69,7 +67,7 @@ def _other(leaf: Any) -> Any:
     if (
         not isinstance(leaf, Tensor)
         or not leaf.numel()
-        or leaf.dtype in (torch.bool, *WITHOUT_ORDER)
+        or leaf.dtype in (torch.bool, *WIDE_UNSIGNED)
         or leaf.is_complex()
     ):
         return leaf

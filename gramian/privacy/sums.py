@@ -68,9 +68,9 @@ class GradientSums:
         self._versions = WeakTensorKeyDictionary()
         """{p.grad, of a parameter with such a sum, as the last backward left it: its version}."""
         self.watch = Watch(trained)
+        """Whether gradients and weights stay as that backward left them."""
         self._changed: Callable[[], list[Any]] = lambda: []
         """Reads which weights had other values at the beginning of a backward than at the end of the last one."""
-        """Whether gradients and weights stay as that backward left them."""
         self._loss_scale = loss_scale
         self._arriving: deque[tuple[str, DTensor]] = deque()
 

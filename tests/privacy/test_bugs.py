@@ -1118,7 +1118,7 @@ BUGS = (
         "losses that couple samples accepted",
         (
             Edit(
-                f"{_PRIVACY}.independence:_prove",
+                f"{_PRIVACY}.independence:_shows",
                 "prove(lambda _: [0])",
                 "prove(lambda _: [0], whole=False)",
             ),

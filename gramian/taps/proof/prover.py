@@ -71,7 +71,7 @@ class Proven:
     partition: tuple[int, ...] | None = None
     """The grouping of rows into units, where rows of one unit depend on each other: nothing is shown of other groupings."""
     unpadded: tuple[Any, ...] | None = None
-    """Sizes of the batch, where a loader collated samples alone and none of them was padded: others have to show padding."""
+    """Sizes of a batch in which the loader padded no sample; batches of other sizes are still to be proven with padding."""
     stateful: bool = False
     """True if a forward changes buffers or attributes of the model."""
     shows: bool = True

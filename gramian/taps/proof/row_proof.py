@@ -181,7 +181,7 @@ class RowProof:
     def in_company(self, forward: Callable[[], Any], *, repeated: bool = False) -> Iterator[None]:
         """A proof of processes that gather weights for each other: who is done runs along until the last one is.
 
-        Weights that are zero have stand-ins until then: those of this process are part of what the others gather.
+        Weights that are zero stay replaced by random ones until every rank is done: other ranks gather the shards of this one.
 
         Args:
             forward: of the model on this process's batch.

@@ -21,7 +21,7 @@ from gramian.taps.units import Units
 
 SCALARS = (int, float, bool, str, bytes, type(None))
 WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Dtypes that torch does not compare."""
+"""Dtypes that torch neither compares nor sorts."""
 
 
 @dataclass(frozen=True)
