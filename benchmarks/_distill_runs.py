@@ -21,23 +21,23 @@ import torch
 from torch import Tensor
 
 from benchmarks._timing import synchronize
+from gramian.data import Windows, load_windows
 from gramian.distill.cache import build_cache
-from gramian.models.goose import layers as goose_layers
+from gramian.models.goose import goose_layers
 from gramian.parallel.world import World
-from gramian.train import build as build_module
-from gramian.train.build import Parts, build
-from gramian.train.config import Config, Data, parse_config
-from gramian.train.data import Windows, load_windows
-from gramian.train.late import Outcome
-from gramian.train.objective import logits_of
-from gramian.train.perplexity import Perplexity, perplexity
-from gramian.train.precision import numbers_for, set_globals
-from gramian.train.record import write_record
-from gramian.train.run_folder import RunFolder, read_lines
-from gramian.train.saved import load_run
-from gramian.train.stepper import evaluating
-from gramian.train.teach import cache_options, live_teacher
-from gramian.train.trainer import Trainer
+from gramian.train.build import run_parts as build_module
+from gramian.train.build.build_teacher import cache_options, live_teacher
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config, Data, parse_config
+from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.loop.objective import logits_of
+from gramian.train.loop.perplexity import Perplexity, perplexity
+from gramian.train.loop.precision import numbers_for, set_globals
+from gramian.train.loop.stepper import evaluating
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import RunFolder, read_lines
+from gramian.train.state.run_record import write_record
+from gramian.train.state.saved_run import load_run
 
 ON_GPU = torch.cuda.is_available()
 WORLD = World(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from benchmarks._timing import seconds, write
-from gramian.kernels._launch import Tiles
 from gramian.kernels.chacha import add_normals_
 from gramian.kernels.checksums import checksums
-from gramian.kernels.direct_squares import direct_squares
-from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel
-from gramian.kernels.token_sums import normed_sums, token_sums
-from gramian.kernels.weighted_product import weighted_product
-from gramian.kernels.weighted_sum import row_squares, weighted_sum
+from gramian.kernels.launch import Tiles
+from gramian.kernels.norms.direct_squares import direct_squares
+from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel
+from gramian.kernels.sums.token_sums import normed_sums, token_sums
+from gramian.kernels.sums.weighted_product import weighted_product
+from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 from gramian.taps.gradients import Outer
 
 

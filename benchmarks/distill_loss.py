@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks._timing import ratio, seconds, take_turns, write
 from gramian.distill import distill_loss
-from gramian.kernels.distill_rows import Objective, distill_rows_kernel
+from gramian.kernels.distillation.distill_rows import Objective, distill_rows_kernel
 
 ON_GPU = torch.cuda.is_available()
 

@@ -32,24 +32,24 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks._timing import RESULTS, ratio, synchronize, take_turns, write
+from gramian.data import Batches, StepBatch, Windows
+from gramian.data.token_stream import Stream
 from gramian.distill import distill_loss
 from gramian.distill.cache import Cache, CacheOptions, build_cache, open_cache
-from gramian.distill.live import LiveTeacher
-from gramian.distill.objective import DistillObjective, LossOptions
-from gramian.distill.switch import FeatureSwitch
+from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.feature_switch import FeatureSwitch
+from gramian.distill.loss.temperature import Temperature, TemperatureOptions
+from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teaching import Teaching
-from gramian.distill.temperature import Temperature, TemperatureOptions
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
-from gramian.train.ahead import announced
-from gramian.train.config import Optimizer, Precision
-from gramian.train.data import Batches, StepBatch, Windows
-from gramian.train.data.stream import Stream
-from gramian.train.metrics import flops_per_token
-from gramian.train.objective import Objective
-from gramian.train.optimizers import build_optimizer
-from gramian.train.precision import Numbers, set_globals
-from gramian.train.stepper import Stepper
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.config.config import Optimizer, Precision
+from gramian.train.loop.lookahead import announced
+from gramian.train.loop.objective import Objective
+from gramian.train.loop.precision import Numbers, set_globals
+from gramian.train.loop.stepper import Stepper
+from gramian.train.state.run_log import flops_per_token
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -33,19 +33,19 @@ import torch
 
 from benchmarks._timing import write
 from gramian.cli import main as gramian
+from gramian.data import load_tokenizer, load_windows
+from gramian.data.embedded_corpus import load_corpus
 from gramian.parallel.world import World
-from gramian.train.checkpoint import CheckpointStore, Loaded
-from gramian.train.config import Config, load_config, parse_config
-from gramian.train.corpus import load_corpus
-from gramian.train.data import load_tokenizer, load_windows
-from gramian.train.models import build_model
-from gramian.train.objective import Objective, logits_of
-from gramian.train.perplexity import perplexity
-from gramian.train.precision import numbers_for, set_globals
-from gramian.train.run_folder import read_lines
-from gramian.train.saved import OF_MODEL
-from gramian.train.state import load
-from gramian.train.stepper import evaluating
+from gramian.train.build.build_model import build_model
+from gramian.train.config.config import Config, load_config, parse_config
+from gramian.train.loop.objective import Objective, logits_of
+from gramian.train.loop.perplexity import perplexity
+from gramian.train.loop.precision import numbers_for, set_globals
+from gramian.train.loop.stepper import evaluating
+from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.flat_state import load
+from gramian.train.state.run_folder import read_lines
+from gramian.train.state.saved_run import OF_MODEL
 
 ON_GPU = torch.cuda.is_available()
 WORLD = World(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")

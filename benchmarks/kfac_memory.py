@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gramian
 from benchmarks._timing import write
-from gramian.curvature.planning import CurvaturePlan
+from gramian.curvature.memory.curvature_plan import CurvaturePlan
 from gramian.models.gpt import GPT, GPTConfig
 
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import gramian
 from benchmarks._timing import RESULTS, synchronize, write
+from gramian.data.embedded_corpus import load_corpus
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.train.corpus import load_corpus
 
 GRIDS = {
     "SGD": (0.03, 0.1, 0.3, 1.0),

@@ -24,7 +24,7 @@ import gramian
 from benchmarks._timing import ratio, take_turns, write
 from gramian.models.gpt import GPT, GPTConfig
 
-TIMED = ("gramian.privacy.sums", "gramian.privacy.clipping", "gramian.privacy.engine")
+TIMED = ("gramian.privacy.clipping.gradient_sums", "gramian.privacy.clipping.clipping_rule", "gramian.privacy.engine")
 
 
 class WithoutTimers(ast.NodeTransformer):
@@ -61,9 +61,9 @@ def engine_without_timers() -> tuple[type[gramian.PrivacyEngine], int]:
         exec(compile(tree, name, "exec"), module.__dict__)
         bare[name] = module
     engine = bare["gramian.privacy.engine"]
-    engine.__dict__["Clipping"] = bare["gramian.privacy.clipping"].Clipping
-    engine.__dict__["Tuning"] = bare["gramian.privacy.clipping"].Tuning
-    engine.__dict__["GradientSums"] = bare["gramian.privacy.sums"].GradientSums
+    engine.__dict__["Clipping"] = bare["gramian.privacy.clipping.clipping_rule"].Clipping
+    engine.__dict__["Tuning"] = bare["gramian.privacy.clipping.clipping_rule"].Tuning
+    engine.__dict__["GradientSums"] = bare["gramian.privacy.clipping.gradient_sums"].GradientSums
     return engine.PrivacyEngine, cut.removed
 
 

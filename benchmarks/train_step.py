@@ -26,17 +26,17 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from benchmarks._timing import ratio, take_turns, write
+from gramian.data import Batches, load_windows
 from gramian.models.gpt import GPT
 from gramian.parallel.world import World
-from gramian.train.build import build
-from gramian.train.config import Config, parse_config
-from gramian.train.data import Batches, load_windows
-from gramian.train.models import build_model
-from gramian.train.optimizers import build_optimizer
-from gramian.train.precision import numbers_for
-from gramian.train.run_folder import RunFolder
-from gramian.train.trainer import Ended, Trainer
-from gramian.verify.runs.train_profile import profile_train
+from gramian.train.build.build_model import build_model
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.build.run_parts import build
+from gramian.train.config.config import Config, parse_config
+from gramian.train.loop.precision import numbers_for
+from gramian.train.loop.trainer import Ended, Trainer
+from gramian.train.state.run_folder import RunFolder
+from gramian.verify.train_profile import profile_train
 
 BAR = 1.03
 BLOCK = 20

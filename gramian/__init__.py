@@ -5,8 +5,9 @@ The public names are listed in `__all__`; everything else may change.
 
 from typing import TYPE_CHECKING, Any
 
-from gramian.curvature import KFACNaturalGradient, precondition
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.curvature import KFACNaturalGradient
+from gramian.optim.precondition import precondition
 from gramian.privacy import PrivacyEngine
 from gramian.statistics import DiagonalFisher, Health, NoiseScale, PerSampleNorms, per_sample_norms
 from gramian.taps import Capture, Site, register_site

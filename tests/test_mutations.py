@@ -214,7 +214,7 @@ _MOVES = "when other samples are replaced"
 _SUMS = "the taps explain a gradient of norm"
 """What it says where the sum over samples is not autograd's."""
 _GRADIENTS, _SITES = "gramian.taps.gradients", "gramian.taps.sites"
-_DIAGONAL, _AVERAGE = "gramian.statistics.diagonal_estimate", "gramian.statistics.ema:MovingAverage"
+_DIAGONAL, _AVERAGE = "gramian.statistics.diagonal_estimate", "gramian.statistics.moving_average:MovingAverage"
 
 ROWS = (
     Mutation("rows rolled by one", _tokens("found.roll(1, 0)"), _rows_of("linear_3d"), refused=rf"^2: .* {_MOVES}"),
@@ -472,14 +472,14 @@ MUTATIONS = (
     ),
     Mutation(
         "loss scale not undone",
-        (Edit("gramian.taps.record:PassInfo.scale", "self.factor / self.loss_scale", "self.factor"),),
+        (Edit("gramian.taps.records:PassInfo.scale", "self.factor / self.loss_scale", "self.factor"),),
         functools.partial(test_norms.test_the_loss_scale_is_undone, "mean", "float"),
     ),
     Mutation(
         "GradScaler's scale not undone",
         (
             Edit(
-                "gramian.taps.record:PassInfo.scale",
+                "gramian.taps.records:PassInfo.scale",
                 "self.factor / (scale if scale is not None else self.loss_scale.get_scale())",
                 "self.factor",
             ),
@@ -566,7 +566,7 @@ MUTATIONS = (
     ),
     Mutation(
         "variance divided by n",
-        (Edit("gramian.statistics.noise:NoiseScale.finish", "n / (n - 1)", "1.0"),),
+        (Edit("gramian.statistics.noise_scale:NoiseScale.finish", "n / (n - 1)", "1.0"),),
         test_noise.test_two_samples_by_hand,
     ),
     Mutation(
@@ -581,7 +581,7 @@ MUTATIONS = (
     ),
     Mutation(
         "health of the batch's loss",
-        (Edit("gramian.statistics.health:Health.update", "gradient * record.info.scale**2", "gradient"),),
+        (Edit("gramian.statistics.layer_health:Health.update", "gradient * record.info.scale**2", "gradient"),),
         functools.partial(test_health.test_norms_and_zeros_are_those_of_hooks, "mlp", "mean"),
     ),
     Mutation(
@@ -596,7 +596,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tokens that do not count go unseen",
-        (Edit("gramian.taps.proof.samples:Samples.uneven", "return tuple(", "return () and tuple("),),
+        (Edit("gramian.taps.proof.sample_arguments:Samples.uneven", "return tuple(", "return () and tuple("),),
         test_returned_loss.test_equal_counts_are_exact_and_unequal_ones_of_a_later_batch_are_refused_with_the_remedy,
     ),
     Mutation(
@@ -635,13 +635,13 @@ MUTATIONS = (
     ),
     Mutation(
         "targets in a list belong to nobody",
-        (Edit("gramian.taps.proof.samples:_is_list_of", "return any(inside) and", "return False and"),),
+        (Edit("gramian.taps.proof.sample_arguments:_is_list_of", "return any(inside) and", "return False and"),),
         functools.partial(test_covered.test_targets_in_a_list_go_with_their_samples, "dicts", (1, 2, 3, 5)),
     ),
     Mutation(
         "the proof asks for no linear backward",
         (
-            Edit("gramian.taps.proof.runs:Runs.untapped", "SCALE * g", "g"),
+            Edit("gramian.taps.proof.proof_runs:Runs.untapped", "SCALE * g", "g"),
             Edit("gramian.taps.proof.prover:Prover._compare_sums", "factors=(SCALE,)", "factors=(1.0,)"),
         ),
         test_row_proof.test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused,
@@ -664,7 +664,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the sample that hides its padding is alone",
-        (Edit("gramian.privacy.lone:LastBatch.samples_alone", "-(-len(padded) // MOST)", "len(padded)"),),
+        (Edit("gramian.privacy.sampling.single_collation:LastBatch.samples_alone", "-(-len(padded) // MOST)", "len(padded)"),),
         functools.partial(test_lone.test_padding_that_leaks_is_refused, 0.0, 2),
     ),
     Mutation(
@@ -674,14 +674,14 @@ MUTATIONS = (
     ),
     Mutation(
         "runs of a proof go on from each other",
-        (Edit("gramian.taps.preserve_state:Beginning.restore", "self.python.restore()", "pass"),),
+        (Edit("gramian.taps.model.preserve_state:Beginning.restore", "self.python.restore()", "pass"),),
         test_python_state.test_every_run_begins_with_what_the_first_began_with,
     ),
     Mutation(
         "losses in attributes go unseen",
         (
             Edit(
-                "gramian.taps.proof.runs:Runs._results",
+                "gramian.taps.proof.proof_runs:Runs._results",
                 "left_in_attributes(self._root, before, returned)",
                 "dict[str, Tensor]()",
             ),
@@ -724,7 +724,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a batch inside of an object stays",
-        (Edit("gramian.taps.proof.samples:Samples.opaque", "if t.dim() and", "if False and"),),
+        (Edit("gramian.taps.proof.sample_arguments:Samples.opaque", "if t.dim() and", "if False and"),),
         functools.partial(test_python_state.test_an_object_that_holds_a_batch_is_refused, test_python_state.Context),
     ),
     Mutation(
@@ -734,7 +734,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a buffer that is put in place anew stays",
-        (Edit("gramian.taps.preserve_state:Buffers.restore", "owner[local] = buffer", "pass"),),
+        (Edit("gramian.taps.model.preserve_state:Buffers.restore", "owner[local] = buffer", "pass"),),
         functools.partial(
             test_row_proof.test_a_buffer_that_counts_batches_stays_welcome_and_counts_no_run_of_the_proof, False
         ),
@@ -777,17 +777,17 @@ MUTATIONS = (
     ),
     Mutation(
         "weights of an interval taken for observations",
-        (Edit("gramian.statistics.weights:Weights.effective", "self.total**2 / self.squares", "self.total"),),
+        (Edit("gramian.statistics.reliability_weights:Weights.effective", "self.total**2 / self.squares", "self.total"),),
         test_moments.test_intervals_do_not_narrow_when_weights_are_numbers_of_tokens,
     ),
     Mutation(
         "weights of a variance taken for observations",
-        (Edit("gramian.statistics.weights:Weights.divisor", "2 * self.pairs / self.total", "(self.total - 1)"),),
+        (Edit("gramian.statistics.reliability_weights:Weights.divisor", "2 * self.pairs / self.total", "(self.total - 1)"),),
         test_moments.test_one_observation_after_another_is_two_passes_over_all,
     ),
     Mutation(
         "moments kept in float32",
-        (Edit("gramian.statistics.moments:WeightedMoments.extend", ".double()", ".float()"),),
+        (Edit("gramian.statistics.weighted_moments:WeightedMoments.extend", ".double()", ".float()"),),
         test_moments.test_state_is_float64_though_observations_are_not,
     ),
     Mutation(

@@ -2,7 +2,7 @@
 
 from gramian.analysis.measure import analyse
 from gramian.analysis.methods import write_methods
-from gramian.analysis.settings import Settings
+from gramian.analysis.options import Settings
 from gramian.analysis.subject import Subject
 
 __all__ = ["Settings", "Subject", "analyse", "write_methods"]

@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from gramian.analysis.subject import Batch
+from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
-from gramian.curvature.capture import KFACCapture
-from gramian.curvature.fisher import (
+from gramian.curvature.estimate.fisher_labels import (
     draw_labels,
     logits_of,
     positions,
@@ -17,11 +17,11 @@ from gramian.curvature.fisher import (
     summed_cross_entropy,
     token_weights,
 )
-from gramian.errors import GramianError
+from gramian.curvature.estimate.kfac_capture import KFACCapture
 from gramian.taps.hub import hub_of
-from gramian.taps.names import named_parameters, unwrap
-from gramian.taps.preserve_state import preserve_state
-from gramian.taps.statistic import Withheld
+from gramian.taps.model.preserve_state import preserve_state
+from gramian.taps.model.user_names import named_parameters, unwrap
+from gramian.taps.roles import Withheld
 
 
 def collect(

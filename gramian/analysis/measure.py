@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 import gramian
+from gramian.analysis.analysis_plan import Plan, make_plan
 from gramian.analysis.collect import collect
-from gramian.analysis.planning import Plan, make_plan
-from gramian.analysis.settings import TOLERANCE, Settings
-from gramian.analysis.spectra import ggn_density, kfac_density, layer_spectra
+from gramian.analysis.options import TOLERANCE, Settings
+from gramian.analysis.spectrum_curves import ggn_density, kfac_density, layer_spectra
 from gramian.analysis.subject import Subject
+from gramian.core.errors import GramianError
 from gramian.curvature import GGNOperator, HessianOperator, KFACNaturalGradient
-from gramian.errors import GramianError
 from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
-from gramian.linalg.operator import Operator
+from gramian.linalg.spectra.operator import Operator
 
 SCHEMA = 1
 Tell = Callable[[int, int], None]

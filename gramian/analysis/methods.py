@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gramian.analysis.layers import kind, kronecker_layers
-from gramian.train.run_folder import write_whole
+from gramian.analysis.layer_places import kind, kronecker_layers
+from gramian.train.state.run_folder import write_whole
 
 MISSING = "not recorded"
 FISHERS = {

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.analysis.layers import Place, estimate_name, kronecker_layers, place, short_roles
-from gramian.errors import GramianError
+from gramian.analysis.layer_places import Place, estimate_name, kronecker_layers, place, short_roles
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,15 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.data import Windows, load_windows
 from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
-from gramian.train.config import Config, load_config
-from gramian.train.data import Windows, load_windows
-from gramian.train.models import build_model
-from gramian.train.objective import IGNORED
-from gramian.train.run_folder import difference
-from gramian.train.saved import is_run, load_run
+from gramian.train.build.build_model import build_model
+from gramian.train.config.config import Config, load_config
+from gramian.train.loop.objective import IGNORED
+from gramian.train.state.run_folder import difference
+from gramian.train.state.saved_run import is_run, load_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 PASS = 1024

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 
 class RunFailed(Exception):
@@ -77,7 +77,9 @@ def refuse_unavailable(
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
-    from gramian.cli import cache, curvature, demo, doctor, eval, plan, profile, train, verify
+    from gramian.cli import cache, curvature, doctor, eval, plan, train, verify
+    from gramian.cli.demo import demo
+    from gramian.cli.profile import profile
 
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)

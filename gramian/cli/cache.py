@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gramian.cli.train import add_config, check_device
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from gramian.distill.cache.manifest import Manifest
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the cache."""
     from gramian.cli.terminal import bar, console
     from gramian.parallel.world import world
-    from gramian.train.config import load_config
+    from gramian.train.config.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     if config.teacher is None:
@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     first = os.environ.get("RANK", "0") == "0"
     out, started = console(quiet=not first), time.perf_counter()
     with world(config.run.device == "cpu", False) as where:
+        from gramian.data import load_windows
         from gramian.distill.cache.builder import build_cache
-        from gramian.distill.origin import write_origin
-        from gramian.train.data import load_windows
-        from gramian.train.precision import numbers_for, set_globals
-        from gramian.train.teach import cache_folder, cache_options, live_teacher, teacher_mark
+        from gramian.distill.teacher.teacher_origin import write_origin
+        from gramian.train.build.build_teacher import cache_folder, cache_options, live_teacher, teacher_mark
+        from gramian.train.loop.precision import numbers_for, set_globals
 
         set_globals(config.precision, config.run.deterministic)
         training, _ = load_windows(config.data)

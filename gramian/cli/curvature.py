@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     import torch
     from rich.console import Console, RenderableType
 
-    from gramian.analysis.settings import Settings
+    from gramian.analysis.options import Settings
     from gramian.analysis.subject import Subject
 
 DEFAULT_OUT = Path("runs/curvature")
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gramian.analysis import plots
     from gramian.analysis.measure import analyse, plan_of
     from gramian.analysis.methods import write_methods
-    from gramian.analysis.store import FILE, new_folder, write_result
+    from gramian.analysis.result_file import FILE, new_folder, write_result
     from gramian.cli.terminal import console
     from gramian.parallel.world import started_by_torchrun
 
@@ -148,7 +148,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     elif arguments.text is None:
         raise GramianError("argument --text: none given; expected text files for --model")
 
-    from gramian.analysis.settings import DAMPING, Settings
+    from gramian.analysis.options import DAMPING, Settings
 
     try:
         return Settings(
@@ -168,7 +168,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 def _subject(arguments: argparse.Namespace) -> Subject:
     if arguments.model is not None:
-        from gramian.analysis.folder import LENGTH, from_folder
+        from gramian.analysis.model_folder import LENGTH, from_folder
 
         return from_folder(
             arguments.model,
@@ -182,7 +182,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             arguments.seed,
         )
     from gramian.analysis.subject import from_config
-    from gramian.train.config import load_config
+    from gramian.train.config.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     device = _device(arguments.device, config.run.device)
@@ -269,7 +269,7 @@ def _layers(result: Mapping[str, Any]) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    from gramian.analysis.layers import kind, kronecker_layers, short_names
+    from gramian.analysis.layer_places import kind, kronecker_layers, short_names
 
     record, metrics = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]
     whole = metrics["model"]["trace"] or math.inf
@@ -312,7 +312,7 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    from gramian.analysis.layers import estimate_name
+    from gramian.analysis.layer_places import estimate_name
 
     model, ggn = result["kfac"]["metrics"]["model"], result.get("ggn")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

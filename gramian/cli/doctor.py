@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from gramian.cli import RunFailed
 from gramian.cli.train import add_config
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from gramian.train.checks.check import Check
+    from gramian.train.doctor.check import Check
 
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 120
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         RunFailed: if a check failed.
     """
     from gramian.parallel.world import started_by_torchrun
-    from gramian.train.config import load_config
-    from gramian.train.doctor import examine
+    from gramian.train.config.config import load_config
+    from gramian.train.doctor.examine import examine
 
     config = load_config(arguments.config, arguments.overrides)
     if started_by_torchrun():

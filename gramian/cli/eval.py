@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli.train import check_device
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
-    from gramian.train.config import Config
+    from gramian.train.config.config import Config
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
-    from gramian.train.config import load_config
+    from gramian.train.config.config import load_config
 
     path = Path(target)
     if path.is_dir():
@@ -79,12 +79,12 @@ def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
 
 def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
     from gramian.cli.terminal import bar, console
-    from gramian.train.data import load_windows
-    from gramian.train.objective import logits_of
-    from gramian.train.perplexity import perplexity
-    from gramian.train.precision import numbers_for, set_globals
-    from gramian.train.saved import load_run
-    from gramian.train.stepper import evaluating
+    from gramian.data import load_windows
+    from gramian.train.loop.objective import logits_of
+    from gramian.train.loop.perplexity import perplexity
+    from gramian.train.loop.precision import numbers_for, set_globals
+    from gramian.train.loop.stepper import evaluating
+    from gramian.train.state.saved_run import load_run
 
     out = console(quiet=os.environ.get("RANK", "0") != "0")
     saved = load_run(folder, "run folder")
@@ -132,8 +132,8 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
 def _text(arguments: argparse.Namespace, config: Config, model: Any) -> str:
     import torch
 
-    from gramian.models.generate import generate_text_tokens
-    from gramian.train.data import load_tokenizer
+    from gramian.data import load_tokenizer
+    from gramian.models.text_generation import generate_text_tokens
 
     tokenizer = load_tokenizer(config.data.tokenizer)
     prompt = torch.from_numpy(tokenizer.encode(arguments.prompt).astype("int64")).to(next(model.parameters()).device)

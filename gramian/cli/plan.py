@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from gramian.cli import RunFailed
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from gramian.curvature.planning import CurvaturePlan
-    from gramian.parallel.strategy import Decision
-    from gramian.plan.host import HostPlan
-    from gramian.plan.memory import Kind, Needs
-    from gramian.train.config import Config
+    from gramian.curvature.memory.curvature_plan import CurvaturePlan
+    from gramian.plan.host_memory import HostPlan
+    from gramian.plan.parallel_strategy import Decision
+    from gramian.plan.transformer_memory import Kind, Needs
+    from gramian.train.config.config import Config
 
 # Columns where the output is not a terminal.
 PLAIN_WIDTH = 110
@@ -53,9 +53,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the decision."""
-    from gramian.parallel.strategy import decide
-    from gramian.train.config import load_config
-    from gramian.train.needs import needs_of, vocabulary_of
+    from gramian.plan.parallel_strategy import decide
+    from gramian.train.build.memory_needs import needs_of, vocabulary_of
+    from gramian.train.config.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
     place = _place(config, arguments.gpus, arguments.gpu_memory)
@@ -95,8 +95,8 @@ def _host(
     config: Config, vocabulary: int, place: _Place, decision: Decision, needs: Needs, arguments: argparse.Namespace
 ) -> HostPlan:
     """The copies of the state in host memory, under the strategy that was decided on."""
-    from gramian.plan.host import copy_bytes, plan_host
-    from gramian.train.host import available_memory, factor_bytes
+    from gramian.plan.host_memory import copy_bytes, plan_host
+    from gramian.train.build.snapshot_budget import available_memory, factor_bytes
 
     assert decision.strategy is not None
     factors = 0 if config.kfac is None else factor_bytes(_curvature(config, vocabulary, place, 1))
@@ -120,7 +120,7 @@ def _host(
 
 def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
     """What a run and its curvature take, in a line, and whether that fits."""
-    from gramian.plan.clipping import megabytes
+    from gramian.privacy.clipping.clipping_plan import megabytes
 
     fits = held + curvature <= usable
     line = f"with [kfac]: {megabytes(held)} + {megabytes(curvature)} of {megabytes(usable)}"
@@ -143,12 +143,12 @@ class _Place:
         """What the config's precision means there; GPUs that are not here are taken for recent ones."""
         import torch
 
-        from gramian.train.precision import AMPERE, numbers_for
+        from gramian.train.loop.precision import AMPERE, numbers_for
 
         return cast("Kind", numbers_for(config.precision, torch.device(self.device), self.capability or AMPERE).kind)
 
     def __str__(self) -> str:
-        from gramian.plan.clipping import megabytes
+        from gramian.privacy.clipping.clipping_plan import megabytes
 
         if self.device == "cpu":
             return f"the CPU of this machine, {megabytes(self.memory)} of memory"
@@ -186,7 +186,7 @@ def _machine_memory() -> int:
 
 
 def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) -> list[str]:
-    from gramian.plan.clipping import megabytes
+    from gramian.privacy.clipping.clipping_plan import megabytes
 
     shape, windows = needs.shape, needs.windows(place.gpus)
     name = "GPT" if config.model.kind == "gpt" else str(config.model.path)
@@ -205,9 +205,9 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
 
 def _private(needs: Needs, place: _Place) -> list[str]:
     """What the row proof of a private run costs beside its row of the table, and what the table leaves out."""
-    from gramian.plan.clipping import megabytes
-    from gramian.plan.proof import plan_proof
-    from gramian.privacy.independence import numberings
+    from gramian.plan.proof_cost import plan_proof
+    from gramian.privacy.audit.independence import numberings
+    from gramian.privacy.clipping.clipping_plan import megabytes
 
     windows = needs.windows(place.gpus)
     proof, left_out = plan_proof(needs, windows), "What clipping holds on top is not counted."
@@ -227,10 +227,10 @@ def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -
     """What [kfac] holds on top of the table above, on each of so many processes."""
     import torch
 
-    from gramian.train.build import build_kfac
-    from gramian.train.huggingface import reading
-    from gramian.train.models import build_model
-    from gramian.train.precision import Numbers
+    from gramian.models.huggingface import reading
+    from gramian.train.build.build_model import build_model
+    from gramian.train.build.run_parts import build_kfac
+    from gramian.train.loop.precision import Numbers
 
     numbers = Numbers(place.precision(config), place.device)
     with torch.device("meta"):
@@ -253,7 +253,7 @@ def _table(decision: Decision) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    from gramian.plan.clipping import megabytes
+    from gramian.privacy.clipping.clipping_plan import megabytes
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from gramian.parallel.world import World
-    from gramian.train.config import Config
-    from gramian.train.run_folder import RunFolder
+    from gramian.train.config.config import Config
+    from gramian.train.state.run_folder import RunFolder
 
 
 FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
@@ -42,7 +42,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
-    from gramian.train.config import load_config
+    from gramian.train.config.config import load_config
 
     first = os.environ.get("RANK", "0") == "0"
     try:
@@ -65,7 +65,7 @@ def train(config: Config, first: bool) -> int:
         The exit code: 0 if it came to its end or was told to leave, 1 if the guard stopped it.
     """
     from gramian.parallel.world import world
-    from gramian.train.run_folder import RunFolder
+    from gramian.train.state.run_folder import RunFolder
 
     cpu = config.run.device == "cpu"
     check_device(config)
@@ -88,8 +88,8 @@ def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
     from rich.console import Console
 
     from gramian.cli.train_progress import Progress
-    from gramian.train.build import build
-    from gramian.train.trainer import Trainer
+    from gramian.train.build.run_parts import build
+    from gramian.train.loop.trainer import Trainer
 
     console = Console(quiet=not first)
     with _in_one_line(where):
@@ -112,7 +112,7 @@ def _in_one_line(where: World) -> Iterator[None]:
     """
     import torch
 
-    from gramian.train.data import DataWorkerDied
+    from gramian.data import DataWorkerDied
 
     try:
         yield
@@ -141,10 +141,10 @@ def sharded(config: Config) -> bool:
     """Whether the model is sharded: as the config says, or as the planner finds that it must be."""
     import torch
 
-    from gramian.parallel.strategy import decide
     from gramian.parallel.world import started_by_torchrun
-    from gramian.train.needs import needs_of, vocabulary_of
-    from gramian.train.precision import numbers_for
+    from gramian.plan.parallel_strategy import decide
+    from gramian.train.build.memory_needs import needs_of, vocabulary_of
+    from gramian.train.loop.precision import numbers_for
 
     if config.parallel.strategy != "auto":
         return config.parallel.strategy == "fsdp2"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gramian.train.config import Config
-    from gramian.train.late import Outcome
-    from gramian.train.trainer import Trainer
+    from gramian.train.config.config import Config
+    from gramian.train.loop.deferred_metrics import Outcome
+    from gramian.train.loop.trainer import Trainer
 
 TOLD = {
     "resumed": "resumed from {folder}",

@@ -10,14 +10,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gramian.cli import RunFailed, refuse_unavailable
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
     from gramian.parallel.world import World
-    from gramian.verify.runs import Check, Outcome
+    from gramian.verify.checks import Check, Outcome
 
 TARGETS = ("kfac", "clipping", "distill", "resume")
 LATER = ()
@@ -86,7 +86,8 @@ def _verify_kfac(arguments: argparse.Namespace, first: bool) -> None:
     if started_by_torchrun() or arguments.fsdp or arguments.tp:
         return _verify_kfac_of_processes(arguments, first)
 
-    from gramian.verify.runs import kfac_matrix, run_checks
+    from gramian.verify import kfac_matrix
+    from gramian.verify.checks import run_checks
 
     console = _console()
     checks = kfac_matrix.plan()
@@ -104,8 +105,8 @@ def _verify_kfac(arguments: argparse.Namespace, first: bool) -> None:
 
 
 def _verify_kfac_of_processes(arguments: argparse.Namespace, first: bool) -> None:
-    from gramian.verify.runs import kfac_processes
-    from gramian.verify.runs.spread import Layout
+    from gramian.verify import kfac_processes
+    from gramian.verify.model_layouts import Layout
 
     def layout(where: World) -> Layout:
         return Layout(where, arguments.fsdp, arguments.tp)
@@ -122,8 +123,8 @@ def _verify_kfac_of_processes(arguments: argparse.Namespace, first: bool) -> Non
 
 
 def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
-    from gramian.privacy.timing import Stopwatch
-    from gramian.verify.runs import clipping_matrix
+    from gramian.privacy.clipping.step_timing import Stopwatch
+    from gramian.verify import clipping_matrix
 
     stopwatch = Stopwatch(on=True) if arguments.profile else None
     _verify_together(
@@ -137,7 +138,7 @@ def _verify_clipping(arguments: argparse.Namespace, first: bool) -> None:
 
 
 def _verify_distill(arguments: argparse.Namespace, first: bool) -> None:
-    from gramian.verify.runs import distill_matrix
+    from gramian.verify import distill_matrix
 
     _verify_together(
         arguments,
@@ -167,8 +168,8 @@ def _verify_together(
         more: what is printed below the tables.
     """
     from gramian.parallel.world import world
-    from gramian.verify.runs import run_checks
-    from gramian.verify.runs.agreement import agree
+    from gramian.verify.agreement import agree
+    from gramian.verify.checks import run_checks
 
     console = _console(quiet=not first)
     with world(cpu=False, fsdp=arguments.fsdp or arguments.tp) as where:
@@ -196,8 +197,8 @@ def _verify_resume(arguments: argparse.Namespace, first: bool) -> None:
     from pathlib import Path
 
     from gramian.parallel.world import world
-    from gramian.train.config import load_config, parse_config
-    from gramian.verify.runs import resume
+    from gramian.train.config.config import load_config, parse_config
+    from gramian.verify import resume
 
     config = resume.shortened(load_config(arguments.config) if arguments.config else parse_config({}), arguments.fsdp)
     console = _console(quiet=not first)

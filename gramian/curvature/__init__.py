@@ -1,12 +1,7 @@
 """Curvature: K-FAC factors from the captured passes, and what they are used for."""
 
-from gramian.curvature.averaging import Average, diagonal_average, fisher_average
-from gramian.curvature.block import Block
-from gramian.curvature.ewc import EWCPenalty
-from gramian.curvature.importance import TokenImportance, parameter_importance, token_importance
-from gramian.curvature.influence import Influence, influence_scores
+from gramian.curvature.blocks.block import Block
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.laplace import Laplace, LogMarginal
 from gramian.curvature.operators import (
     EmpiricalFisherOperator,
     GGNOperator,
@@ -16,9 +11,13 @@ from gramian.curvature.operators import (
     from_curvlinops,
     to_curvlinops,
 )
-from gramian.curvature.overlap import Overlap, fisher_overlap, gradient_conflict, subspace_overlap
-from gramian.curvature.parameter_space import ParameterSpace
-from gramian.curvature.precondition import precondition
+from gramian.curvature.operators.parameter_space import ParameterSpace
+from gramian.curvature.uses.averaging import Average, diagonal_average, fisher_average
+from gramian.curvature.uses.ewc import EWCPenalty
+from gramian.curvature.uses.importance import TokenImportance, parameter_importance, token_importance
+from gramian.curvature.uses.influence import Influence, influence_scores
+from gramian.curvature.uses.laplace import Laplace, LogMarginal
+from gramian.curvature.uses.overlap import Overlap, fisher_overlap, gradient_conflict, subspace_overlap
 from gramian.linalg import (
     Estimate,
     LanczosSpectrum,
@@ -61,7 +60,6 @@ __all__ = [
     "lanczos",
     "log_det",
     "parameter_importance",
-    "precondition",
     "spectral_density",
     "stochastic_trace",
     "subspace_overlap",

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import capacity, fisher, journal, refresh, sharded_state, state, steps
-from gramian.curvature.application import apply, inner
-from gramian.curvature.block import Block
-from gramian.curvature.blocks import Spec, find_blocks
-from gramian.curvature.capture import Idle, KFACCapture, check_terms
-from gramian.curvature.consistency import (
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import apply, inner
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec, find_blocks
+from gramian.curvature.blocks.consistency import (
     check_number,
     check_spec,
     check_vector,
@@ -28,17 +27,21 @@ from gramian.curvature.consistency import (
     module_of,
     unique_parameters,
 )
-from gramian.curvature.estimate import KroneckerSums, RemainderSums
-from gramian.curvature.heads import known_head, seen_head
+from gramian.curvature.blocks.output_head import known_head, seen_head
+from gramian.curvature.estimate import fisher_labels
+from gramian.curvature.estimate.kfac_capture import Idle, KFACCapture, check_terms
+from gramian.curvature.estimate.refresh_sums import KroneckerSums, RemainderSums
+from gramian.curvature.memory.curvature_plan import CurvaturePlan, keeps_of, plan
 from gramian.curvature.options import Options
-from gramian.curvature.planning import CurvaturePlan, keeps_of, plan
-from gramian.curvature.spread import Spread
-from gramian.errors import GramianError
+from gramian.curvature.persist import curvature_record, factor_file, factor_folder
+from gramian.curvature.refresh import finish_refresh, refresh_schedule
+from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.spectrum import capacity
 from gramian.parallel.exchange import Exchange
 from gramian.taps.capture import check_arguments
 from gramian.taps.coverage import Coverage
 from gramian.taps.hub import hub_of
-from gramian.taps.names import unwrap
+from gramian.taps.model.user_names import unwrap
 
 
 class KFACNaturalGradient:
@@ -214,8 +217,8 @@ class KFACNaturalGradient:
             A context; `cap.next(...)` goes before each further backward in it. On steps without a refresh nothing happens.
         """
         self._refuse_nested()
-        others = steps.others_of(self, model)
-        due = steps.begin(self, force, others)
+        others = refresh_schedule.others_of(self, model)
+        due = refresh_schedule.begin(self, force, others)
         try:
             check_arguments(loss_reduction, batch_size, None, token_weights, loss_scale)
             check_terms(num_terms, token_weights)
@@ -236,7 +239,7 @@ class KFACNaturalGradient:
                 seed=self._seeds[0],
             )
         except GramianError as error:
-            steps.refuse(self, due, others, error)
+            refresh_schedule.refuse(self, due, others, error)
             raise
 
     def _capture(
@@ -306,12 +309,12 @@ class KFACNaturalGradient:
             `kfac_factors`.
         """
         self._refuse_nested()
-        others = steps.others_of(self, model)
-        due = steps.begin(self, force, others)
+        others = refresh_schedule.others_of(self, model)
+        due = refresh_schedule.begin(self, force, others)
         root = module_of(model)
         try:
-            fisher.check_draws(fisher_type, n_samples, generator)
-            asked = fisher.question(root, batch, causal_shift)
+            fisher_labels.check_draws(fisher_type, n_samples, generator)
+            asked = fisher_labels.question(root, batch, causal_shift)
             drawn = fisher_type != "empirical"
             if not drawn and asked.labels is None and not asked.shifted:
                 raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
@@ -321,16 +324,16 @@ class KFACNaturalGradient:
                     "expected collect_kfac_factors outside of it"
                 )
         except GramianError as error:
-            steps.refuse(self, due, others, error)
+            refresh_schedule.refuse(self, due, others, error)
             raise
         if not due:
             return self.kfac_factors
         exact_head = fisher_type == "true" or self.options.kfac_true_fisher_head
         draws, subset = self._seeds
         if generator is not None:
-            draws, subset = steps.draw_seed(generator), draws
+            draws, subset = refresh_schedule.draw_seed(generator), draws
 
-        def capture(found: fisher.Positions, weights: Tensor | None) -> KFACCapture:
+        def capture(found: fisher_labels.Positions, weights: Tensor | None) -> KFACCapture:
             return self._capture(
                 model,
                 others,
@@ -347,10 +350,10 @@ class KFACNaturalGradient:
             )
 
         try:
-            fisher.run_passes(root, asked, capture, n_samples if drawn else None, draws, sample_ids)
+            fisher_labels.run_passes(root, asked, capture, n_samples if drawn else None, draws, sample_ids)
         except BaseException as error:
             if others is not None:  # where the capture has said something already, that is what the others hear
-                steps.meeting(self, others).stay_away(f"{type(error).__name__}: {error}")
+                refresh_schedule.meeting(self, others).stay_away(f"{type(error).__name__}: {error}")
             raise
         return self.kfac_factors
 
@@ -365,13 +368,13 @@ class KFACNaturalGradient:
 
     def _finish(self, cap: KFACCapture) -> None:
         """What a capture saw becomes factors. Collective."""
-        refresh.finish(self, cap)
+        finish_refresh.finish(self, cap)
 
     def _fail(self, cap: KFACCapture, reason: str, detail: str = "") -> None:
         """This process's part of a refresh came to nothing by an error that goes on to the user: all others raise, too."""
-        refresh.abandon(self, reason)
+        finish_refresh.abandon(self, reason)
         if cap.others is not None:
-            steps.meeting(self, cap.others).stay_away(reason + detail)
+            refresh_schedule.meeting(self, cap.others).stay_away(reason + detail)
 
     # ---- use -------------------------------------------------------------------------------------------------------
 
@@ -468,7 +471,7 @@ class KFACNaturalGradient:
         started = time.perf_counter()
         found = apply(touched, vector, power, self.options, self._spread)
         self._seconds["apply"] = time.perf_counter() - started
-        journal.log_clips(self, touched.values())
+        curvature_record.log_clips(self, touched.values())
         return {name: found[name] for name in (*vector, *(n for n in found if n not in vector))}
 
     def _check_model(self, root: nn.Module) -> dict[str, Spec]:
@@ -498,15 +501,15 @@ class KFACNaturalGradient:
     @property
     def coverage(self) -> Coverage:
         """How every parameter of the captured model is approximated."""
-        return journal.coverage(self)
+        return curvature_record.coverage(self)
 
     def record(self) -> dict[str, Any]:
         """What was done, as a JSON-able dict: options, versions, seeds, and every layer's estimate, damping and clip."""
-        return journal.record(self)
+        return curvature_record.record(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Factors, counters and options: tensors and plain values only."""
-        return state.state_of(self)
+        return factor_file.state_of(self)
 
     def load_state_dict(self, saved: Mapping[str, Any], model: nn.Module | None = None) -> None:
         """Take factors and counters over; nothing changes if they do not fit.
@@ -516,15 +519,15 @@ class KFACNaturalGradient:
             model: checked against the factors if given; else it is checked when they are used. Processes that share a model and
                 spread rows (`"gram"`) all load with it: each keeps its own rows, as a refresh would leave them.
         """
-        state.load(self, saved, None if model is None else unwrap(model), self._spread_over(model))
+        factor_file.load(self, saved, None if model is None else unwrap(model), self._spread_over(model))
 
     def save(self, path: str) -> None:
         """Write `state_dict` as one safetensors file."""
-        state.save(self, path)
+        factor_file.save(self, path)
 
     def load(self, path: str, model: nn.Module | None = None) -> None:
         """Read what `save` wrote; as `load_state_dict`."""
-        state.load(self, state.read(path), None if model is None else unwrap(model), self._spread_over(model))
+        factor_file.load(self, factor_file.read(path), None if model is None else unwrap(model), self._spread_over(model))
 
     def save_sharded(self, folder: str) -> None:
         """Write the state into a new folder, every process its rows: nothing is gathered. Collective.
@@ -532,7 +535,7 @@ class KFACNaturalGradient:
         Args:
             folder: that all processes see; any number of processes can load it again.
         """
-        sharded_state.save(self, folder, self._spread.others or steps.sharing(self))
+        factor_folder.save(self, folder, self._spread.others or refresh_schedule.sharing(self))
 
     def load_sharded(self, folder: str, model: nn.Module | None = None) -> None:
         """Read what `save_sharded` wrote, on any number of processes; as `load_state_dict`. Collective.
@@ -541,13 +544,13 @@ class KFACNaturalGradient:
             folder: that all processes see.
             model: checked against the factors if given; else it is checked when they are used.
         """
-        others = steps.sharing(self) if model is None else steps.others_of(self, model)
-        sharded_state.load(self, folder, None if model is None else unwrap(model), others)
+        others = refresh_schedule.sharing(self) if model is None else refresh_schedule.others_of(self, model)
+        factor_folder.load(self, folder, None if model is None else unwrap(model), others)
 
     def _spread_over(self, model: nn.Module | None) -> Exchange | None:
         """The processes among which rows of a model's low-rank sides are spread."""
         return (
-            steps.others_of(self, model)
+            refresh_schedule.others_of(self, model)
             if model is not None and self.options.kfac_distributed_reduce == "gram"
             else None
         )

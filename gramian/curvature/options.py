@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from gramian.errors import GramianError
-from gramian.plan.amounts import parse_bytes
+from gramian.core.byte_amounts import parse_bytes
+from gramian.core.errors import GramianError
 
 POLICIES = ("all", "auto", "hybrid", "small_only")
 DAMPING_MODES = ("pi", "factored", "joint")

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from gramian.distill.cache.reader import Cache
-from gramian.distill.live import LiveTeacher
-from gramian.distill.metrics import metrics_of
-from gramian.distill.objective import TOLD
-from gramian.distill.signal import Dense, Signal
-from gramian.distill.switch import FeatureSwitch
-from gramian.distill.temperature import STUCK_STEPS, Temperature
+from gramian.distill.distill_objective import TOLD
+from gramian.distill.feature_switch import FeatureSwitch
+from gramian.distill.loss.loss_metrics import metrics_of
+from gramian.distill.loss.temperature import STUCK_STEPS, Temperature
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense, Signal
 from gramian.parallel.world import World
 
 EXTRA = (*TOLD[1:], *Temperature.FIELDS)

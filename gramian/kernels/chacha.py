@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 WORDS_PER_NONCE = 2**36
 """2³² blocks of 16 words."""
@@ -226,10 +226,10 @@ def _quarter(state: NDArray[np.uint32], a: int, b: int, c: int, d: int) -> None:
 def _kernels(device: torch.device):  # type: ignore[no-untyped-def]
     """The Triton side, imported on first use."""
     try:
-        from gramian.kernels import _chacha
+        from gramian.kernels import _triton_chacha
     except ImportError as reason:
         raise GramianError(f"device: {device} without triton ({reason}); expected triton installed, or a CPU") from None
-    return _chacha
+    return _triton_chacha
 
 
 def _arguments(key: bytes, nonce: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

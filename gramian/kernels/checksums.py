@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gramian.kernels._launch import on_device, triton_found
+from gramian.kernels.launch import on_device, triton_found
 
 ROWS, COLUMNS = 32, 1024
 CHUNK = ROWS * COLUMNS

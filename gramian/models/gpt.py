@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.errors import GramianError
-from gramian.models.stream import recomputed, through_blocks
+from gramian.core.errors import GramianError
+from gramian.models.residual_stream import recomputed, through_blocks
 
 
 @dataclass(frozen=True)

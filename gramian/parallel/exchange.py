@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 _all_gather: Any = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor

@@ -17,9 +17,9 @@ All processes do the same with it in the same order, and keep it on the same kin
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.linalg.columns import Columns
-from gramian.linalg.stored import Stored, store_columns
+from gramian.core.errors import GramianError
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.stored import Stored, store_columns
 from gramian.parallel.exchange import Exchange
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.parallel.exchange import Exchange
 
 

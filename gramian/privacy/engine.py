@@ -18,32 +18,32 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
-from gramian.errors import GramianError
-from gramian.parallel.gradients import DataParallel, ReducerOff, each_unsharded
-from gramian.plan.clipping import ClippingPlan
-from gramian.privacy.accounting import find_noise_multiplier
-from gramian.privacy.bypass import Bypass, Outside
-from gramian.privacy.clipping import Clipped, Clipping, Tuning
-from gramian.privacy.independence import check_independence
-from gramian.privacy.ledger import Ledger
-from gramian.privacy.loader import PrivateLoader, fingerprint
-from gramian.privacy.lone import RememberingCollate
-from gramian.privacy.modules import layers_with_sites, refuse_mixing
-from gramian.privacy.noise import NoisePlan
-from gramian.privacy.one_sample import remembers_nothing
+from gramian.core.errors import GramianError
+from gramian.parallel.data_parallel import DataParallel, ReducerOff, each_unsharded
+from gramian.privacy.accounting.accountant import find_noise_multiplier
+from gramian.privacy.accounting.ledger import Ledger
+from gramian.privacy.audit.bypass import Bypass, Outside
+from gramian.privacy.audit.independence import check_independence
+from gramian.privacy.audit.proof_log import ProofLog
+from gramian.privacy.audit.weights_digest import weight_digest
+from gramian.privacy.clipping.clipping_plan import ClippingPlan
+from gramian.privacy.clipping.clipping_rule import Clipped, Clipping, Tuning
+from gramian.privacy.clipping.gradient_sums import GradientSums, Scaling
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
+from gramian.privacy.clipping.single_sample_clipping import WholeGradient
+from gramian.privacy.clipping.single_sample_memory import remembers_nothing
+from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.clipping.trained_parameters import trained_parameters
+from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.options import PrivacyOptions, batch_and_rate, check_opacus, is_number
-from gramian.privacy.parameters import trained_parameters
-from gramian.privacy.population import population
-from gramian.privacy.proof_log import ProofLog
-from gramian.privacy.sums import GradientSums, Scaling
-from gramian.privacy.timing import Stopwatch
-from gramian.privacy.weights import weight_digest
-from gramian.privacy.whole import WholeGradient
+from gramian.privacy.sampling.population import population
+from gramian.privacy.sampling.private_loader import PrivateLoader, fingerprint
+from gramian.privacy.sampling.single_collation import RememberingCollate
 from gramian.taps.hub import hub_of
-from gramian.taps.names import named_parameters, unwrap
-from gramian.taps.proof.alone import Lone
+from gramian.taps.model.user_names import named_parameters, unwrap
 from gramian.taps.proof.row_proof import check_proof
-from gramian.taps.proof.samples import Samples
+from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.single_unit import Lone
 from gramian.taps.sites.site import first_tensor
 
 _private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

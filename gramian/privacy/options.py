@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from gramian.errors import GramianError
-from gramian.plan.amounts import parse_bytes
-from gramian.privacy.population import population
+from gramian.core.byte_amounts import parse_bytes
+from gramian.core.errors import GramianError
+from gramian.privacy.sampling.population import population
 from gramian.taps.capture import check_arguments
 
 CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")

@@ -15,15 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
-from gramian.statistics.ema import MovingAverage
-from gramian.statistics.given import check_state
-from gramian.statistics.moments import Moment, WeightedMoments
-from gramian.statistics.weights import Weights
+from gramian.core.errors import GramianError
+from gramian.statistics.argument_checks import check_state
+from gramian.statistics.moving_average import MovingAverage
+from gramian.statistics.reliability_weights import Weights
+from gramian.statistics.weighted_moments import Moment, WeightedMoments
 from gramian.taps import Capture
 from gramian.taps.gradients import PerSampleGradient
-from gramian.taps.record import ParameterRecord
-from gramian.taps.statistic import Needs, ParameterInfo, Statistic
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import Needs, ParameterInfo, Statistic
 
 WIDE = 2**20
 """Squares that are held in float64 at a time."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
-from gramian.plan.norms import ALGORITHMS, Algorithm
+from gramian.core.errors import GramianError
+from gramian.plan.norm_algorithm import ALGORITHMS, Algorithm
 from gramian.taps import Capture
-from gramian.taps.record import ParameterRecord
-from gramian.taps.statistic import Needs, ParameterInfo
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import Needs, ParameterInfo
 
 SquaresByPass = dict[int, Tensor]
 """{number of the pass: Σ_p ‖g_ip‖², [B]}: a sum over parameters; samples stay apart."""
@@ -27,7 +27,7 @@ class Norms:
 class PerSampleNorms:
     """‖g_i‖ = √(Σ_p ‖g_ip‖²) for every sample.
 
-    Linear layers have two exact algorithms (see `gramian.plan.norms`); "auto" takes the cheaper at each shape.
+    Linear layers have two exact algorithms (see `gramian.plan.norm_algorithm`); "auto" takes the cheaper at each shape.
     """
 
     needs: Needs = "parameter"

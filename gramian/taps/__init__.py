@@ -3,8 +3,8 @@
 from gramian.taps.capture import Capture
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
+from gramian.taps.roles import AdditiveStatistic, GradientRule, Ordinary, Statistic, Withheld
 from gramian.taps.sites import Site, register_site
-from gramian.taps.statistic import AdditiveStatistic, GradientRule, Ordinary, Statistic, Withheld
 
 __all__ = [
     "AdditiveStatistic",

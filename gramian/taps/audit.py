@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide, wide_dtype
 from gramian.parallel.tensor_parallel import TensorParallel, whole
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
-from gramian.taps.record import ParameterRecord
-from gramian.taps.statistic import ParameterInfo
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import ParameterInfo
 
 AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Largest relative difference of whole gradients, by the narrowest dtype that took part."""

@@ -8,16 +8,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.parallel.all_reduce import all_reduce
 from gramian.parallel.placement import place_like
-from gramian.parallel.sums import all_reduce
 from gramian.taps.audit import TURNS, Audit, Projections
 from gramian.taps.coverage import Cover, Coverage
 from gramian.taps.hub import Hub, hub_of
-from gramian.taps.names import named_parameters
+from gramian.taps.model.user_names import named_parameters
 from gramian.taps.proof.row_proof import check_proof
-from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
-from gramian.taps.statistic import AdditiveStatistic, Forgets, HasAlgorithm, Statistic
+from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.roles import AdditiveStatistic, Forgets, HasAlgorithm, Statistic
 from gramian.taps.units import Units
 
 

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32
-from gramian.parallel.gradients import Gathered
+from gramian.parallel.data_parallel import Gathered
 from gramian.parallel.lockstep import Lockstep, sharing_group
 from gramian.parallel.tensor_parallel import TensorParallel
-from gramian.taps import names
-from gramian.taps.blank import apart, with_a_row, without_a_row
-from gramian.taps.discover import discover
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.model import user_names
+from gramian.taps.model.empty_batches import apart, with_a_row, without_a_row
+from gramian.taps.model.find_layers import discover
 from gramian.taps.passes import (
     SECOND_BACKWARD,
     Explained,
@@ -31,12 +31,12 @@ from gramian.taps.passes import (
     PassBook,
     in_backward,
 )
-from gramian.taps.proof.compiled import Written, apart_from_the_graph, read
-from gramian.taps.proof.recorder import Recorder
+from gramian.taps.proof.compiled_arguments import Written, apart_from_the_graph, read
 from gramian.taps.proof.row_proof import RowProof
-from gramian.taps.record import LayerRecord
+from gramian.taps.proof.row_recorder import Recorder
+from gramian.taps.records import LayerRecord
+from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.sites.site import first_tensor
-from gramian.taps.statistic import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.tap import LISTENERS, Tap, Use, register_hub
 
 SPREADS = ("linear", "embedding", "norm")
@@ -343,7 +343,7 @@ class Hub:
             except GramianError as error:
                 self._raise_after_the_run(tap, error)
                 return plain(*args, **kwargs)
-        if not any(names.parameter(module, local).requires_grad for local in tap.parameters):
+        if not any(user_names.parameter(module, local).requires_grad for local in tap.parameters):
             return output
         if isinstance(output, Tensor):
             rows = output.shape[0] if output.dim() else 0
@@ -426,7 +426,7 @@ class Hub:
         if module is not None:
             for local, name in tap.parameters.items():
                 for listener in self._listeners:
-                    listener.watch(name, names.parameter(module, local))
+                    listener.watch(name, user_names.parameter(module, local))
 
     def _run_site(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         assert tap.site is not None
@@ -664,7 +664,7 @@ class Hub:
     def run_untapped(self, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a layer, or of the root, in an untapped run of a proof."""
         for local, name in tap.parameters.items() if self.weights is not None else ():
-            weight = names.parameter(module, local)
+            weight = user_names.parameter(module, local)
             if weight.requires_grad and name in self.parameters:
                 self.weights[name] = weight  # type: ignore[index]
         output = plain(*args, **kwargs)
@@ -744,7 +744,7 @@ def _refuse_create_graph(_: Tensor | None = None) -> None:
 
 def hub_of(model: nn.Module) -> Hub:
     """The hub of a model; the same for a model and every wrapper around it."""
-    root = names.unwrap(model)
+    root = user_names.unwrap(model)
     if root not in _hub_of:
         _hub_of[root] = Hub(root)
     return _hub_of[root]

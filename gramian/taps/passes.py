@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
 from gramian.taps.audit import AGREES
 from gramian.taps.gradients import PerSampleGradient, join
-from gramian.taps.record import LayerRecord, ParameterRecord, PassInfo
-from gramian.taps.statistic import GradientRule, Statistic
+from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.roles import GradientRule, Statistic
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024

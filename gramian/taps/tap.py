@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-from gramian.errors import GramianError
-from gramian.taps.discover import Found
+from gramian.core.errors import GramianError
+from gramian.taps.model.find_layers import Found
 from gramian.taps.sites.site import Site, observed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 MOST = 2**24
 """Ids below it: there is a row for each number up to the largest."""

@@ -5,8 +5,8 @@ import types
 import torch
 from torch import nn
 
-from gramian.analysis.layers import Place, place, short_names, short_roles
-from gramian.analysis.masked import EmbeddingScores, MaskedHead, mask
+from gramian.analysis.layer_places import Place, place, short_names, short_roles
+from gramian.analysis.masked_encoder import EmbeddingScores, MaskedHead, mask
 
 
 class Encoder(nn.Module):

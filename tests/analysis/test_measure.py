@@ -12,12 +12,12 @@ import gramian
 from gramian.analysis import Settings, Subject, analyse
 from gramian.analysis.collect import collect
 from gramian.analysis.measure import kfac_of, plan_of
-from gramian.analysis.spectra import PER_DECADE, kfac_density
-from gramian.analysis.store import FILE, new_folder, write_result
+from gramian.analysis.result_file import FILE, new_folder, write_result
+from gramian.analysis.spectrum_curves import PER_DECADE, kfac_density
+from gramian.core.errors import GramianError
 from gramian.curvature import GGNOperator, HessianOperator
-from gramian.errors import GramianError
 from gramian.linalg import lanczos
-from gramian.verify import dense_capacity, dense_curvature, dense_kfac
+from gramian.oracles import dense_capacity, dense_curvature, dense_kfac
 from tests.analysis.subjects import SETTINGS, joined, tiny
 from tests.kit.memory import measured
 
@@ -186,7 +186,7 @@ def test_an_analysis_stays_inside_its_plan(stage):
 
 
 def test_a_plan_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("gramian.analysis.planning._free", lambda device: 1000)
+    monkeypatch.setattr("gramian.analysis.analysis_plan._free", lambda device: 1000)
     with pytest.raises(GramianError, match=r"memory: \w+ takes .* 1.0 KB are free; expected fewer"):
         plan_of(tiny(), Settings()).check()
 

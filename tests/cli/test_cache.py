@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from gramian.cli import main
+from gramian.core.errors import GramianError
 from gramian.distill.cache.reader import open_cache
-from gramian.distill.origin import fingerprint, read_origin, write_origin
-from gramian.errors import GramianError
-from gramian.train.saved import find_checkpoint
+from gramian.distill.teacher.teacher_origin import fingerprint, read_origin, write_origin
+from gramian.train.state.saved_run import find_checkpoint
 from tests.distill.teachers import contents
 from tests.kit.matrix import FULL
 from tests.train.conftest import untouched_process  # noqa: F401

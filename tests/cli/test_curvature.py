@@ -9,7 +9,7 @@ import torch
 
 from gramian.analysis.plots import available
 from gramian.cli import main
-from gramian.train.config import load_config
+from gramian.train.config.config import load_config
 from tests.train.conftest import untouched_process  # noqa: F401
 from tests.train.distilled import WORDS, train
 from tests.train.runs import small

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.demo import pipeline
-from gramian.demo import plan as plans
-from gramian.demo.result import FILE, Result, read_result
-from gramian.train import corpus
-from gramian.train.checks.check import Check
+from gramian.cli.demo import demo_plan as plans
+from gramian.cli.demo import pipeline
+from gramian.cli.demo.demo_result import FILE, Result, read_result
+from gramian.data import embedded_corpus
+from gramian.train.doctor.check import Check
 from tests.demo.small import small
 
 RUNS = ("teacher", "ce-only", "distilled")
@@ -67,7 +67,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def _child(call: str, before: str = "") -> str:
     """A process whose demo is the small one; it exits with what the call returns."""
     return (
-        "import sys; from gramian.cli import main; from gramian.demo import plan; from tests.demo.small import small\n"
+        "import sys; from gramian.cli import main; from gramian.cli.demo import plan; from tests.demo.small import small\n"
         f"plan.DEFAULT = small()\n{before}\nsys.exit({call})"
     )
 
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_with_one_line_and_the_same_command_goes_on(
     out = tmp_path / "out"
     before = """
 import os, signal
-from gramian.demo import pipeline
+from gramian.cli.demo import pipeline
 class Ended(pipeline.Trainer):
     def _attempt(self, flag):
         if self.step == 9:
@@ -217,7 +217,7 @@ def test_a_failed_check_exits_1_before_anything_is_trained(
 def test_a_run_that_its_guard_stops_exits_1_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gramian.train.trainer import Ended, Trainer
+    from gramian.train.loop.trainer import Ended, Trainer
 
     monkeypatch.setattr(pipeline, "examine", lambda *given, **named: [Check("targets", "0", "0", True)])
     monkeypatch.setattr(Trainer, "run", lambda self: Ended(7, "stopped", "loss is nan"))
@@ -240,7 +240,7 @@ def test_out_that_is_a_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_folder_in_use_and_one_of_another_seed_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gramian.train.run_folder import RunFolder
+    from gramian.train.state.run_folder import RunFolder
 
     runs = plans.runs_of(small(), tmp_path)
     with RunFolder(runs.distilled) as folder:
@@ -267,7 +267,7 @@ def test_several_processes_exit_2(
 def test_a_missing_standard_library_exits_2_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "python.zip"))
+    monkeypatch.setattr(embedded_corpus.sysconfig, "get_path", lambda name: str(tmp_path / "python.zip"))
     assert main(["demo", "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from gramian.cli import main
-from gramian.train.data import load_windows
-from gramian.train.saved import load_run
+from gramian.data import load_windows
+from gramian.train.state.saved_run import load_run
 from tests.train.conftest import untouched_process  # noqa: F401
 from tests.train.distilled import data, evaluations, teacher_run, train
 from tests.train.runs import small

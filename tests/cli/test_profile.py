@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.curvature.traffic import Side
+from gramian.curvature.memory.traffic import Side
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
-from gramian.verify.runs import clipping_profile, clipping_scaling, kfac_profile
+from gramian.verify import clipping_profile, clipping_scaling, kfac_profile
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import run_on_ranks
 from tests.kit.waiting import PATIENCE
@@ -158,7 +158,7 @@ def test_the_first_process_alone_prints_the_profile_and_writes_the_numbers(optio
 @pytest.mark.full
 def test_a_profile_that_fails_on_one_process_ends_both_with_1():
     breaks = (
-        "from gramian.curvature.moments import Moment\n"
+        "from gramian.curvature.estimate.token_moments import Moment\n"
         "plain = Moment.row_matrix\n"
         "def broken(self, bias):\n"
         "    if rank == 1: raise RuntimeError('no luck')\n"
@@ -364,7 +364,7 @@ def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
 FAILING = """
 import os, sys
 from gramian.cli import main
-from gramian.verify.runs import clipping_profile
+from gramian.verify.checks import clipping_profile
 
 measure = clipping_profile.profile_clipping
 def fail_on_one(*args, **options):

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from gramian.cli import main
 from gramian.parallel.world import World, world
-from gramian.train.build import build
-from gramian.train.config import Config, parse_config
-from gramian.verify.runs import train_profile
+from gramian.train.build.run_parts import build
+from gramian.train.config.config import Config, parse_config
+from gramian.verify import train_profile
 from tests.kit.waiting import PATIENCE
 
 TINY = [

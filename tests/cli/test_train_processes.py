@@ -5,7 +5,7 @@ import torch
 
 from gramian.cli import RunFailed, main
 from gramian.cli.train import _in_one_line
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.parallel.world import World
 
 OTHERS = "; expected every process to leave the capture without an error"

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.curvature import fisher, moments
-from gramian.curvature.block import Block
-from gramian.curvature.estimate import KroneckerSums
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.estimate import fisher_labels, token_moments
+from gramian.curvature.estimate.refresh_sums import KroneckerSums
 from gramian.parallel.world import World
-from gramian.privacy.clipping import Clipping
-from gramian.privacy.sums import GradientSums
+from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.taps.gradients import Indexed
-from gramian.verify.runs import Check, Comparison, Outcome, clipping_matrix, kfac_matrix, relative_error, run_checks
+from gramian.verify import clipping_matrix, kfac_matrix
+from gramian.verify.checks import Check, Comparison, Outcome, relative_error, run_checks
 from tests.cli.torchrun import on_processes
 from tests.kit.fresh import run_fresh
 from tests.kit.matrix import sample
@@ -188,7 +189,7 @@ def test_the_whole_matrix_of_clipping_passes_as_a_module():
 def torchrun(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp", "tied gpt"), cases: int = 7) -> Any:
     """The command on two processes, on a few models and cases; `breaks` is code that runs before it."""
     prepare = (
-        "from functools import partial; from gramian.verify.runs import clipping_matrix as m;"
+        "from functools import partial; from gramian.verify.checks import clipping_matrix as m;"
         f"m.plan = partial(m.plan, models={models!r}, cases=m.CASES[::{cases}])\n"
     )
     return on_processes(["verify", "clipping", *options], prepare + breaks)
@@ -207,7 +208,7 @@ def test_two_processes_agree_with_the_loop_and_the_first_alone_prints(option):
 
 
 NORMS_OF_ONE = """
-from gramian.privacy.clipping import Clipping
+from gramian.privacy.clipping.clipping_rule import Clipping
 weigh = Clipping._weigh
 def broken(self, work):
     found = weigh(self, work)
@@ -216,7 +217,7 @@ def broken(self, work):
 Clipping._weigh = broken
 """
 CRASH_OF_ONE = """
-from gramian.privacy.clipping import Clipping
+from gramian.privacy.clipping.clipping_rule import Clipping
 parameter = Clipping.parameter
 def broken(self, record):
     if rank == 1 and record.parameter.startswith("blocks"):
@@ -281,12 +282,12 @@ BUGS = {
         "mlp: natural gradient, factored damping",
         "mlp: natural gradient, joint damping",
     ),
-    "drawn labels": ((fisher, "draw_labels", rolled), "mlp: Monte Carlo frequencies", "gpt: Monte Carlo frequencies"),
-    "the causal shift": ((fisher, "positions", unshifted), "gpt: Monte Carlo labels"),
+    "drawn labels": ((fisher_labels, "draw_labels", rolled), "mlp: Monte Carlo frequencies", "gpt: Monte Carlo frequencies"),
+    "the causal shift": ((fisher_labels, "positions", unshifted), "gpt: Monte Carlo labels"),
     "tokens that count": ((KroneckerSums, "_weights", weightless), "conv net: Monte Carlo labels"),
-    "the bias": ((moments, "_augmented", offset), "conv net: factors A and G"),
+    "the bias": ((token_moments, "_augmented", offset), "conv net: factors A and G"),
     "the weight of the inputs": (
-        (moments.Moment, "kept_weight", partial(scaled, by=1.001)),
+        (token_moments.Moment, "kept_weight", partial(scaled, by=1.001)),
         "deep linear: factors A and G",
     ),
 }
@@ -365,7 +366,7 @@ def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypat
     def crash(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no labels\ntoday")
 
-    monkeypatch.setattr(fisher, "draw_labels", crash)
+    monkeypatch.setattr(fisher_labels, "draw_labels", crash)
     status, out, err = run(capsys, "--verbose")
     assert status == 1
     assert out.splitlines()[-1] == "14 of 18 checks passed"

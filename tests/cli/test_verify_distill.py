@@ -8,7 +8,8 @@ import torch
 
 from gramian.cli import main
 from gramian.parallel.world import World
-from gramian.verify.runs import distill_matrix, run_checks
+from gramian.verify import distill_matrix
+from gramian.verify.checks import run_checks
 
 ONE = World(0, 1, torch.device("cpu"), "one")
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.curvature.join import Join
+from gramian.curvature.refresh.join_sums import Join
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.world import World
-from gramian.verify.runs import Outcome, kfac_processes, run_checks
-from gramian.verify.runs.spread import Layout
+from gramian.verify import kfac_processes
+from gramian.verify.checks import Outcome, run_checks
+from gramian.verify.model_layouts import Layout
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import distributed, run_on_ranks
 
@@ -159,7 +160,7 @@ def test_a_broken_library_is_seen_on_every_process(bug: str) -> None:
 
 def command(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp",)) -> Any:
     prepare = (
-        "from functools import partial; from gramian.verify.runs import kfac_processes as m;"
+        "from functools import partial; from gramian.verify.checks import kfac_processes as m;"
         f"m.plan = partial(m.plan, models={models!r}, cases=m.CASES[::7])\n"
     )
     return on_processes(["verify", "kfac", *options], prepare + breaks)
@@ -186,7 +187,7 @@ plain = Exchange.gather_rows
 Exchange.gather_rows = lambda *args: plain(*args) * (1.001 if rank == 1 else 1.0)
 """
 CRASH_OF_ONE = """
-from gramian.curvature.moments import Moment
+from gramian.curvature.estimate.token_moments import Moment
 plain = Moment.row_matrix
 def broken(self, bias):
     if rank == 1:

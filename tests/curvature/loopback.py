@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature import steps
+from gramian.curvature.refresh import refresh_schedule
 from gramian.parallel.exchange import Exchange
 from gramian.taps.hub import Hub, hub_of
 from gramian.taps.proof import row_proof
@@ -81,7 +81,7 @@ class Loopback(Exchange):
 
 
 class LoopbackMeeting:
-    """`gramian.parallel.meeting.Meeting` among threads."""
+    """`gramian.parallel.rendezvous.Meeting` among threads."""
 
     def __init__(self, group: tuple[Room, int], name: str) -> None:
         (self.room, self.rank), self.name = group, name
@@ -130,10 +130,10 @@ def _patched() -> Any:
     with (
         mock.patch.object(Hub, "_set_flags", set_flags),
         mock.patch.object(row_proof, "undisturbed", undisturbed),
-        mock.patch.object(steps, "exchange_of", exchange_of),
-        mock.patch.object(steps, "Meeting", LoopbackMeeting),
-        mock.patch.object(steps, "world_size", world_size),
-        mock.patch.object(steps, "number_in", lambda group: 0),  # threads share a counter, processes do not
+        mock.patch.object(refresh_schedule, "exchange_of", exchange_of),
+        mock.patch.object(refresh_schedule, "Meeting", LoopbackMeeting),
+        mock.patch.object(refresh_schedule, "world_size", world_size),
+        mock.patch.object(refresh_schedule, "number_in", lambda group: 0),  # threads share a counter, processes do not
     ):
         somebody = nn.Linear(1, 1)
         hub_of(somebody).live = True  # so that no thread, leaving its capture, takes itself for the last that listens

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gramian.curvature.operators import EmpiricalFisherOperator, GGNOperator, HessianOperator
-from gramian.linalg.operator import Operator
+from gramian.linalg.spectra.operator import Operator
 from gramian.models import GPT, GPTConfig
-from gramian.verify import dense_curvature
+from gramian.oracles import dense_curvature
 from tests.curvature.small import Net
 
 IGNORE = -100

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gramian
 from gramian.models import GPT, GPTConfig
-from gramian.verify import dense_kfac
-from gramian.verify.dense_kfac import Tokens
+from gramian.oracles import dense_kfac
+from gramian.oracles.dense_kfac import Tokens
 from tests.kit import networks
 
 IGNORE = -100

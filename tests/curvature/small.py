@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.capture import Idle, KFACCapture
+from gramian.curvature.estimate.kfac_capture import Idle, KFACCapture
 
 WORDS, WIDTH = 11, 8
 FEW, MANY = (2, 3), (4, 6)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gramian
 from gramian.curvature import diagonal_average, fisher_average
-from gramian.verify import dense_uses
+from gramian.oracles import dense_uses
 from tests.curvature.problems import assert_close, kfac
 from tests.curvature.small import loss_of, one_line
 from tests.curvature.uses import KINDS, TASKS, data, flat, moved, names_of, network, task, written_out

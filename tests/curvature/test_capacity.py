@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature import Block, capacity, sides
-from gramian.curvature.blocks import Spec
+from gramian.curvature import Block
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.spectrum import capacity, side_spectra
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.verify import dense_capacity
+from gramian.oracles import dense_capacity
 from tests.curvature import test_memory
 from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.problems import PROBLEMS, narrow
@@ -368,7 +369,7 @@ def test_loaded_factors_have_the_metrics_of_those_saved() -> None:
 
 def test_a_layer_is_measured_without_all_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 500 · 300 products 1000 exist at a time, and of a decomposed side no eigenvectors."""
-    monkeypatch.setattr("gramian.curvature.products.CHUNK", 1000)
+    monkeypatch.setattr("gramian.curvature.spectrum.spectrum_products.CHUNK", 1000)
     one = block(Diagonal(normal(500).abs()), Diagonal(normal(300).abs()))
     other = block(None, Dense.of(positive(20)))
     with test_memory.Largest() as largest:
@@ -395,7 +396,7 @@ def test_without_room_on_a_device_metrics_are_made_on_the_cpu(side: str, monkeyp
     one = block(Dense.of(positive(5)), SIDES[side]())
     expected = metrics_of(one)
     asked: list[int] = []
-    monkeypatch.setattr(sides, "_has_room", lambda device, n: asked.append(n))
+    monkeypatch.setattr(side_spectra, "_has_room", lambda device, n: asked.append(n))
     assert metrics_of(one) == expected and len(asked) >= 4
 
 
@@ -522,12 +523,12 @@ def test_a_head_in_rows_that_is_too_wide_has_the_metrics_of_one(monkeypatch: pyt
 
 
 def test_a_process_that_fails_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = sides._eigenvalues
+    plain = side_spectra._eigenvalues
 
     def body(rank: int, others: Loopback) -> str:
         factors = [Dense.of(positive(n)) for n in (6, 5, 4)]
         with pytest.raises(gramian.GramianError) as caught:
-            sides.sides_of(factors, others)
+            side_spectra.sides_of(factors, others)
         return str(caught.value)
 
     def fail(matrix: Tensor) -> Tensor:
@@ -535,7 +536,7 @@ def test_a_process_that_fails_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -
             raise gramian.GramianError("eigenvalues: no memory; expected some")
         return plain(matrix)
 
-    monkeypatch.setattr(sides, "_eigenvalues", fail)
+    monkeypatch.setattr(side_spectra, "_eigenvalues", fail)
     assert on_threads(2, body) == ["process 1: eigenvalues: no memory; expected some"] * 2
 
 

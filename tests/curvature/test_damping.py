@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import gramian
-from gramian.verify import dense_kfac, single_sample
+from gramian.oracles import dense_kfac, single_sample
 from tests.curvature.problems import (
     PROBLEMS,
     TOLERANCE,

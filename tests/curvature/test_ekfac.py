@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.curvature.block import Block
-from gramian.errors import GramianError
-from gramian.verify import dense_capacity, dense_ekfac, dense_kfac, single_sample
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
+from gramian.oracles import dense_capacity, dense_ekfac, dense_kfac, single_sample
 from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, normal
 from tests.kit.matrix import FULL
 
@@ -309,14 +309,14 @@ def test_a_state_with_other_eigenvalues_is_refused(forged: str) -> None:
 
 def test_traps_turn_it_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squaring every token by itself, as if tokens of one sample were samples."""
-    from gramian.curvature import ekfac
+    from gramian.curvature.estimate import ekfac_sums
 
     def by_token(self: Any, sums: Any, g_KR: Tensor, a_KS: Tensor) -> None:
         sums.squares_RS.addmm_(g_KR.square().mT, a_KS.square())
 
     p = PROBLEMS["mlp_tokens"]
     right = p.captured(**JOINT)
-    monkeypatch.setattr(ekfac._Rows, "add", by_token)
+    monkeypatch.setattr(ekfac_sums._Rows, "add", by_token)
     wrong = p.captured(**JOINT)
     with pytest.raises(AssertionError):
         assert_same(wrong, right)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import gramian
-from gramian.curvature.capture import KFACCapture
-from gramian.curvature.ekfac import Samples
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.curvature.estimate.ekfac_sums import Samples
+from gramian.curvature.estimate.kfac_capture import KFACCapture
 from tests.curvature.test_planning import CASES, ODD, SLACK, marked, run  # noqa: F401 - a fixture
 from tests.kit.matrix import FULL
 from tests.kit.memory import measured

@@ -6,7 +6,7 @@ from torch import nn
 
 import gramian
 from gramian.curvature import EWCPenalty
-from gramian.verify import dense_uses
+from gramian.oracles import dense_uses
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal, seeded
 from tests.curvature.small import loss_of, one_line, words
 from tests.curvature.uses import KINDS, TASKS, flat, moved, names_of, network, task, written_out

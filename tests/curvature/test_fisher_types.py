@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature import fisher, steps
-from gramian.verify import dense_kfac
+from gramian.curvature.estimate import fisher_labels
+from gramian.curvature.refresh import refresh_schedule
+from gramian.oracles import dense_kfac
 from tests.curvature.problems import (
     IGNORE,
     PROBLEMS,
@@ -86,13 +87,13 @@ def test_labels_of_a_causal_model_are_shifted_as_hugging_face_does(mask: bool) -
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(logits, labels, counted) of every loss that a collection forms."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    real = fisher.summed_cross_entropy
+    real = fisher_labels.summed_cross_entropy
 
     def noted(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
         seen.append((logits.detach(), labels, counted))
         return real(logits, labels, counted)
 
-    monkeypatch.setattr(fisher, "summed_cross_entropy", noted)
+    monkeypatch.setattr(fisher_labels, "summed_cross_entropy", noted)
     return seen
 
 
@@ -138,23 +139,23 @@ def test_a_sample_s_labels_are_its_own_in_any_order() -> None:
 def test_labels_do_not_depend_on_how_a_batch_is_split(shape: tuple[int, ...]) -> None:
     logits, ids = normal(*shape, 5), torch.tensor([3, 1, 4, 15, 9, 2, 6])
     for draw in (0, 1):
-        whole = fisher.draw_labels(logits, 11, ids, draw)
+        whole = fisher_labels.draw_labels(logits, 11, ids, draw)
         for cut in range(8):
-            parts = [fisher.draw_labels(logits[s], 11, ids[s], draw) for s in (slice(0, cut), slice(cut, 7))]
+            parts = [fisher_labels.draw_labels(logits[s], 11, ids[s], draw) for s in (slice(0, cut), slice(cut, 7))]
             assert torch.equal(torch.cat(parts), whole)
-    many = torch.stack([fisher.draw_labels(logits, 11, ids, draw) for draw in range(8)])
+    many = torch.stack([fisher_labels.draw_labels(logits, 11, ids, draw) for draw in range(8)])
     assert len(many.flatten(1).unique(dim=0)) == 8
-    assert not torch.equal(fisher.draw_labels(logits, 12, ids, 0), many[0])
+    assert not torch.equal(fisher_labels.draw_labels(logits, 12, ids, 0), many[0])
 
 
 def test_labels_are_drawn_with_the_model_s_probabilities() -> None:
     logits = 2 * normal(1, 6).expand(2000, 10, 6)
-    labels = fisher.draw_labels(logits, 5, torch.arange(2000), 0)
+    labels = fisher_labels.draw_labels(logits, 5, torch.arange(2000), 0)
     counts, expected = labels.flatten().bincount(minlength=6).double(), 20_000 * logits[0, 0].softmax(-1)
     chi_square = float(((counts - expected) ** 2 / expected).sum())
     assert chi_square < 20.5  # 5 degrees of freedom, one in a thousand
     confident = torch.full((50, 6), -1e4).double().index_fill(1, torch.tensor([3]), 0.0)
-    assert set(fisher.draw_labels(confident, 5, torch.arange(50), 0).tolist()) == {3}
+    assert set(fisher_labels.draw_labels(confident, 5, torch.arange(50), 0).tolist()) == {3}
 
 
 def exact_factors(model: nn.Module, x: Tensor, layers: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -206,8 +207,8 @@ def test_intervals_of_drawn_fishers_cover_the_exact_one() -> None:
     exact = float((1 - p_BV.square().sum(-1)).mean())
     squares_BV = p_BV.square().sum(-1, keepdim=True) - 2 * p_BV + 1  # ‖p − e_y‖²
     drawn = torch.stack([
-        squares_BV.gather(1, fisher.draw_labels(logits, key, torch.arange(6), draw)[:, None]).mean()
-        for key in (steps.draw_seed(generator(seed)) for seed in range(seeds))
+        squares_BV.gather(1, fisher_labels.draw_labels(logits, key, torch.arange(6), draw)[:, None]).mean()
+        for key in (refresh_schedule.draw_seed(generator(seed)) for seed in range(seeds))
         for draw in range(draws)
     ]).view(seeds, draws)  # fmt: skip
     for seed in range(3):

@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 import gramian
 from gramian.curvature import TokenImportance, parameter_importance, token_importance
-from gramian.curvature.fisher import IGNORE, draw_labels
+from gramian.curvature.estimate.fisher_labels import IGNORE, draw_labels
 from gramian.models import GPT, GPTConfig
+from gramian.oracles import dense_kfac
 from gramian.statistics import DiagonalFisherEstimate, TokenTraces, by_row
-from gramian.taps.record import LayerRecord
-from gramian.verify import dense_kfac
+from gramian.taps.records import LayerRecord
 from tests.curvature.problems import cross_entropy, kfac
 from tests.curvature.small import FEW, MANY, net, words
 from tests.kit.models import CASES

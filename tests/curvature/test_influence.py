@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gramian
 from gramian.curvature import Influence, influence_scores
-from gramian.curvature.influence import products
+from gramian.curvature.uses.influence import products
+from gramian.oracles import dense_uses, single_sample
 from gramian.taps.gradients import Outer
-from gramian.verify import dense_uses, single_sample
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal
 from tests.curvature.small import loss_of, one_line, words
 from tests.curvature.uses import KINDS, TASKS, data, flat, gradient_of, names_of, network, task, written_out

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gramian
-from gramian.curvature import build, moments
+from gramian.curvature.estimate import token_moments
+from gramian.curvature.refresh import build_factors
 from gramian.taps import hub
 from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.small import one_line
@@ -397,14 +398,14 @@ def test_processes_that_differ_are_told_apart(difference: str) -> None:
 
 def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = threading.local()
-    plain = build.Builder.remainder
+    plain = build_factors.Builder.remainder
 
     def remainder(self: Any, *args: Any) -> Any:
         if getattr(slow, "fails", False):
             raise MemoryError("none left")
         return plain(self, *args)
 
-    monkeypatch.setattr(build.Builder, "remainder", remainder)
+    monkeypatch.setattr(build_factors.Builder, "remainder", remainder)
 
     def body(rank: int, _: Loopback) -> str:
         slow.fails = rank == 1
@@ -423,10 +424,10 @@ def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch
 
 PLACES = {
     "on entering": (hub.Hub, "attach", "gram"),
-    "its word": (moments.Moment, "kept_weight", "gram"),
-    "rows that are spread": (moments.Moment, "row_matrix", "gram"),
-    "rows that are gathered": (moments.Moment, "row_matrix", "gather"),
-    "a matrix": (moments.Moment, "product", "dense"),
+    "its word": (token_moments.Moment, "kept_weight", "gram"),
+    "rows that are spread": (token_moments.Moment, "row_matrix", "gram"),
+    "rows that are gathered": (token_moments.Moment, "row_matrix", "gather"),
+    "a matrix": (token_moments.Moment, "product", "dense"),
 }
 
 

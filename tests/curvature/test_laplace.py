@@ -8,7 +8,7 @@ from torch import nn
 
 import gramian
 from gramian.curvature import Laplace
-from gramian.verify import dense_kfac, dense_uses
+from gramian.oracles import dense_kfac, dense_uses
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, flat, names_of, network, task, written_out

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import gramian
-from gramian.curvature.blocks import SMALL
-from gramian.verify import dense_kfac, single_sample
-from gramian.verify.dense_kfac import Tokens
+from gramian.curvature.blocks.block_specs import SMALL
+from gramian.oracles import dense_kfac, single_sample
+from gramian.oracles.dense_kfac import Tokens
 from tests.curvature.problems import (
     PROBLEMS,
     assert_close,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify import dense_kfac
+from gramian.oracles import dense_kfac
 from tests.curvature.problems import (
     IGNORE,
     PROBLEMS,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gramian
-from gramian.curvature import moments
+from gramian.curvature.estimate import token_moments
 from gramian.linalg import WIDEST_DENSE
 from tests.curvature.small import FEW, MANY, Net, kept, loss_of, net, one_line, opened, refresh, words
 
@@ -242,13 +242,13 @@ def test_a_capture_that_was_left_holds_none_of_its_sums(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
-    add = moments.Moment.add
+    add = token_moments.Moment.add
 
-    def watched(self: moments.Moment, *args: Any) -> None:
+    def watched(self: token_moments.Moment, *args: Any) -> None:
         made.append(weakref.ref(self))
         add(self, *args)
 
-    monkeypatch.setattr(moments.Moment, "add", watched)
+    monkeypatch.setattr(token_moments.Moment, "add", watched)
     model, batch, kfac = net(), words(shape), gramian.KFACNaturalGradient()
     with opened(kfac, model, batch) as cap:
         loss_of(model, batch).backward()

@@ -17,9 +17,9 @@ from gramian.curvature.operators import (
     from_curvlinops,
     to_curvlinops,
 )
-from gramian.curvature.parameter_space import ParameterSpace
+from gramian.curvature.operators.parameter_space import ParameterSpace
 from gramian.linalg import wide
-from gramian.linalg.operator import DenseOperator
+from gramian.linalg.spectra.operator import DenseOperator
 from gramian.taps.hub import hub_of
 from tests.curvature.operator_problems import OPERATORS, PROBLEMS, close, dense, probe
 from tests.curvature.small import one_line

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.curvature.operators.kfac import KFACOperator
+from gramian.curvature.operators.kfac_operator import KFACOperator
 from tests.curvature import test_operator_state, test_operators
 from tests.test_mutations import RED, Edit, Mutation, Swap
 

@@ -18,7 +18,7 @@ from gramian.curvature.operators import (
     KFACOperator,
     ShiftedOperator,
 )
-from gramian.verify import dense_curvature
+from gramian.oracles import dense_curvature
 from tests.curvature.operator_problems import IGNORE, OPERATORS, PROBLEMS, close, dense, hessian, probe
 from tests.curvature.small import net, one_line, refresh, words
 from tests.kit.matrix import sample

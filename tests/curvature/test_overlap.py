@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature import fisher_overlap, gradient_conflict, overlap, subspace_overlap
+from gramian.curvature import fisher_overlap, gradient_conflict, subspace_overlap
+from gramian.curvature.uses import overlap
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.verify import dense_kfac, dense_uses
+from gramian.oracles import dense_kfac, dense_uses
 from tests.curvature.problems import TOLERANCE, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, data, flat, gradient_of, names_of, network, task, written_out

@@ -18,18 +18,21 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 import gramian
-from gramian.curvature import application, build, planning
-from gramian.curvature.block import Block
-from gramian.curvature.blocks import find_blocks
-from gramian.curvature.capture import KFACCapture
-from gramian.curvature.estimate import KroneckerSums
-from gramian.curvature.moments import Keep, smallest
-from gramian.curvature.planning import STAGES, CurvaturePlan, keeps_of
-from gramian.curvature.policy import representation
-from gramian.curvature.spread import Spread
-from gramian.linalg import WIDEST_DENSE, Dense, LowRank, eigen, wide
+from gramian.curvature.apply import apply_factors
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import find_blocks
+from gramian.curvature.blocks.representation import representation
+from gramian.curvature.estimate.kfac_capture import KFACCapture
+from gramian.curvature.estimate.refresh_sums import KroneckerSums
+from gramian.curvature.estimate.token_moments import Keep, smallest
+from gramian.curvature.memory import curvature_plan
+from gramian.curvature.memory.curvature_plan import STAGES, CurvaturePlan, keeps_of
+from gramian.curvature.refresh import build_factors
+from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.linalg import WIDEST_DENSE, Dense, LowRank, wide
+from gramian.linalg.factors import eigendecomposition
 from gramian.models import GPT, GPTConfig
-from gramian.verify import dense_kfac
+from gramian.oracles import dense_kfac
 from tests.curvature import loopback
 from tests.curvature.loopback import on_threads
 from tests.curvature.problems import assert_close, narrow
@@ -288,7 +291,7 @@ def test_layers_with_one_input_count_their_A_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("policy", ["all", "small_only"])
 def test_a_wide_head_is_low_rank_or_its_diagonal_and_never_dense(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(monkeypatch, 100)
-    monkeypatch.setattr("gramian.curvature.footprint.WIDEST_DENSE", 100)
+    monkeypatch.setattr("gramian.curvature.memory.block_footprint.WIDEST_DENSE", 100)
     for case in ("gpt", "tied"):
         done = run(case, monkeypatch, **POLICIES[policy], kfac_auto_t_max=40)
         assert_at_rest(done)
@@ -323,7 +326,7 @@ def test_factorising_and_applying_take_what_the_plan_says(
     total, at_rest = done.plan.totals["cpu"], done.kfac.record()["bytes"]
     blocks = done.kfac.kfac_factors
     with measured() as prepared, torch.no_grad():
-        application._prepare(blocks, dict.fromkeys(blocks, torch.float64), -1.0, done.kfac.options, Spread(None))
+        apply_factors._prepare(blocks, dict.fromkeys(blocks, torch.float64), -1.0, done.kfac.options, Spread(None))
     assert total.use == pytest.approx(prepared.peak, rel=0.1)
     with measured() as applied:
         found = done.kfac.compute_natural_gradient(done.model)
@@ -377,13 +380,13 @@ def test_small_algebra_in_float32_takes_no_more_than_planned_in_float64(
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mark where factors begin to be made."""
-    make = build.make_blocks
+    make = build_factors.make_blocks
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         mark()
         return make(*args, **kwargs)
 
-    monkeypatch.setattr("gramian.curvature.refresh.make_blocks", marked)
+    monkeypatch.setattr("gramian.curvature.refresh.finish_refresh.make_blocks", marked)
 
 
 @pytest.mark.parametrize("stored", ["fp16", "fp32"])
@@ -446,7 +449,7 @@ def test_averaging_and_its_use_take_no_more_than_planned(
 def test_a_decomposition_stays_on_the_gpu_while_it_takes_half_of_what_is_free(
     side: int, free: int, expected: bool
 ) -> None:
-    assert eigen.fits(side, 8, free) is expected
+    assert eigendecomposition.fits(side, 8, free) is expected
     model = nn.Linear(side, side, bias=False, device="meta")
     kfac = gramian.KFACNaturalGradient(damping_mode="joint")
     (row,) = kfac.plan(model, tokens=side, free=free).rows
@@ -695,7 +698,7 @@ def test_the_order_is_low_rank_then_fewer_tokens_then_diagonal_then_refusal() ->
     diagonals = [count for _, count in kinds]
     assert diagonals == sorted(diagonals) and diagonals[-1] > 0
     fewest = [limit for limit, count in zip(limits, diagonals, strict=True) if count == 0]
-    assert fewest == sorted(fewest, reverse=True) and fewest[-1] < 2 * planning.FEWEST
+    assert fewest == sorted(fewest, reverse=True) and fewest[-1] < 2 * curvature_plan.FEWEST
     one_line(refusal, "memory_budget", "collect", "build", "rest", "use", "apply", "expected at least")
     refused = int(str(refusal).rsplit("expected at least ", 1)[1].split()[0])
     assert gramian.KFACNaturalGradient(memory_budget=refused).plan(model).total() <= refused
@@ -846,8 +849,8 @@ def test_what_the_allocator_keeps_ready_counts_as_free(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 900)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert build.free_memory(torch.device("cuda")) == 610
-    assert build.free_memory(torch.device("cpu")) is None
+    assert build_factors.free_memory(torch.device("cuda")) == 610
+    assert build_factors.free_memory(torch.device("cpu")) is None
 
 
 def test_the_plan_of_auto_storage_goes_factor_by_factor_as_a_run_does() -> None:
@@ -866,23 +869,23 @@ def test_the_process_with_the_fewest_free_bytes_decides_for_all(poorest: int, mo
     torch.manual_seed(0)
     models, inputs = [CASES["gpt"].build() for _ in range(2)], CASES["gpt"].inputs()
     free, moved, kept = [2**40, 2**40], [[], []], [[], []]  # type: ignore[var-annotated]
-    place = build.Placement.__call__
+    place = build_factors.Placement.__call__
 
     def rank() -> int:
         number: int = loopback._here.exchange.rank
         return number
 
-    def placed(self: build.Placement, factor: Any) -> Any:
+    def placed(self: build_factors.Placement, factor: Any) -> Any:
         kept[rank()].append(factor.nbytes)
         return place(self, factor)
 
-    def away(self: build.Placement, factor: Any, device: torch.device) -> Any:
+    def away(self: build_factors.Placement, factor: Any, device: torch.device) -> Any:
         moved[rank()].append(len(kept[rank()]))
         return factor
 
-    monkeypatch.setattr("gramian.curvature.refresh.free_memory", lambda device: free[rank()])
-    monkeypatch.setattr(build.Placement, "__call__", placed)
-    monkeypatch.setattr(build.Placement, "_moved", away)
+    monkeypatch.setattr("gramian.curvature.refresh.finish_refresh.free_memory", lambda device: free[rank()])
+    monkeypatch.setattr(build_factors.Placement, "__call__", placed)
+    monkeypatch.setattr(build_factors.Placement, "_moved", away)
 
     def body(number: int, _: Any) -> None:
         kfac = gramian.KFACNaturalGradient(update_freq=1)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.curvature import products
-from gramian.curvature.products import Values, count_above, damped_sums, largest_products
+from gramian.curvature.spectrum import spectrum_products
+from gramian.curvature.spectrum.spectrum_products import Values, count_above, damped_sums, largest_products
 from tests.curvature.test_memory import Largest
 from tests.kit.matrix import FULL
 
@@ -48,7 +48,7 @@ def test_sums_over_products_are_those_of_fifty_digits(left: list[float], right: 
 def test_sums_do_not_depend_on_the_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = values([3.0, 2.0, 2.0, 0.0, 1e-3]), values([5.0, 1.0, 1e-5])
     expected = damped_sums(left, right, 1e-2)
-    monkeypatch.setattr(products, "CHUNK", chunk)
+    monkeypatch.setattr(spectrum_products, "CHUNK", chunk)
     with Largest() as largest:
         found = damped_sums(left, right, 1e-2)
     assert found == pytest.approx(expected, rel=1e-14)
@@ -62,7 +62,7 @@ def test_all_products_are_never_held() -> None:
         damped_sums(left, right, 1e-3)
         count_above(left, right, 1e-3)
         largest_products([(left, right)], 50)
-    assert largest.elements <= products.CHUNK, largest.operator
+    assert largest.elements <= spectrum_products.CHUNK, largest.operator
 
 
 def test_a_value_of_weight_two_counts_as_two_of_them() -> None:

@@ -334,7 +334,7 @@ def test_a_layers_line_is_true() -> None:
     torch.manual_seed(0)
     model, kfac = net(dtype=torch.float64), make(damping=0.01)
     refresh(kfac, model)
-    from gramian.curvature.journal import layer_line
+    from gramian.curvature.persist.curvature_record import layer_line
 
     kfac.compute_natural_gradient(model, power=-0.5)
     _, fields = _fields(layer_line("fc", kfac.record()["layers"]["fc"]))

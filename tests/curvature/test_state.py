@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import gramian
-from gramian.curvature import sharded_state
+from gramian.curvature.persist import factor_folder
 from tests.curvature.small import (
     FEW,
     MANY,
@@ -358,7 +358,7 @@ def test_an_index_that_says_something_else_is_refused(what: str, tmp_path: Path)
     kfac.save_sharded(str(tmp_path))
     body = json.loads((tmp_path / "kfac.json").read_text())["body"]
     FORGED[what](body)
-    (tmp_path / "kfac.json").write_text(json.dumps({"body": body, "sha256": sharded_state._digest(body)}))
+    (tmp_path / "kfac.json").write_text(json.dumps({"body": body, "sha256": factor_folder._digest(body)}))
     one_line(_as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model)), "folder", "kfac.json", "damaged")
 
 

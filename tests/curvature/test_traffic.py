@@ -2,8 +2,8 @@
 
 import pytest
 
-from gramian.curvature import traffic
-from gramian.curvature.traffic import Side
+from gramian.curvature.memory import traffic
+from gramian.curvature.memory.traffic import Side
 
 RANKS = (2, 3, 8, 1024)
 DTYPES = ((2, 4), (4, 4), (8, 8))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gramian.curvature import Block
-from gramian.curvature.estimate import KroneckerSums
+from gramian.curvature.estimate.refresh_sums import KroneckerSums
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg import wide as wide_module
-from gramian.linalg.stored import store_columns
+from gramian.linalg.factors.stored import store_columns
 from tests.curvature import (
     test_bias,
     test_capacity,
@@ -635,14 +635,14 @@ TRAPS = (
     ),
     Mutation(
         "the user's gradients lost",
-        (Edit("gramian.taps.preserve_state:preserve_state", "p.grad = gradient", "p.grad = None"),),
+        (Edit("gramian.taps.model.preserve_state:preserve_state", "p.grad = gradient", "p.grad = None"),),
         functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "empirical", False),
     ),
     Mutation(
         "the user's random state moved on",
         (
             Edit(
-                "gramian.taps.preserve_state:preserve_state",
+                "gramian.taps.model.preserve_state:preserve_state",
                 "generators.restore(random_states)",
                 "pass",
             ),

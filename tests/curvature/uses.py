@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify import dense_uses
+from gramian.oracles import dense_uses
 from tests.curvature.problems import kfac, seeded
 from tests.curvature.small import FEW, MANY, WORDS, Net, loss_of, words
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gramian.demo.plan import Plan
-from gramian.train.config import Data, Doctor, Model
+from gramian.cli.demo.demo_plan import Plan
+from gramian.train.config.config import Data, Doctor, Model
 
 
 def small(**changes: Any) -> Plan:

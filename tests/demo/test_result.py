@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from gramian.demo.pipeline import training_seconds
-from gramian.demo.plan import Plan, hashes_of, runs_of
-from gramian.demo.result import FILE, Cached, Checked, Result, Row, Sample, Score, read_result, verdict, write_result
-from gramian.errors import GramianError
-from gramian.train.config import load_config
+from gramian.cli.demo.demo_plan import Plan, hashes_of, runs_of
+from gramian.cli.demo.demo_result import (
+    FILE,
+    Cached,
+    Checked,
+    Result,
+    Row,
+    Sample,
+    Score,
+    read_result,
+    verdict,
+    write_result,
+)
+from gramian.cli.demo.pipeline import training_seconds
+from gramian.core.errors import GramianError
+from gramian.train.config.config import load_config
 from tests.demo.small import small
 
 

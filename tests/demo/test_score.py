@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.demo.score import ROWS, Score, score, work
-from gramian.distill.live import LiveTeacher
+from gramian.cli.demo.score import ROWS, Score, score, work
+from gramian.data import Windows, load_windows
+from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
-from gramian.train.config import Data, Precision
-from gramian.train.data import Windows, load_windows
-from gramian.train.precision import numbers_for
+from gramian.train.config.config import Data, Precision
+from gramian.train.loop.precision import numbers_for
 
 ONE = World(0, 1, torch.device("cpu"), "one")
 COUNT = ROWS + 3

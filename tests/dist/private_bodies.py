@@ -24,10 +24,10 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.clipping import Tuning
-from gramian.privacy.loader import PrivateLoader
-from gramian.privacy.noise import NoisePlan
-from gramian.privacy.secrets import Secrets, load_private, save_private
+from gramian.privacy.clipping.clipping_rule import Tuning
+from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.secrets import Secrets, load_private, save_private
+from gramian.privacy.sampling.private_loader import PrivateLoader
 from tests.dist.worlds import checkpointed, mine, whole, without_sync, wrap
 from tests.kit.processes import run_on_ranks
 from tests.statistics.problems import Problem, assert_norms, assert_tensors, problem

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from gramian.errors import GramianError
-from gramian.train.checkpoint import CheckpointStore, Loaded
-from gramian.train.snapshot import Snapshots
-from gramian.train.state import extents, facts_of, load, tensors_of
+from gramian.core.errors import GramianError
+from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.flat_state import extents, facts_of, load, tensors_of
+from gramian.train.state.snapshot import Snapshots
 from tests.kit.processes import RankError, distributed, run_on_ranks
 from tests.kit.waiting import PATIENCE
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.dist import bodies
 from tests.dist.worlds import CASE_NAMES, assert_same_bits, gradients, mine, plain_gradients, wrap
 from tests.kit.matrix import FULL, sample

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gramian.distill.objective import TOLD
+from gramian.distill.distill_objective import TOLD
 from gramian.distill.teaching import EXTRA
 from gramian.parallel.world import World
 from gramian.parallel.wrap import blocks_of
-from gramian.train.build import build
-from gramian.train.config import parse_config
-from gramian.train.stepper import Stepper
+from gramian.train.build.run_parts import build
+from gramian.train.config.config import parse_config
+from gramian.train.loop.stepper import Stepper
 from tests.kit.matrix import FULL
 from tests.kit.processes import run_on_ranks
 from tests.test_mutations import Edit

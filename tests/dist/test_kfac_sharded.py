@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import gramian
-from gramian.curvature.spread import deal
-from gramian.linalg import LowRank, dense, low_rank
+from gramian.curvature.refresh.shared_factorisation import deal
+from gramian.linalg import LowRank
+from gramian.linalg.factors import dense, low_rank
 from tests.curvature.small import MADE
 from tests.curvature.splits import CASES, Case, assert_equal, refresh, vector
 from tests.dist.kfac_bodies import make, wrapped

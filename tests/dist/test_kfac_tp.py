@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_refused_by_name(rank: int, world_size: int) -> N
     bodies.refusals(rank)
 
 
-_CAPTURE, _SPREAD = "gramian.curvature.capture:KFACCapture", "gramian.parallel.tensor_parallel:TensorParallel"
+_CAPTURE, _SPREAD = "gramian.curvature.estimate.kfac_capture:KFACCapture", "gramian.parallel.tensor_parallel:TensorParallel"
 TRAPS = {
     "terms counted once for each process that sees them": Edit(
         f"{_CAPTURE}.end_of_pass", "info.spread is None or info.spread.first", "True"

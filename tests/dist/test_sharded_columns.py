@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, diagonal_low_rank, low_rank
-from gramian.linalg.columns import Columns
-from gramian.linalg.stored import store_columns
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factors import diagonal_low_rank, low_rank
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.stored import store_columns
 from gramian.parallel.exchange import Exchange, exchange_of
 from gramian.parallel.sharded_columns import ShardedColumns
 from tests.dist.worlds import ranks_agree

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gramian.distill.live import LiveTeacher, shard_teacher
-from gramian.distill.proof import head_of
-from gramian.distill.signal import tensors_of
-from gramian.distill.teacher import teacher_hash
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.teacher.head_proof import head_of
+from gramian.distill.teacher.language_model import teacher_hash
+from gramian.distill.teacher.live_teacher import LiveTeacher, shard_teacher
+from gramian.distill.teacher.signal import tensors_of
 from tests.distill.teachers import TEACHERS, batch_of, gpt, windows
 from tests.kit.processes import distributed
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.curvature import EWCPenalty, Laplace, fisher_average, fisher_overlap, influence_scores, subspace_overlap
-from gramian.taps.names import unwrap
+from gramian.taps.model.user_names import unwrap
 from tests.curvature.problems import assert_close
 from tests.curvature.splits import CASES, refresh, vector
 from tests.dist.kfac_bodies import make, wrapped

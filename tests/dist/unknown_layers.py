@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.dist import private_bodies as bodies
 from tests.dist.worlds import each_block, mine
 from tests.kit.models import Batch, Case, cross_entropy

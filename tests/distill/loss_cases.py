@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gramian.distill import Head, distill_loss
-from gramian.distill.signal import Tail
+from gramian.distill.teacher.signal import Tail
 from tests.distill import eager
 
 BARS = {torch.float64: (1e-10, 1e-10), torch.float32: (1e-5, 1e-4)}

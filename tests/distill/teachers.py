@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gramian.data import Windows
+from gramian.data.token_stream import Stream
 from gramian.models.goose import Goose, GooseConfig
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.train.data import Windows
-from gramian.train.data.stream import Stream
 
 VOCABULARY, WIDTH, LAYERS, CONTEXT = 61, 16, 3, 32
 LLAMA = dict(

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gramian.core.errors import GramianError
+from gramian.data import Windows
 from gramian.distill.cache import Cache, CacheOptions, Hidden, Samples, TopK, build_cache, check_rows, open_cache
-from gramian.distill.live import LiveTeacher
-from gramian.distill.signal import Dense, Sampled, Signal, Sparse, tensors_of
-from gramian.distill.tail import tail_at
-from gramian.errors import GramianError
-from gramian.train.data import Windows
+from gramian.distill.loss.sparse_tail import tail_at
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse, tensors_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, batch_of, contents, gpt, windows
 from tests.distill.test_proof import projected
 from tests.kit.matrix import sample

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gramian.core.errors import GramianError
 from gramian.distill.cache import (
     Cache,
     CacheOptions,
@@ -17,13 +18,12 @@ from gramian.distill.cache import (
     Samples,
     TopK,
     build_cache,
-    files,
+    cache_files,
     open_cache,
     read_manifest,
 )
 from gramian.distill.cache import builder as builder_module
-from gramian.distill.live import LiveTeacher
-from gramian.errors import GramianError
+from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.parallel.world import World
 from tests.distill.teachers import batch_of, contents, gpt, windows
 from tests.kit.matrix import FULL
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_file(
         return write(handle, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", full)
+        patch.setattr(cache_files.os, "write", full)
         with pytest.raises(GramianError, match="^cache: .*the disk is full; expected") as caught:
             build(tmp_path)
     assert "\n" not in str(caught.value)
@@ -274,7 +274,7 @@ def test_a_short_write_is_continued(
 ) -> None:
     write = os.write
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)]))
+        patch.setattr(cache_files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)]))
         build(tmp_path)
     assert contents(tmp_path) == finished("hidden")
 
@@ -305,7 +305,7 @@ def test_a_second_builder_in_the_folder_is_refused(tmp_path: Path) -> None:
 def build_on_rank(
     rank: int, world_size: int, folder: str, kind: str, sharded: bool, missing: tuple[int, ...]
 ) -> list[int]:
-    from gramian.distill.live import shard_teacher
+    from gramian.distill.teacher.live_teacher import shard_teacher
 
     world = World(rank, world_size, torch.device("cpu"), "ddp")
     if rank == 0:
@@ -357,13 +357,13 @@ def fail_on_rank(rank: int, world_size: int, folder: str) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(handle, content)
 
-    files.os.write = full if rank == 1 else write
+    cache_files.os.write = full if rank == 1 else write
     try:
         build(Path(folder), world=world)
     except GramianError as problem:
         return str(problem)
     finally:
-        files.os.write = write
+        cache_files.os.write = write
     return "no problem"
 
 

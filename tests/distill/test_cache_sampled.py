@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from gramian.distill.cache import Samples
-from gramian.distill.cache.sampled import draw
-from gramian.distill.head import Head
-from gramian.distill.live import LiveTeacher
-from gramian.distill.signal import Dense, Sampled
+from gramian.distill.cache.sampled_cache import draw
+from gramian.distill.loss.head import Head
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense, Sampled
 from tests.distill.teachers import batch_of, gpt, windows
 
 P_V = torch.tensor([0.5, 0.0, 0.26, 1e-5, 0.14, 0.09999, 0.0], dtype=torch.float64)

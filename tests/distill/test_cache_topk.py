@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gramian.data import load_windows
 from gramian.distill.cache import TopK
-from gramian.distill.cache.topk import GONE, fit_tail, place_knots, places_between
-from gramian.distill.head import Head
-from gramian.distill.live import LiveTeacher
-from gramian.distill.signal import Dense
-from gramian.distill.tail import tail_at
+from gramian.distill.cache.topk_cache import GONE, fit_tail, place_knots, places_between
+from gramian.distill.loss.head import Head
+from gramian.distill.loss.sparse_tail import tail_at
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.train.config import parse_config
-from gramian.train.data import load_windows
+from gramian.train.config.config import parse_config
 
 pytestmark = pytest.mark.oracle
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gramian.distill.feature_loss import FeatureLoss
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.parallel.wrap import blocks_of
 from tests.distill.test_features import gram_cka
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.distill.features import Projector, cka_loss, debiased_cka, increments, linear_cka
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.loss.features import Projector, cka_loss, debiased_cka, increments, linear_cka
 
 
 def drawn(n: int, d: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

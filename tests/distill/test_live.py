@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gramian.distill.live import LiveTeacher
-from gramian.distill.signal import Dense, Sampled, Sparse, Tail, refuse_inference, tensors_of
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense, Sampled, Sparse, Tail, refuse_inference, tensors_of
 from tests.distill.teachers import TEACHERS, batch_of, gpt, huggingface, windows
 
 families = pytest.mark.parametrize("family", ["gpt", "goose", "gpt2", "gemma2, capped"])

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gramian
-from gramian.distill import Tail, chunked, distill_loss, loss, metrics_of, signal
+from gramian.distill import Tail, distill_loss, metrics_of
+from gramian.distill.loss import chunked_loss, fused_loss
+from gramian.distill.teacher import signal
 from tests.distill.loss_cases import Case, ours, relative
 
 DIRECTIONS = ("forward", "reverse", "jsd")
@@ -25,7 +27,7 @@ def close(got, want, rtol=1e-12, atol=1e-14):
 def test_any_chunking_is_one_chunk(monkeypatch, chunk, head):
     case = Case(**head)
     out, gradients = ours(case, HEAT)
-    monkeypatch.setattr(loss, "chunk_tokens", lambda _: chunk)
+    monkeypatch.setattr(fused_loss, "chunk_tokens", lambda _: chunk)
     parts, part_gradients = ours(case, HEAT)
     close(parts.loss, out.loss)
     close(parts.sums, out.sums)
@@ -189,9 +191,9 @@ def test_without_gradients_nothing_is_saved_and_the_loss_is_the_same(monkeypatch
     case = Case()
     want, _ = ours(case, 2.5)
     made = []
-    keep = chunked.Gradients.__init__
+    keep = chunked_loss.Gradients.__init__
     monkeypatch.setattr(
-        chunked.Gradients, "__init__", lambda self, *args: (made.append(args[2:]), keep(self, *args))[1]
+        chunked_loss.Gradients, "__init__", lambda self, *args: (made.append(args[2:]), keep(self, *args))[1]
     )
     arguments = (case.tensors["student_hidden"].requires_grad_(), case.tensors["student_weight"], case.targets,
                  case.tensors["teacher_hidden"], case.tensors["teacher_weight"])  # fmt: skip
@@ -265,7 +267,7 @@ def test_hidden_states_of_a_narrower_dtype_than_their_head():
 
 def test_the_weights_gradient_is_added_up_in_float32(monkeypatch):
     """600 chunks that add 2/3 each: in bfloat16 the sum would stop growing at 256."""
-    monkeypatch.setattr(loss, "chunk_tokens", lambda _: 1)
+    monkeypatch.setattr(fused_loss, "chunk_tokens", lambda _: 1)
     tokens = 600
     hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(3, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -279,10 +281,10 @@ def test_the_weights_gradient_is_added_up_in_float32(monkeypatch):
 def test_chunks_stay_within_the_stated_bytes():
     for vocabulary in (7, 1000, 32_000, 50_257, 128_256, 256_000, 10**6, 10**9):
         for bytes_per_token in (4 * vocabulary, 48 * vocabulary):
-            chunk = chunked.chunk_tokens(bytes_per_token)
-            assert chunk * bytes_per_token <= chunked.CHUNK_LIMIT or chunk == 1
-            assert chunk >= 1024 or 1024 * bytes_per_token > chunked.CHUNK_LIMIT
-    assert chunked.chunk_tokens(4 * 128_256) == chunked.chunk_tokens(4 * 50_257) == 1024
+            chunk = chunked_loss.chunk_tokens(bytes_per_token)
+            assert chunk * bytes_per_token <= chunked_loss.CHUNK_LIMIT or chunk == 1
+            assert chunk >= 1024 or 1024 * bytes_per_token > chunked_loss.CHUNK_LIMIT
+    assert chunked_loss.chunk_tokens(4 * 128_256) == chunked_loss.chunk_tokens(4 * 50_257) == 1024
 
 
 def test_it_is_found_in_the_package():

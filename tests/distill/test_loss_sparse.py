@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from gramian.core.errors import GramianError
 from gramian.distill import Head, distill_loss
-from gramian.distill.signal import Tail
-from gramian.distill.tail import tail_at
-from gramian.errors import GramianError
+from gramian.distill.loss.sparse_tail import tail_at
+from gramian.distill.teacher.signal import Tail
 from tests.distill import eager
 from tests.distill.loss_cases import Case, check, oracle, ours, relative, teacher_logits, topk_of
 

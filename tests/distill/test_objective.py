@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gramian.distill import loss as loss_module
-from gramian.distill.feature_loss import FeatureLoss
-from gramian.distill.live import LiveTeacher
-from gramian.distill.objective import TOLD, DistillObjective, LossOptions
-from gramian.distill.signal import Dense, Sampled, Signal, Sparse
-from gramian.distill.teacher import body_of
-from gramian.errors import GramianError
-from gramian.train.objective import IGNORED, logits_of
+from gramian.core.errors import GramianError
+from gramian.distill.distill_objective import TOLD, DistillObjective, LossOptions
+from gramian.distill.loss import fused_loss as loss_module
+from gramian.distill.loss.feature_loss import FeatureLoss
+from gramian.distill.teacher.language_model import body_of
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse
+from gramian.train.loop.objective import IGNORED, logits_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
 from tests.distill.test_features import gram_debiased_cka, standardised
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gramian.distill.proof import check_causal, head_of, stream_width
-from gramian.distill.teacher import hidden_of
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.teacher.head_proof import check_causal, head_of, stream_width
+from gramian.distill.teacher.language_model import hidden_of
 from gramian.models.gpt import GPT
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, gpt, huggingface
 from tests.distill.test_teacher import TOKENS_BT, families

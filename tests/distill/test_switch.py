@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gramian.distill.switch import FeatureSwitch
+from gramian.distill.feature_switch import FeatureSwitch
 
 
 def told(switch: FeatureSwitch, losses: dict[int, float]) -> list[int]:

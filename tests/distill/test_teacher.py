@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gramian.distill.teacher import hidden_of, teacher_hash
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.teacher.language_model import hidden_of, teacher_hash
 from tests.distill.teachers import LAYERS, TEACHERS, VOCABULARY, gpt, huggingface
 
 TOKENS_BT = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from gramian.distill.live import LiveTeacher
-from gramian.distill.metrics import SUMS
-from gramian.distill.switch import FeatureSwitch
+from gramian.distill.feature_switch import FeatureSwitch
+from gramian.distill.loss.loss_metrics import SUMS
+from gramian.distill.loss.temperature import STUCK_STEPS, Temperature, TemperatureOptions
+from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teaching import EXTRA, Teaching, told
-from gramian.distill.temperature import STUCK_STEPS, Temperature, TemperatureOptions
 from gramian.parallel.world import World
-from gramian.train.nested import merge, split
+from gramian.train.state.nested import merge, split
 from tests.distill.teachers import batch_of, gpt, windows
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gramian.distill.temperature import STUCK_STEPS, Temperature, TemperatureOptions
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.distill.loss.temperature import STUCK_STEPS, Temperature, TemperatureOptions
 
 CPU = torch.device("cpu")
 

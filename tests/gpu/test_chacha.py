@@ -11,7 +11,7 @@ from gramian.kernels import chacha
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from gramian.kernels import _chacha  # noqa: E402
+from gramian.kernels import _triton_chacha
 
 pytestmark = pytest.mark.gpu
 
@@ -89,7 +89,7 @@ def test_pairs_in_the_tail_have_the_further_bits_of_the_other_nonce():
 def radii(high, low, out, N: tl.constexpr):
     at = tl.arange(0, N)
     high, low = tl.load(high + at).to(tl.uint32, bitcast=True), tl.load(low + at).to(tl.uint32, bitcast=True)
-    tl.store(out + at, _chacha._radius(high, low))
+    tl.store(out + at, _triton_chacha._radius(high, low))
 
 
 def test_radii_of_chosen_words_are_accurate_at_both_ends():
@@ -155,7 +155,7 @@ def test_a_new_key_or_release_compiles_nothing_new():
     tensor = torch.zeros(100, device="cuda")
     chacha.add_normals_(tensor, KEY, 1, 0, 1.0)
     device = torch.cuda.current_device()
-    caches = _chacha._add_normals_kernel.device_caches[device]
+    caches = _triton_chacha._add_normals_kernel.device_caches[device]
     before = len(caches[0])
     for release in range(5):
         chacha.add_normals_(tensor, bytes([release, 0, 0, 0] * 8), release, 16 * release, 1.0)

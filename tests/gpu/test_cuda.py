@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.kit.models import CASES
 
 pytestmark = pytest.mark.gpu

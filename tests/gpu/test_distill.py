@@ -6,9 +6,21 @@ import pytest
 import torch
 
 from gramian.distill import Head, distill_loss
-from gramian.distill.signal import Tail
-from gramian.kernels.distill_rows import ROWS, Objective, Squash, distill_rows, distill_rows_kernel, distill_rows_twin
-from gramian.kernels.rest_rows import rest_gradient_kernel_, rest_gradient_twin_, rest_rows_kernel, rest_rows_twin
+from gramian.distill.teacher.signal import Tail
+from gramian.kernels.distillation.distill_rows import (
+    ROWS,
+    Objective,
+    Squash,
+    distill_rows,
+    distill_rows_kernel,
+    distill_rows_twin,
+)
+from gramian.kernels.distillation.rest_rows import (
+    rest_gradient_kernel_,
+    rest_gradient_twin_,
+    rest_rows_kernel,
+    rest_rows_twin,
+)
 from tests.distill.loss_cases import Case, check, oracle, ours, relative, topk_of
 
 pytestmark = pytest.mark.gpu
@@ -88,7 +100,7 @@ def test_the_kernel_is_what_ran_and_gives_the_same_bits_every_time(monkeypatch):
     def twin(*args, **kwargs):
         raise AssertionError("a twin ran")
 
-    monkeypatch.setattr("gramian.kernels.distill_rows.distill_rows_twin", twin)
+    monkeypatch.setattr("gramian.kernels.distillation.distill_rows.distill_rows_twin", twin)
     student, teacher, targets = logits(64, 5003, 5003, torch.bfloat16)
     first = None
     for _ in range(5):
@@ -195,7 +207,7 @@ def test_many_chunks_are_one(monkeypatch):
     case = Case(dtype=torch.float32, device="cuda", tokens=1000, vocabulary=1003, widths=(64, 64))
     T = torch.tensor(2.0, device="cuda")
     whole, want = ours(case, T)
-    monkeypatch.setattr("gramian.distill.loss.chunk_tokens", lambda _: 128)
+    monkeypatch.setattr("gramian.distill.loss.fused_loss.chunk_tokens", lambda _: 128)
     parts, gradients = ours(case, T)
     torch.testing.assert_close(parts.sums, whole.sums, rtol=1e-6, atol=1e-6)
     for name in want:

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from gramian.kernels.checksums import checksums
-from gramian.kernels.direct_squares import _HALF as DIRECT_TILES
-from gramian.kernels.direct_squares import direct_squares, direct_squares_kernel
-from gramian.kernels.gram_squares import _HALF as GRAM_TILES
-from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel
-from gramian.kernels.token_sums import normed_sums, normed_sums_twin, token_sums
-from gramian.kernels.weighted_product import _HALF as PRODUCT_TILES
-from gramian.kernels.weighted_product import weighted_product, weighted_product_kernel
-from gramian.kernels.weighted_sum import row_squares, weighted_sum
+from gramian.kernels.norms.direct_squares import _HALF as DIRECT_TILES
+from gramian.kernels.norms.direct_squares import direct_squares, direct_squares_kernel
+from gramian.kernels.norms.gram_squares import _HALF as GRAM_TILES
+from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel
+from gramian.kernels.sums.token_sums import normed_sums, normed_sums_twin, token_sums
+from gramian.kernels.sums.weighted_product import _HALF as PRODUCT_TILES
+from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel
+from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 from tests.kernels import LAYOUTS, laid_out
 
 pytestmark = pytest.mark.gpu
@@ -298,8 +298,8 @@ def test_the_kernels_are_what_ran(monkeypatch):
 
     for module in ("gram_squares", "direct_squares", "token_sums", "weighted_sum", "weighted_product"):
         monkeypatch.setattr(f"gramian.kernels.{module}.{module}_twin", twin)
-    monkeypatch.setattr("gramian.kernels.token_sums.normed_sums_twin", twin)
-    monkeypatch.setattr("gramian.kernels.weighted_sum.row_squares_twin", twin)
+    monkeypatch.setattr("gramian.kernels.sums.token_sums.normed_sums_twin", twin)
+    monkeypatch.setattr("gramian.kernels.sums.weighted_sum.row_squares_twin", twin)
     left, right = sides((2, 40, 16, 24), torch.bfloat16)
     weights = random(2)
     gram_squares([left], right), direct_squares(left, right), weighted_product(left, right, weights, torch.float32)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.verify import dense_kfac
+from gramian.oracles import dense_kfac
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ import gramian
 from benchmarks import kfac_memory
 from gramian.linalg import DiagonalLowRank, LowRank, pinned
 from gramian.linalg import wide as wide_module
-from gramian.linalg.offload import Offload
-from gramian.linalg.stored import store_columns
+from gramian.linalg.factors.offload import Offload
+from gramian.linalg.factors.stored import store_columns
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
@@ -226,7 +226,7 @@ def test_a_whole_capture_under_fsdp2_and_nccl(reduce, store, one_process, monkey
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    monkeypatch.setattr("gramian.curvature.steps.exchange_of", Exchange)
+    monkeypatch.setattr("gramian.curvature.refresh.refresh_schedule.exchange_of", Exchange)
     kfac = refreshed(model, tokens, kfac_distributed_reduce=reduce, woodbury_store_device=store, **stored)
     found = kfac.compute_natural_gradient(model)
     reductions = {side["reduction"] for layer in kfac.record()["layers"].values() for side in layer["sides"].values()}

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gramian
 from gramian.kernels.chacha import normals
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.verify.single_sample import per_sample_gradients
+from gramian.oracles.single_sample import per_sample_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -223,7 +223,7 @@ def test_every_collective_runs_under_nccl(nccl, way):
         moved = (before[n] - now).double() * engine.expected_batch
         assert float((moved - sums[n]).norm()) <= 1e-3 * float(torch.stack([s.norm() for s in sums.values()]).norm())
     # what only several processes need, once
-    from gramian.parallel.gradients import DataParallel
+    from gramian.parallel.data_parallel import DataParallel
 
     parallel = DataParallel(way, dist.group.WORLD, 0, 2)  # as if there were two
     assert parallel.differing({"a": 3, "b": -4}, torch.device("cuda")) is None

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from gramian.train.snapshot import Snapshots, restore_into
+from gramian.train.state.snapshot import Snapshots, restore_into
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("share", [0.25, 0.0], ids=["staged on the device", "straight to the host"])
 def test_a_copy_is_of_its_moment_whatever_is_queued_after_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gramian.train.snapshot.STAGED_SHARE", share)
+    monkeypatch.setattr("gramian.train.state.snapshot.STAGED_SHARE", share)
     device = torch.device("cuda", 0)
     tensors = {f"w{i}": torch.full((2**24,), float(i), device=device) for i in range(8)}
     tensors["buffer"] = torch.zeros(2**22, device=device)

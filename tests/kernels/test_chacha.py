@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 KEY = bytes(range(32))

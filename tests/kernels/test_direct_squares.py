@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.kernels._launch import Tiles
-from gramian.kernels.direct_squares import direct_squares, direct_squares_kernel, direct_squares_twin
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import Tiles
+from gramian.kernels.norms.direct_squares import direct_squares, direct_squares_kernel, direct_squares_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 
@@ -31,8 +31,8 @@ def close(got, left, right):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1 << 25, 40, 6])
 def test_twin_is_the_squared_norm_of_the_gradients_in_chunks_of_any_size(elements, dtype, monkeypatch):
-    monkeypatch.setattr("gramian.kernels.direct_squares.CHUNK_ELEMENTS", elements)
-    monkeypatch.setattr("gramian.plan.norms.CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("gramian.kernels.norms.direct_squares.CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr("gramian.plan.norm_algorithm.CHUNK_ELEMENTS", elements)
     left, right = case(3, 11, 5, 4, dtype)
     got = direct_squares_twin(left, right)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

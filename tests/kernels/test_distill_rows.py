@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.kernels.distill_rows import (
+from gramian.kernels.distillation.distill_rows import (
     ROWS,
     Objective,
     Squash,

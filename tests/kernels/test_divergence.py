@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.kernels.divergence import DIRECTIONS, divergence
-from gramian.kernels.rest_rows import rest_rows_twin
+from gramian.kernels.distillation.divergence import DIRECTIONS, divergence
+from gramian.kernels.distillation.rest_rows import rest_rows_twin
 
 
 def in_float64(s: Tensor, t: Tensor, direction: str, beta: float) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.kernels._launch import Tiles
-from gramian.kernels.gram_squares import gram_squares, gram_squares_kernel, gram_squares_twin
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import Tiles
+from gramian.kernels.norms.gram_squares import gram_squares, gram_squares_kernel, gram_squares_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 from tests.kit.matrix import FULL
@@ -48,7 +48,7 @@ def test_twin_is_the_squared_norm_of_the_gradients(shape, dtype):
 
 def test_twin_in_blocks_of_rows_is_the_same(monkeypatch):
     lefts, right = case(2, 10, (3, 4), 5, dtype=torch.float64)
-    monkeypatch.setattr("gramian.kernels.gram_squares.CHUNK_ELEMENTS", 30)
+    monkeypatch.setattr("gramian.kernels.norms.gram_squares.CHUNK_ELEMENTS", 30)
     close(gram_squares_twin(lefts, right), lefts, right)
 
 

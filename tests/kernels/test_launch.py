@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gramian.kernels._launch import Tiles, cheapest, fits_descriptor, takes_kernel, wants_descriptors
+from gramian.kernels.launch import Tiles, cheapest, fits_descriptor, takes_kernel, wants_descriptors
 from tests.kernels import random
 from tests.kit.fresh import run_fresh
 
@@ -13,11 +13,11 @@ from tests.kit.fresh import run_fresh
 def test_calls_on_a_cpu_do_not_import_triton():
     code = """
 import sys, torch
-from gramian.kernels.direct_squares import direct_squares
-from gramian.kernels.gram_squares import gram_squares
-from gramian.kernels.token_sums import normed_sums, token_sums
-from gramian.kernels.weighted_product import weighted_product
-from gramian.kernels.weighted_sum import row_squares, weighted_sum
+from gramian.kernels.norms.direct_squares import direct_squares
+from gramian.kernels.norms.gram_squares import gram_squares
+from gramian.kernels.sums.token_sums import normed_sums, token_sums
+from gramian.kernels.sums.weighted_product import weighted_product
+from gramian.kernels.sums.weighted_sum import row_squares, weighted_sum
 x, c = torch.ones(2, 3, 4), torch.ones(2)
 gram_squares([x], x), direct_squares(x, x), token_sums(x), normed_sums(x, x, 1e-5, True)
 weighted_product(x, x, c, torch.float32), weighted_sum(x[0], torch.ones(3)), row_squares(x[0])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.kernels.distill_rows import Squash
-from gramian.kernels.rest_rows import (
+from gramian.kernels.distillation.distill_rows import Squash
+from gramian.kernels.distillation.rest_rows import (
     REST,
     rest_gradient_,
     rest_gradient_kernel_,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gramian.kernels.scaled_rows import scaled_rows, scaled_rows_kernel, scaled_rows_twin
+from gramian.kernels.sums.scaled_rows import scaled_rows, scaled_rows_kernel, scaled_rows_twin
 from tests.kernels import interpreted, random
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

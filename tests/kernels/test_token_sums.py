@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from gramian.errors import GramianError
-from gramian.kernels.token_sums import (
+from gramian.core.errors import GramianError
+from gramian.kernels.sums.token_sums import (
     normed_sums,
     normed_sums_kernel,
     normed_sums_twin,

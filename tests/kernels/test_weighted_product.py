@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.kernels._launch import Tiles
-from gramian.kernels.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import Tiles
+from gramian.kernels.sums.weighted_product import weighted_product, weighted_product_kernel, weighted_product_twin
 from tests.kernels import LAYOUTS, interpreted, laid_out, random
 from tests.kit.close import close_to_sum
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.kernels.weighted_sum import (
+from gramian.core.errors import GramianError
+from gramian.kernels.sums.weighted_sum import (
     row_squares,
     row_squares_kernel,
     row_squares_twin,
@@ -37,7 +37,7 @@ def close_squares(got, kept):
 
 @pytest.mark.parametrize("dtype", (torch.float64, *DTYPES))
 def test_twins_are_what_they_say(dtype, monkeypatch):
-    monkeypatch.setattr("gramian.kernels.weighted_sum.CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr("gramian.kernels.sums.weighted_sum.CHUNK_ELEMENTS", 40)
     kept, weights = case(4, 33, dtype)
     wide = dtype if dtype == torch.float64 else torch.float32
     got = weighted_sum_twin(kept, weights)

@@ -41,7 +41,7 @@ from tests.kit.waiting import PATIENCE
 
 # After one rank has failed, how long the others may take to say that they failed too.
 GRACE_AFTER_FAILURE = 20.0
-# What takes long to import, once, in the process that all pools are forked from, and runs of gramian.verify.runs.resume.
+# What takes long to import, once, in the process that all pools are forked from, and runs of gramian.verify.resume.
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch._dynamo.backends.debugging",
@@ -50,9 +50,9 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "tests.dist.worlds",
     "gramian.cli.train",
-    "gramian.train.build",
-    "gramian.train.record",
-    "gramian.train.trainer",
+    "gramian.train.build.run_parts",
+    "gramian.train.state.run_record",
+    "gramian.train.loop.trainer",
     "opacus.accountants",
 ]
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.linalg import DiagonalLowRank, diagonal_low_rank
-from gramian.linalg.rational import rational_power
+from gramian.linalg import DiagonalLowRank
+from gramian.linalg.factors import diagonal_low_rank
+from gramian.linalg.factors.rational_power import rational_power
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import CASES, POWERS, damped_power, distance, normal
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Cholesky, Dense
-from gramian.linalg.cholesky import settle_all
+from gramian.linalg.factors.cholesky import settle_all
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import damped_power, distance, normal, positive, spectrum
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.curvature.moments import Tokens, WeightedColumns
+from gramian.curvature.estimate.token_moments import Tokens, WeightedColumns
 from gramian.linalg import Dense, DiagonalLowRank, Factor, LowRank
 from gramian.linalg import wide as wide_module
-from gramian.linalg.columns import Columns
-from gramian.linalg.stored import Stored, store_columns, store_symmetric
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.stored import Stored, store_columns, store_symmetric
 from gramian.linalg.wide import piece_entries, pieces, wide_moments
 from tests.kit.memory import measured
 from tests.linalg.matrices import distance, normal, positive, probabilities

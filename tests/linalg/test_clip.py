@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gramian.linalg import Clip, Dense, DiagonalLowRank, LowRank, diagonal_low_rank
+from gramian.linalg import Clip, Dense, DiagonalLowRank, LowRank
+from gramian.linalg.factors import diagonal_low_rank
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import CASES, brute_clip, damped_power, distance, normal, probabilities
 

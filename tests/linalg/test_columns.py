@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 import gramian
 from gramian.linalg import DiagonalLowRank, Factor, LowRank
 from gramian.linalg import wide as wide_module
-from gramian.linalg.columns import Columns
-from gramian.linalg.stored import store_columns
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.stored import store_columns
 from tests.linalg.matrices import distance, normal, probabilities
 
 VOCABULARY, TOKENS = 50_257, 64

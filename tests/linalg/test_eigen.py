@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Cholesky, Dense, DiagonalLowRank, LowRank, eigendecompose
-from gramian.linalg.eigen import singular_pairs
+from gramian.linalg.factors.eigendecomposition import singular_pairs
 from tests.linalg.matrices import CASES, damped_power, distance, normal, positive, spectrum
 
 FAILURES = [

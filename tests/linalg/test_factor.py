@@ -12,7 +12,7 @@ from linear_operator.operators import (
 
 import gramian
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, LowRank, Spectral
-from gramian.linalg.factor import fetch_bounds, fetch_traces
+from gramian.linalg.factors.factor import fetch_bounds, fetch_traces
 from tests.kit.matrix import FULL
 from tests.linalg.matrices import (
     CASES,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, low_rank
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg import wide as wide_module
+from gramian.linalg.factors import low_rank
 from tests.kit.memory import measured
 from tests.linalg.matrices import (
     CASES,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.curvature import build
+from gramian.curvature.refresh import build_factors
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, pinned
-from gramian.linalg.offload import Offload
+from gramian.linalg.factors.offload import Offload
 from tests.linalg.matrices import distance, normal, positive, probabilities, stored_matrix
 
 
@@ -112,13 +112,13 @@ def test_a_refresh_reads_no_factor_before_it_has_arrived(
 ) -> None:
     from tests.curvature.small import FEW, kept, net, refresh, words
 
-    def sent(self: build.Placement, factor: Factor) -> Factor:
+    def sent(self: build_factors.Placement, factor: Factor) -> Factor:
         return self._offload(factor)
 
     model, batch = net(tied=tied, dtype=torch.float64), words(FEW)
     options = {"update_freq": 1, "ema_decay": 0.9, "woodbury_dtype": "fp32"}
     expected = kept(refresh(refresh(gramian.KFACNaturalGradient(**options), model, batch), model, batch))
-    monkeypatch.setattr(build.Placement, "__call__", sent)
+    monkeypatch.setattr(build_factors.Placement, "__call__", sent)
     found = kept(refresh(refresh(gramian.KFACNaturalGradient(**options), model, batch), model, batch))
     assert lane.most > 0
     for name, t in found.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Dense, DiagonalLowRank, LowRank
-from gramian.linalg.stored import Stored, join_columns, store_columns, store_symmetric
+from gramian.linalg.factors.stored import Stored, join_columns, store_columns, store_symmetric
 from tests.linalg.matrices import (
     assert_positive,
     distance,

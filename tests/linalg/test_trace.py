@@ -7,8 +7,8 @@ import torch
 
 from gramian import GramianError, linalg
 from gramian.linalg import DenseOperator, Estimate, stochastic_trace
-from gramian.linalg.operator import seeded
-from gramian.linalg.trace import random_blocks, student_quantile
+from gramian.linalg.spectra.operator import seeded
+from gramian.linalg.spectra.trace import random_blocks, student_quantile
 from tests.kit.matrix import sample
 from tests.linalg.spectra import SPECTRA, Broken, dense, numbers, spread, symmetric
 from tests.test_mutations import RED, Edit
@@ -241,19 +241,19 @@ def test_failed_products_are_neither_zeros_nor_numbers(method):
 TRAPS = {
     "global generator seeded": (
         Edit(
-            "gramian.linalg.operator:seeded",
+            "gramian.linalg.spectra.operator:seeded",
             "return torch.Generator(device=operator.device).manual_seed(0)",
             "return torch.manual_seed(0)",
         ),
         lambda: test_the_global_generator_is_not_touched("hutch++"),
     ),
     "error of a sum for that of a mean": (
-        Edit("gramian.linalg.trace:Estimate.interval", "self.samples - 1) * self.", "self.samples - 1) * 2 * self."),
+        Edit("gramian.linalg.spectra.trace:Estimate.interval", "self.samples - 1) * self.", "self.samples - 1) * 2 * self."),
         lambda: test_intervals_miss_as_often_as_they_say("hutchinson", "rademacher"),
     ),
     "one-sided normal quantile": (
         Edit(
-            "gramian.linalg.trace:Estimate.interval", "student_quantile(1 - error_rate / 2, self.samples - 1)", "1.645"
+            "gramian.linalg.spectra.trace:Estimate.interval", "student_quantile(1 - error_rate / 2, self.samples - 1)", "1.645"
         ),
         lambda: test_intervals_miss_as_often_as_they_say("hutch++", "rademacher"),
     ),

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.models import GPT, Goose, GooseConfig, GPTConfig
 from gramian.models.goose import layer_operations, operations
-from gramian.models.goose.layers import Memory, Mix, SpikingLinear
+from gramian.models.goose.goose_layers import Memory, Mix, SpikingLinear
 from gramian.models.goose.spike import Spike
-from gramian.train.config import Optimizer
-from gramian.train.optimizers import build_optimizer
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.config.config import Optimizer
 from tests.kit.matrix import sample
 
 TINY = GooseConfig(vocabulary=17, context=12, layers=3, width=16)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.models import GPT, Goose, GooseConfig, GPTConfig, generate_text_tokens
 from gramian.models import generate as generate_gpt
 from gramian.models.goose import generate
-from gramian.models.goose.generate import PIECE
+from gramian.models.goose.recurrent_generation import PIECE
 from tests.models.test_goose import TINY, TWIN, model_of, tokens_BT
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.models import Goose, GooseConfig
 from gramian.models.goose import SpikeHealth, measure_spikes, record_spikes
-from gramian.models.goose.health import spikes_of
+from gramian.models.goose.spike_health import spikes_of
 
 TINY = GooseConfig(vocabulary=17, context=12, layers=2, width=16)
 SITES = ["key", "value", "receptance", "memory_out", "fc", "mlp_out"]

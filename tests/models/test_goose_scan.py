@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.models.goose.scan import scan, sequential_scan
 from tests.kit.matrix import sample
 

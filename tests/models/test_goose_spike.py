@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.models.goose.layers import SpikingLinear
+from gramian.models.goose.goose_layers import SpikingLinear
 from gramian.models.goose.spike import FLOOR, START_ALPHA, START_AMPLITUDE, Amplitude, Spike, size_of
 
 

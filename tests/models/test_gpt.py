@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.models import GPT, GPTConfig, generate
 
 TINY = GPTConfig(vocabulary=17, context=12, layers=2, width=16, heads=2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.kit.models import CASES, Case
 from tests.oracles.peers import backpack_norms, opacus_norms, torch_func_gradients
 

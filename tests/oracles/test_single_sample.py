@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gramian.verify import single_sample
-from gramian.verify.single_sample import (
+from gramian.oracles import single_sample
+from gramian.oracles.single_sample import (
     dense_fisher,
     diagonal_fisher,
     noise_scale,

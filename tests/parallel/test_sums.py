@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gramian.parallel.sums import all_reduce
+from gramian.parallel.all_reduce import all_reduce
 from tests.kit.processes import distributed
 
 pytestmark = pytest.mark.xdist_group("processes")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gramian.models import GPT, GPTConfig
-from gramian.plan.memory import Kind, Needs, gpt
-from gramian.train.objective import Objective
+from gramian.plan.transformer_memory import Kind, Needs, gpt
+from gramian.train.loop.objective import Objective
 
 TOLERANCE = 0.02
 """Token ids and norm statistics of these tiny shapes; ten times as much would still be a useful plan."""

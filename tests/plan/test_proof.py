@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gramian.linalg import wide
-from gramian.plan import proof
-from gramian.plan.proof import plan_proof, proof_runs
-from gramian.taps.proof.runs import Runs
-from gramian.train.build import build
-from gramian.train.needs import needs_of
-from gramian.train.private import PrivateStepper
+from gramian.plan import proof_cost
+from gramian.plan.proof_cost import plan_proof, proof_runs
+from gramian.taps.proof.proof_runs import Runs
+from gramian.train.build.memory_needs import needs_of
+from gramian.train.build.run_parts import build
+from gramian.train.loop.private_stepper import PrivateStepper
 from tests.kit.matrix import FULL
 from tests.kit.memory import mark, measured
 from tests.train.runs import PRIVATE, small
@@ -63,4 +63,4 @@ def test_one_sample_needs_no_run_and_each_doubling_two_more() -> None:
 
 
 def test_blocks_are_those_of_the_library() -> None:
-    assert proof.BLOCK == wide.BLOCK
+    assert proof_cost.BLOCK == wide.BLOCK

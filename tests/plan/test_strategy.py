@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.parallel.strategy import USABLE, Decision, decide
-from gramian.plan.memory import Kind, Needs, Teacher, gpt
+from gramian.core.errors import GramianError
+from gramian.plan.parallel_strategy import USABLE, Decision, decide
+from gramian.plan.transformer_memory import Kind, Needs, Teacher, gpt
 
 SEVEN = gpt(50257, 2048, 32, 4096, 32)
 RUN = Needs(SEVEN, "bf16", length=2048, batch=64, micro_batch=4)

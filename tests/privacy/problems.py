@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.clipping import SLACK
-from gramian.verify.clipped_sum import ClippedSum, clip
+from gramian.oracles.clipped_sum import ClippedSum, clip
+from gramian.privacy.clipping.clipping_rule import SLACK
 from tests.kit.models import Batch
 from tests.statistics.problems import Problem
 

@@ -9,11 +9,11 @@ import pytest
 from scipy import integrate
 from scipy.optimize import brentq
 
-from gramian.errors import GramianError
-from gramian.privacy import accounting
-from gramian.privacy.accounting import Accounting, find_noise_multiplier
-from gramian.privacy.noise import TAIL_RADIUS, tail_delta
-from gramian.privacy.secrets import ReleaseCounter
+from gramian.core.errors import GramianError
+from gramian.privacy.accounting import accountant
+from gramian.privacy.accounting.accountant import Accounting, find_noise_multiplier
+from gramian.privacy.noise.element_noise import TAIL_RADIUS, tail_delta
+from gramian.privacy.noise.secrets import ReleaseCounter
 from tests.kit.fresh import run_fresh
 
 HISTORIES = {
@@ -92,7 +92,7 @@ def test_opacus_is_loaded_on_first_use_and_its_other_warnings_are_left_out():
     code = """
 import sys, warnings
 warnings.simplefilter("error")
-from gramian.privacy.accounting import Accounting
+from gramian.privacy.accounting.accountant import Accounting
 assert "opacus" not in sys.modules
 for mechanism in ("prv", "rdp"):
     a = Accounting(mechanism)
@@ -201,7 +201,7 @@ def test_no_privacy_to_speak_of_is_answered_by_the_bound_of_rdp():
     history = [(0.3, 1.0, 100)]
     with pytest.warns(UserWarning, match="is the bound of rdp; expected"):
         got = account(history).epsilon(3e-5)
-    assert got == account(history, "rdp").epsilon(3e-5) > accounting.PRV_LIMIT
+    assert got == account(history, "rdp").epsilon(3e-5) > accountant.PRV_LIMIT
 
 
 def crescent(shift, radius):
@@ -247,18 +247,18 @@ def bounded_delta(sigma, rate, epsilon, radius):
 @pytest.mark.parametrize("sigma, rate", [(1.0, 1.0), (1.0, 0.1), (0.7, 0.6), (3.0, 0.9)])
 def test_delta_with_the_tails_is_valid_for_noise_that_is_cut_off(sigma, rate, monkeypatch):
     """Against the noise itself on a grid, with a radius of 4 that makes the tails large; without them ε would be too small."""
-    from gramian.privacy import noise
+    from gramian.privacy.noise import element_noise
 
-    monkeypatch.setattr(noise, "TAIL_RADIUS", 4.0)
-    monkeypatch.setattr(noise, "TAIL_MASS", math.exp(-8.0))
-    monkeypatch.setattr(noise, "MOST_ELEMENTS", 2)
-    monkeypatch.setattr(accounting, "TAIL_MASS", math.exp(-8.0))
-    monkeypatch.setattr(accounting, "MOST_ELEMENTS", 2)
+    monkeypatch.setattr(element_noise, "TAIL_RADIUS", 4.0)
+    monkeypatch.setattr(element_noise, "TAIL_MASS", math.exp(-8.0))
+    monkeypatch.setattr(element_noise, "MOST_ELEMENTS", 2)
+    monkeypatch.setattr(accountant, "TAIL_MASS", math.exp(-8.0))
+    monkeypatch.setattr(accountant, "MOST_ELEMENTS", 2)
     too_small = False
     for epsilon in (0.5, 1.0, 2.0, 4.0):
         exact = bounded_delta(sigma, rate, epsilon, 4.0)
         normal = bounded_delta(sigma, rate, epsilon, 9.0)
-        allowed = brentq(lambda d: accounting._left_for_normal_noise(((sigma, rate, 1),), d) - normal, 0, 1)  # noqa: B023
+        allowed = brentq(lambda d: accountant._left_for_normal_noise(((sigma, rate, 1),), d) - normal, 0, 1)  # noqa: B023
         assert exact <= allowed
         too_small |= exact > normal * 1.01
     assert too_small

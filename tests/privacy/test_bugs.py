@@ -26,14 +26,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import SubsetRandomSampler
 
 import gramian
-from gramian.kernels import direct_squares, gram_squares
-from gramian.parallel.gradients import DataParallel
-from gramian.privacy import sums
-from gramian.privacy.noise import NoisePlan
-from gramian.privacy.sums import GradientSums, Scaling
-from gramian.privacy.timing import Stopwatch
-from gramian.verify.clipped_sum import clipped_sum
-from gramian.verify.single_sample import per_sample_norms
+from gramian.kernels.norms import direct_squares, gram_squares
+from gramian.oracles.clipped_sum import clipped_sum
+from gramian.oracles.single_sample import per_sample_norms
+from gramian.parallel.data_parallel import DataParallel
+from gramian.privacy.clipping import gradient_sums
+from gramian.privacy.clipping.gradient_sums import GradientSums, Scaling
+from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.noise.element_noise import NoisePlan
 from tests.dist import private_bodies as bodies
 from tests.dist import test_private_ddp
 from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gram_squares
@@ -361,7 +361,7 @@ def _every_sum_is_reduced(rank: int, world_size: int = 2) -> None:
 
     engine, _ = bodies.private_squares(model, expected_batch=1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "reduce_to_shard", note)
+        patch.setattr(gradient_sums, "reduce_to_shard", note)
         model(torch.eye(2, 4, dtype=torch.float64)).square().sum().backward()
     engine.detach()
     of_all: list[Any] = [None] * world_size
@@ -703,7 +703,7 @@ BUGS = (
         "norms summed in half precision",
         (
             Swap("gramian.linalg.wide:wide_dtype", _narrow),
-            Swap("gramian.kernels._launch:wide_dtype", _narrow),
+            Swap("gramian.kernels.launch:wide_dtype", _narrow),
         ),
         functools.partial(test_norms_of_half_precision_are_summed_wide, torch.float16, "auto"),
     ),
@@ -1545,7 +1545,7 @@ BUGS = (
         "reducer of DDP left on",
         (
             Edit(
-                "gramian.parallel.gradients:ReducerOff.__init__",
+                "gramian.parallel.data_parallel:ReducerOff.__init__",
                 "self._wrapper.require_backward_grad_sync = False",
                 "self._wrapper.require_backward_grad_sync = True",
             ),
@@ -1579,7 +1579,7 @@ BUGS = (
     ),
     Mutation(
         "shards of one process's own sum",
-        (Swap("gramian.parallel.gradients:reduce_to_shard", _own_part),),
+        (Swap("gramian.parallel.data_parallel:reduce_to_shard", _own_part),),
         _shards_of_all_sums,
         red="tests/dist/test_private_fsdp2.py::"
         "test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it",

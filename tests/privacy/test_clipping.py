@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.privacy.clipping import SLACK, Tuning
-from gramian.verify.clipped_sum import clip, clipped_sum
-from gramian.verify.single_sample import per_sample_norms
+from gramian.oracles.clipped_sum import clip, clipped_sum
+from gramian.oracles.single_sample import per_sample_norms
+from gramian.privacy.clipping.clipping_rule import SLACK, Tuning
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, gradients, largest_error, private, reduced, wanted, weights

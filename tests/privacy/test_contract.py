@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gramian
-from gramian.verify.clipped_sum import clipped_sum
+from gramian.oracles.clipped_sum import clipped_sum
 from tests.kit import networks
 from tests.privacy.problems import assert_sums, clip_norm, gradients, private, wanted, weights
 from tests.statistics.problems import problem

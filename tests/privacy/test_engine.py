@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify.clipped_sum import clipped_sum
+from gramian.oracles.clipped_sum import clipped_sum
 from tests.kit.matrix import FULL
 from tests.privacy.problems import Run, assert_sums, clip_norm, gradients, private, wanted, weights
 from tests.statistics.problems import Problem, problem

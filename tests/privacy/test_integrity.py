@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.clipping import SLACK
+from gramian.privacy.clipping.clipping_rule import SLACK
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

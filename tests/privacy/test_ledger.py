@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.kernels import chacha
-from gramian.privacy.weights import FIELDS
+from gramian.privacy.audit.weights_digest import FIELDS
 from tests.privacy.test_secrets import in_child
 
 pytestmark = pytest.mark.few_proofs

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from gramian.errors import GramianError
-from gramian.privacy.loader import PrivateLoader, fingerprint, without_rows
-from gramian.privacy.sampling import PoissonBatchSampler, draw
+from gramian.core.errors import GramianError
+from gramian.privacy.sampling.poisson import PoissonBatchSampler, draw
+from gramian.privacy.sampling.private_loader import PrivateLoader, fingerprint, without_rows
 
 KEY = bytes(range(32))
 

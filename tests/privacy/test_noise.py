@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.kernels import chacha
-from gramian.privacy.noise import NoisePlan
+from gramian.privacy.noise.element_noise import NoisePlan
 
 KEY = bytes(range(32))
 SHAPES = [("embed", (7, 3)), ("scale", ()), ("conv", (5, 2, 3, 1)), ("none", (0, 4)), ("bias", (9,))]

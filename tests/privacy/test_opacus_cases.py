@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gramian
-from gramian.verify.clipped_sum import clip
-from gramian.verify.single_sample import per_sample_gradients
+from gramian.oracles.clipped_sum import clip
+from gramian.oracles.single_sample import per_sample_gradients
 from tests.kit.matrix import sample
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import assert_norms

@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gramian.plan.clipping import MACHINES, ClippingPlan, Machine, Share, default_budget, plan_clipping, ways
-from gramian.privacy import clipping as clipping_module
-from gramian.privacy.clipping import Clipping, Tuning
-from gramian.privacy.foresight import share_of
+from gramian.privacy.clipping import clipping_rule as clipping_module
+from gramian.privacy.clipping.clipping_plan import (
+    MACHINES,
+    ClippingPlan,
+    Machine,
+    Share,
+    default_budget,
+    plan_clipping,
+    ways,
+)
+from gramian.privacy.clipping.clipping_planner import share_of
+from gramian.privacy.clipping.clipping_rule import Clipping, Tuning
 from gramian.taps.gradients import Outer
 from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, private, wanted

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import gramian
-from gramian.privacy.population import population
+from gramian.privacy.sampling.population import population
 
 SIZE, BATCH = 40, 4
 DATA = TensorDataset(torch.arange(SIZE, dtype=torch.float32)[:, None])

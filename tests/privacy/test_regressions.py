@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.noise import NoisePlan
-from gramian.privacy.secrets import load_private, save_private
-from gramian.privacy.sums import Scaling
-from gramian.verify.clipped_sum import clipped_sum
+from gramian.oracles.clipped_sum import clipped_sum
+from gramian.privacy.clipping.gradient_sums import Scaling
+from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.noise.secrets import load_private, save_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.kernels import chacha
-from gramian.privacy import sampling
-from gramian.privacy.sampling import PoissonBatchSampler, draw, pieces, share
+from gramian.privacy.sampling import poisson
+from gramian.privacy.sampling.poisson import PoissonBatchSampler, draw, pieces, share
 
 KEY = bytes(range(32))
 
@@ -26,7 +26,7 @@ def test_a_record_takes_part_iff_its_uniform_is_below_the_rate():
 
 def test_a_draw_is_a_pure_function_that_chunks_do_not_change(monkeypatch):
     whole = draw(KEY, 1, 1000, 0.2)
-    monkeypatch.setattr(sampling, "_CHUNK", 33)
+    monkeypatch.setattr(poisson, "_CHUNK", 33)
     assert np.array_equal(draw(KEY, 1, 1000, 0.2), whole) and whole.dtype == np.int64
     assert not np.array_equal(draw(KEY, 2, 1000, 0.2), whole)
     assert not np.array_equal(draw(KEY[::-1], 1, 1000, 0.2), whole)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gramian.errors import GramianError
-from gramian.privacy import secrets as module
-from gramian.privacy.secrets import ReleaseCounter, Secrets, load_private, save_private
+from gramian.core.errors import GramianError
+from gramian.privacy.noise import secrets as module
+from gramian.privacy.noise.secrets import ReleaseCounter, Secrets, load_private, save_private
 from tests.kit.fresh import run_fresh
 
 
@@ -247,7 +247,7 @@ def test_binding_never_lowers_a_file_nor_a_counter(tmp_path):
 def test_a_process_killed_after_begin_has_left_its_mark(tmp_path):
     path = tmp_path / "releases.json"
     code = (
-        "import os, signal, sys; from gramian.privacy.secrets import ReleaseCounter; c = ReleaseCounter(); "
+        "import os, signal, sys; from gramian.privacy.noise.secrets import ReleaseCounter; c = ReleaseCounter(); "
         "c.bind(sys.argv[1]); c.begin(); c.begin(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert run_fresh(code, str(path)).returncode == -9

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gramian.parallel.gradients import DataParallel
-from gramian.privacy import weights
-from gramian.privacy.weights import weight_digest
+from gramian.parallel.data_parallel import DataParallel
+from gramian.privacy.audit import weights_digest
+from gramian.privacy.audit.weights_digest import weight_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
 
@@ -78,7 +78,7 @@ def test_signs_that_flip_together_do_not_cancel() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 24])
 def test_tensors_longer_than_a_chunk_count_to_their_end(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "CHUNK", chunk)
+    monkeypatch.setattr(weights_digest, "CHUNK", chunk)
     model = Tensors()
     before = digest(model)
     for place in range(24):

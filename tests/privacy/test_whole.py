@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.verify.clipped_sum import clipped_sum
+from gramian.oracles.clipped_sum import clipped_sum
 from tests.privacy.test_regressions import loss_of, net, private
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling", "ignore:optimizer. does not have")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gramian.oracles import single_sample
 from gramian.statistics import LayerHealth, NoiseScaleResult
-from gramian.verify import single_sample
 from tests.kit.models import CASES, Batch, Case, squared_error
 
 # Models that treat every token alone, so that the gradient of one token's loss is defined by a pass over that token.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.taps.audit import TURNS, Projections
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
-from gramian.taps.sites import registry
+from gramian.taps.sites import site_registry
 from gramian.taps.sites.site import tokens
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
@@ -139,7 +139,7 @@ _MISTAKES = {
 @BOTH
 @pytest.mark.parametrize("mistake", _MISTAKES)
 def test_a_registered_site_with_a_mistake_is_named(mistake: str, proof: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_CLASS", dict(registry._BY_CLASS))
+    monkeypatch.setattr(site_registry, "_BY_CLASS", dict(site_registry._BY_CLASS))
     gramian.register_site(_Mix, _MixSite(mistake))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), _Mix(5), nn.Linear(5, 2))
@@ -157,7 +157,7 @@ def test_a_gradient_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(4)
             self.weight, self.bias = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7))
 
-    monkeypatch.setattr(registry, "_BY_CLASS", {**registry._BY_CLASS, Wide: _MixSite("orientation")})
+    monkeypatch.setattr(site_registry, "_BY_CLASS", {**site_registry._BY_CLASS, Wide: _MixSite("orientation")})
     with pytest.raises(gramian.GramianError, match=r"1\.weight"):
         _step(nn.Sequential(nn.Linear(4, 4), Wide()), lambda model: model(torch.randn(3, 6, 4)).square().sum())
 

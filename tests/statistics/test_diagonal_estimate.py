@@ -12,8 +12,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import gramian
+from gramian.oracles import single_sample
 from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces, by_column, by_head, by_row
-from gramian.verify import single_sample
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
 from tests.kit.processes import distributed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import INDEPENDENT_TOKENS, assert_tensors, problem, token_fisher
@@ -139,7 +139,7 @@ def test_squares_of_narrow_models_are_summed_in_float32(dtype: torch.dtype) -> N
 
 
 def test_chunks_of_samples_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gramian.plan.norms.CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("gramian.plan.norm_algorithm.CHUNK_ELEMENTS", 200)
     for name in ("gpt", "tied_gpt", "convnet"):
         p = problem(name, 5)
         model, fisher = p.model(), gramian.DiagonalFisher()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_noise, problem

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
+from gramian.oracles import single_sample
 from gramian.taps.gradients import outer
-from gramian.verify import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.statistics.problems import assert_norms, problem

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 from tests.kit.models import Batch, Case
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import gramian
+from gramian.oracles import single_sample
 from gramian.taps.hub import hub_of
-from gramian.verify import single_sample
 from tests.kit.models import CASES
 from tests.taps.checks import assert_norms, problem, wave
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gramian
-from gramian.errors import GramianError
-from gramian.verify import single_sample
+from gramian.core.errors import GramianError
+from gramian.oracles import single_sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
 from tests.taps.checks import assert_exact, assert_norms, loop_norms, problem

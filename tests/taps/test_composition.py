@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.oracles import single_sample
 from gramian.taps import Withheld, hub_of
-from gramian.verify import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT

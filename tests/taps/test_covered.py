@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.hub import hub_of
 from tests.taps.test_row_proof import Normalising
 

@@ -5,7 +5,7 @@ import threading
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from gramian.taps.eager import run_eagerly
+from gramian.taps.model.run_eagerly import run_eagerly
 
 
 def test_compiling_goes_on_when_threads_leave_in_the_order_they_came() -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.kernels.gram_squares import gram_squares
-from gramian.plan import norms as plan
+from gramian.core.errors import GramianError
+from gramian.kernels.norms.gram_squares import gram_squares
+from gramian.plan import norm_algorithm as plan
 from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed, join
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.gradients.directions import Directions

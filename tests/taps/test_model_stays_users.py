@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps import hub_of
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES

@@ -15,11 +15,11 @@ from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.privacy import engine as engine_module
-from gramian.privacy.one_sample import remembers_nothing
+from gramian.privacy.clipping.single_sample_memory import remembers_nothing
 from gramian.taps.hub import hub_of
-from gramian.taps.python_state import PythonState, _places
+from gramian.taps.model.python_state import PythonState, _places
 
 CALLS = 0
 LOG: list[int] = []

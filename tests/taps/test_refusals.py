@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps import Withheld, hub_of
 from tests.kit.models import CASES
 from tests.taps.checks import problem

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.verify import single_sample
+from gramian.oracles import single_sample
 
 
 def squares(model: nn.Module, *inputs: Tensor) -> Tensor:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.hub import hub_of
-from gramian.taps.proof.fingerprint import Fingerprint
 from gramian.taps.proof.prover import Proven, Prover
-from gramian.taps.proof.samples import Samples
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.sample_arguments import Samples
 from tests.taps.checks import assert_exact, wave
 
 Forward = Callable[[Any, Tensor], Any]

@@ -15,11 +15,11 @@ import torch
 
 from gramian.cli import main
 from gramian.parallel.world import World
-from gramian.train.build import Parts, build
-from gramian.train.config import Config
-from gramian.train.objective import Measured
-from gramian.train.run_folder import RunFolder, read_lines
-from gramian.train.trainer import Ended, Trainer
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config
+from gramian.train.loop.objective import Measured
+from gramian.train.loop.trainer import Ended, Trainer
+from gramian.train.state.run_folder import RunFolder, read_lines
 from tests.train.runs import small
 
 ONE = World(0, 1, torch.device("cpu"), "one")
@@ -130,4 +130,4 @@ def validating(monkeypatch: pytest.MonkeyPatch, losses: Callable[[int], float]) 
         asked.append(1)
         return Measured(100 * losses(len(asked) - 1), 100)
 
-    monkeypatch.setattr("gramian.train.trainer.evaluate", evaluate)
+    monkeypatch.setattr("gramian.train.loop.trainer.evaluate", evaluate)

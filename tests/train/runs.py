@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gramian.train.config import Config, parse_config
+from gramian.train.config.config import Config, parse_config
 from tests.kit.matrix import FULL
 
 SMALL: dict[str, dict[str, Any]] = {

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from gramian.data import Batches, DataWorkerDied, StepBatch
 from gramian.distill.cache.reader import Cache
-from gramian.train import build as building
-from gramian.train.ahead import announced
-from gramian.train.build import Parts, build
-from gramian.train.data import Batches, DataWorkerDied, StepBatch
-from gramian.train.stepper import Stepper
+from gramian.train.build import run_parts as building
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.loop.lookahead import announced
+from gramian.train.loop.stepper import Stepper
 from tests.train.distilled import LEARNED, ONE, cache_of, events, metrics, student, train
 
 pytestmark = pytest.mark.xdist_group("distill")
@@ -96,7 +96,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return plain(self, windows_B)
 
     monkeypatch.setattr(Cache, "_gathered", gathered)
-    monkeypatch.setattr("gramian.train.trainer.health_of", lambda parts: ({}, []))  # it reads a batch of its own
+    monkeypatch.setattr("gramian.train.loop.trainer.health_of", lambda parts: ({}, []))  # it reads a batch of its own
     return found
 
 

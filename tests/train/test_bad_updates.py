@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from gramian.parallel.world import World
-from gramian.train.build import Parts, build
-from gramian.train.config import Config
-from gramian.train.metrics import perplexity
-from gramian.train.run_folder import Lines, RunFolder, read_lines
-from gramian.train.trainer import Ended, Trainer
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config
+from gramian.train.loop.trainer import Ended, Trainer
+from gramian.train.state.run_folder import Lines, RunFolder, read_lines
+from gramian.train.state.run_log import perplexity
 from tests.train.runs import small
 
 ONE = World(0, 1, torch.device("cpu"), "one")

@@ -26,11 +26,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.train import checkpoint_files
-from gramian.train.checkpoint import CheckpointStore, Loaded
-from gramian.train.checkpoint_sharded import read_parts
-from gramian.train.snapshot import Extent, Snapshot, Snapshots, whole
+from gramian.core.errors import GramianError
+from gramian.train.state import checkpoint_files
+from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.sharded_checkpoint import read_parts
+from gramian.train.state.snapshot import Extent, Snapshot, Snapshots, whole
 from tests.kit.matrix import FULL
 from tests.kit.waiting import PATIENCE
 from tests.train.test_snapshot import DTYPES, addresses, filled, raw

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gramian.errors import GramianError
-from gramian.train.config import RUN_ONLY, SECTIONS, Config, load_config, parse_config
+from gramian.core.errors import GramianError
+from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config, parse_config
 
 
 def written(folder: Path, text: str) -> Path:

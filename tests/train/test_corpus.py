@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gramian.errors import GramianError
-from gramian.train.corpus import VALIDATION_FRACTION, load_corpus
+from gramian.core.errors import GramianError
+from gramian.data.embedded_corpus import VALIDATION_FRACTION, load_corpus
 
 
 @pytest.fixture

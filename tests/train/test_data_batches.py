@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import dataloader
 
-from gramian.errors import GramianError
-from gramian.train.data import Batches, DataWorkerDied, StepBatch, Windows
-from gramian.train.data.order import windows_at
-from gramian.train.data.stream import Stream
-from gramian.train.data.windows import NOT_COUNTED
+from gramian.core.errors import GramianError
+from gramian.data import Batches, DataWorkerDied, StepBatch, Windows
+from gramian.data.token_stream import Stream
+from gramian.data.window_order import windows_at
+from gramian.data.windows import NOT_COUNTED
 from tests.kit.waiting import PATIENCE
 
 LENGTH = 5
@@ -215,8 +215,8 @@ def test_a_worker_that_dies_while_a_batch_is_awaited_is_told(monkeypatch: pytest
 def test_a_process_that_just_ends_takes_its_workers_along() -> None:
     script = (
         "import numpy as np, multiprocessing\n"
-        "from gramian.train.data import Batches, Windows\n"
-        "from gramian.train.data.stream import Stream\n"
+        "from gramian.data import Batches, Windows\n"
+        "from gramian.data.token_stream import Stream\n"
         "stream = Stream([np.arange(100)], np.array([0, 100]), vocabulary=100, end=99)\n"
         "iterator = Batches(Windows(stream, 5), batch=4, workers=2).from_position(0)\n"
         "next(iterator)\n"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gramian.errors import GramianError
-from gramian.train.config import Data
-from gramian.train.corpus import load_corpus
-from gramian.train.data import load_windows, read_documents, read_stream
-from gramian.train.data.stream import Stream
-from gramian.train.data.tokenizer import ByteTokenizer
+from gramian.core.errors import GramianError
+from gramian.data import load_windows, read_documents, read_stream
+from gramian.data.embedded_corpus import load_corpus
+from gramian.data.token_stream import Stream
+from gramian.data.tokenizer import ByteTokenizer
+from gramian.train.config.config import Data
 
 TEXTS = [f"document {index}: ünïcode {'x' * (index % 17)}" for index in range(200)]
 
@@ -150,7 +150,7 @@ def test_tokens_without_a_last_end_are_a_document_too(tmp_path: Path) -> None:
 
 
 def test_tokens_over_several_looks_are_found_at_the_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gramian.train.data.documents.CHUNK", 4)
+    monkeypatch.setattr("gramian.data.documents.CHUNK", 4)
     path = write_tokens(tmp_path / "a.npy", ["abc", "abcd", "", "a", "abcdefgh"])
     stream = read_stream(Data(source="tokens"), [str(path)], ByteTokenizer())
     assert texts(stream) == ["abc", "abcd", "", "a", "abcdefgh"]
@@ -287,9 +287,9 @@ def test_files_without_permission_are_named(tmp_path: Path, source: str) -> None
 
 
 def test_files_that_vanish_while_they_are_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gramian.train.data.files import File
+    from gramian.data.data_files import File
 
-    monkeypatch.setattr("gramian.train.data.documents.find_files", lambda *told: [File(tmp_path / "a.npy", True)])
+    monkeypatch.setattr("gramian.data.documents.find_files", lambda *told: [File(tmp_path / "a.npy", True)])
     for source in ("text", "jsonl", "tokens"):
         assert "a.npy: cannot be read (No such file or directory)" in refused(data_of(source, tmp_path / "a.npy"))
 

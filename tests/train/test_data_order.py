@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.train.data.order import Permutation, windows_at
+from gramian.core.errors import GramianError
+from gramian.data.window_order import Permutation, windows_at
 
 
 def draws(size: int, seed: int, count: int) -> list[int]:

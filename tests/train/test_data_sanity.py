@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gramian.errors import GramianError
-from gramian.train.checks.check import Check
-from gramian.train.checks.corpus import look_at_data
-from gramian.train.config import Data
-from gramian.train.data.sanity import look_at_files
+from gramian.core.errors import GramianError
+from gramian.data.data_sanity import look_at_files
+from gramian.train.config.config import Data
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.data_findings import look_at_data
 
 TEXTS = [f"document number {index}" for index in range(200)]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gramian.train.data import starvation
-from gramian.train.data.starvation import StarvationMeter
+from gramian.data import starvation
+from gramian.data.starvation import StarvationMeter
 
 
 class Clock:

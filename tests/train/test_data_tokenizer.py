@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, token_type
+from gramian.core.errors import GramianError
+from gramian.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, token_type
 
 END = "<|endoftext|>"
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.train.data.stream import Stream, content_hash
-from gramian.train.data.windows import NOT_COUNTED, Windows
+from gramian.core.errors import GramianError
+from gramian.data.token_stream import Stream, content_hash
+from gramian.data.windows import NOT_COUNTED, Windows
 
 END = 9
 Item = dict[str, list[int]]
@@ -96,7 +96,7 @@ def test_a_selection_in_pieces_is_the_stream_of_its_documents(
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 1000])
 def test_hashes_do_not_depend_on_what_is_read_together(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr("gramian.train.data.stream.CHUNK", chunk)
+    monkeypatch.setattr("gramian.data.token_stream.CHUNK", chunk)
     documents = [[1, 2, 3], [], [4], [1, 2, 3], [5, 6, 7, 8, 1, 2], [4, 4]]
     hashes = stream_of(documents).document_hashes().tolist()
     assert hashes == [content_hash(np.array(document, dtype="<u4").tobytes()) for document in documents]

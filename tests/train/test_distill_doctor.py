@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from gramian.cli import main
-from gramian.distill.origin import ORIGIN
-from gramian.errors import GramianError
-from gramian.train import doctor
-from gramian.train.checks import distill
-from gramian.train.checks.causality import causality
-from gramian.train.checks.check import Check
-from gramian.train.checks.subject import Subject, rows_of
-from gramian.train.data import load_windows
-from gramian.train.models import build_model
-from gramian.train.precision import numbers_for
+from gramian.core.errors import GramianError
+from gramian.data import load_windows
+from gramian.distill.teacher.teacher_origin import ORIGIN
+from gramian.train.build.build_model import build_model
+from gramian.train.doctor import examine, teacher_checks
+from gramian.train.doctor.causality import causality
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.examined_run import Subject, rows_of
+from gramian.train.loop.precision import numbers_for
 from tests.test_mutations import Edit, Swap
 from tests.train.distilled import LEARNED, ONE, cache_of, student, train
 from tests.train.runs import small
@@ -45,7 +44,7 @@ def subject_of(**sections: Any) -> Subject:
 
 
 def taught(**sections: Any) -> dict[str, Check]:
-    return {check.name: check for check in distill.teacher(subject_of(**sections))}
+    return {check.name: check for check in teacher_checks.teacher(subject_of(**sections))}
 
 
 # ---- a healthy student ---------------------------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ def taught(**sections: Any) -> dict[str, Check]:
 
 def test_a_healthy_student_is_green() -> None:
     config = student(teacher={**LEARNED, **HIDDEN}, model={"kind": "goose"}, doctor={"overfit_steps": 1})
-    checks = doctor.examine(config)
+    checks = examine.examine(config)
     names = [check.name for check in checks]
     assert [check.name for check in checks if not check.ok] == ["overfit"]
     assert {"teacher frozen", "first distance", "feature gradient", "scan = sequential", "causality"} <= set(names)
@@ -143,7 +142,7 @@ def over_time(x_BTC: Tensor) -> Tensor:
 
 def scanned() -> Check:
     subject = subject_of(model={"kind": "goose", "width": 16}, data={"length": 64})
-    return distill.scan(subject, subject.model())
+    return teacher_checks.scan(subject, subject.model())
 
 
 def leaking() -> Check:
@@ -172,7 +171,7 @@ def with_features() -> Check:
 KD = "kd_weight=self._options.kd_weight"
 CHUNK = "torch.addcmul(u_BD, a_BD, state_BD)"
 WINDOWS = "[int(window) for window in windows_B.tolist()]"
-OBJECTIVE = "gramian.distill.objective:DistillObjective.forward"
+OBJECTIVE = "gramian.distill.distill_objective:DistillObjective.forward"
 BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
     "a scan that divides by what has underflowed": (scanned, (Swap("gramian.models.goose.scan:scan", eps_scan),)),
     "a scan that forgets between chunks": (
@@ -180,15 +179,15 @@ BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
         (Edit("gramian.models.goose.scan:_states", CHUNK, "u_BD + a_BD * state_BD * (u_BTD.shape[1] > 4)"),),
     ),
     "a threshold over time": (leaking, (Swap("gramian.models.goose.spike:size_of", over_time),)),
-    "a teacher that may learn": (frozen, (Edit("gramian.distill.live:_frozen", ".requires_grad_(False)", ""),)),
-    "a teacher that drops out": (frozen, (Edit("gramian.distill.live:_frozen", "model.eval()", "model.train()"),)),
+    "a teacher that may learn": (frozen, (Edit("gramian.distill.teacher.live_teacher:_frozen", ".requires_grad_(False)", ""),)),
+    "a teacher that drops out": (frozen, (Edit("gramian.distill.teacher.live_teacher:_frozen", "model.eval()", "model.train()"),)),
     "no T²": (
         distance,
         (Edit(OBJECTIVE, KD, f"{KD} / float(temperature) ** 2"),),
     ),
     "a teacher at another temperature": (
         distance,
-        (Edit("gramian.distill.live:LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
+        (Edit("gramian.distill.teacher.live_teacher:LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
     ),
     "a loss of the mean of each micro-batch": (
         partial(distance, data={"micro_batch": 3, "pack": False}),
@@ -200,7 +199,7 @@ BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
     ),
     "detached features": (
         with_features,
-        (Edit("gramian.distill.feature_loss:FeatureLoss.forward", "student[s]", "student[s].detach()"),),
+        (Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "student[s]", "student[s].detach()"),),
     ),
     "features without a weight": (
         with_features,

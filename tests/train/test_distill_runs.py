@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gramian.cli import main
-from gramian.distill.objective import DistillObjective
-from gramian.distill.temperature import STUCK_STEPS, Temperature
-from gramian.train.build import Parts, build
-from gramian.train.config import Config
-from gramian.train.data import load_windows
-from gramian.train.data.order import windows_at
-from gramian.train.models import build_model
-from gramian.train.saved import load_run
-from gramian.train.stepper import Stepper
-from gramian.verify.runs.resume import Kill, check_resume, random_kills
+from gramian.data import load_windows
+from gramian.data.window_order import windows_at
+from gramian.distill.distill_objective import DistillObjective
+from gramian.distill.loss.temperature import STUCK_STEPS, Temperature
+from gramian.train.build.build_model import build_model
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config
+from gramian.train.loop.stepper import Stepper
+from gramian.train.state.saved_run import load_run
+from gramian.verify.resume import Kill, check_resume, random_kills
 from tests.kit.matrix import FULL, sample
 from tests.test_mutations import RED, Edit, Swap
 from tests.train.distilled import (
@@ -486,45 +486,45 @@ def _decayed(self: Any, step: int, gradient: Tensor | None) -> None:
 _plain_finish = Temperature.finish
 
 _LOOP = {
-    "T stepped by AdamW": (Swap("gramian.distill.temperature:Temperature.finish", _adam), "learnable, projectors"),
-    "T decayed": (Swap("gramian.distill.temperature:Temperature.finish", _decayed), "learnable, projectors"),
+    "T stepped by AdamW": (Swap("gramian.distill.loss.temperature:Temperature.finish", _adam), "learnable, projectors"),
+    "T decayed": (Swap("gramian.distill.loss.temperature:Temperature.finish", _decayed), "learnable, projectors"),
     "T in the clipped norm": (
         Edit(
-            "gramian.train.stepper:Stepper._clip",
+            "gramian.train.loop.stepper:Stepper._clip",
             "norm = get_total_norm(gradients)",
             "norm = get_total_norm([*gradients, self.teaching.temperature._state[1].reshape(1)])",
         ),
         "learnable, projectors",
     ),
     "an adversary that helps": (
-        Edit("gramian.distill.temperature:Temperature._direction", "-1.0 if", "1.0 if"),
+        Edit("gramian.distill.loss.temperature:Temperature._direction", "-1.0 if", "1.0 if"),
         "adversarial",
     ),
     "features detached": (
-        Edit("gramian.distill.feature_loss:FeatureLoss.forward", "student[s].flatten", "student[s].detach().flatten"),
+        Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "student[s].flatten", "student[s].detach().flatten"),
         "learnable, projectors",
     ),
     "a teacher that drops out": (
         (
-            Edit("gramian.distill.live:_frozen", "model.eval()", "model.train()"),
-            Edit("gramian.distill.live:LiveTeacher._forward", "if self.model.training:", "if False:"),
+            Edit("gramian.distill.teacher.live_teacher:_frozen", "model.eval()", "model.train()"),
+            Edit("gramian.distill.teacher.live_teacher:LiveTeacher._forward", "if self.model.training:", "if False:"),
         ),
         "fixed",
     ),
     "no T²": (
         Edit(
-            "gramian.distill.objective:DistillObjective.forward",
+            "gramian.distill.distill_objective:DistillObjective.forward",
             "kd_weight=self._options.kd_weight",
             "kd_weight=self._options.kd_weight / float(temperature) ** 2",
         ),
         "fixed",
     ),
     "the mean of each micro-batch": (
-        Edit("gramian.distill.objective:DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),
+        Edit("gramian.distill.distill_objective:DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),
         "fixed",
     ),
     "layers one off": (
-        Edit("gramian.distill.feature_loss:FeatureLoss.forward", "teacher[t].flatten", "teacher[1 - t].flatten"),
+        Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "teacher[t].flatten", "teacher[1 - t].flatten"),
         "learnable, projectors",
     ),
 }  # fmt: skip
@@ -544,7 +544,7 @@ def test_a_bug_in_the_loop_is_seen(bug: str, tmp_path: Path) -> None:
 def test_a_dead_switch_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference took its measure at step 500, inside of "every 300 steps"."""
     bug = Edit(
-        "gramian.distill.switch:FeatureSwitch.validated",
+        "gramian.distill.feature_switch:FeatureSwitch.validated",
         "if done <= self.begin or not self._measures:",
         "if not self._measures and not (done % 300 == 0 and done == 500):\n        return None\n    if not self._measures:",
     )

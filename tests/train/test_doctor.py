@@ -11,25 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.data import StepBatch, Windows, load_windows
 from gramian.models.gpt import GPT, Block, GPTConfig
 from gramian.parallel.world import World
-from gramian.train import doctor
-from gramian.train.checks import reach, resources, sections
-from gramian.train.checks.causality import causality
-from gramian.train.checks.check import Check
-from gramian.train.checks.compiled import compiled, graph_breaks
-from gramian.train.checks.gradients import gradients
-from gramian.train.checks.invariance import cut, invariance, shortened, unequal
-from gramian.train.checks.loss import initial_loss, targets
-from gramian.train.checks.overfit import overfit
-from gramian.train.checks.subject import Subject, rows_of, without_dropout
-from gramian.train.config import Config, parse_config
-from gramian.train.data import StepBatch, Windows, load_windows
-from gramian.train.models import build_model
-from gramian.train.objective import IGNORED, Objective, logits_of
-from gramian.train.precision import Numbers, numbers_for
-from gramian.train.stepper import Stepper, seed_all
+from gramian.train.build.build_model import build_model
+from gramian.train.config.config import Config, parse_config
+from gramian.train.doctor import examine, resources, schedule_reach, section_checks
+from gramian.train.doctor.causality import causality
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.examined_run import Subject, rows_of, without_dropout
+from gramian.train.doctor.gradient_check import gradients
+from gramian.train.doctor.graph_breaks import compiled, graph_breaks
+from gramian.train.doctor.initial_loss import initial_loss, targets
+from gramian.train.doctor.overfit import overfit
+from gramian.train.doctor.split_invariance import cut, invariance, shortened, unequal
+from gramian.train.loop.objective import IGNORED, Objective, logits_of
+from gramian.train.loop.precision import Numbers, numbers_for
+from gramian.train.loop.stepper import Stepper, seed_all
 
 SMALL: dict[str, dict[str, Any]] = {
     "run": {"steps": 100, "device": "cpu"},
@@ -69,7 +68,7 @@ def subject_of(windows: Windows, change: Callable[[GPT], None] = lambda model: N
 
 def test_a_healthy_run_is_green(windows: Windows) -> None:
     told: list[tuple[int, int, str]] = []
-    checks = doctor.examine(config_of(), on_progress=lambda *progress: told.append(progress))
+    checks = examine.examine(config_of(), on_progress=lambda *progress: told.append(progress))
     assert [check.name for check in checks if not check.ok] == []
     assert [check.name for check in checks] == [
         "schedule", "data: empty documents", "data: repeated documents", "data: validation documents trained on",
@@ -97,7 +96,7 @@ def test_a_healthy_run_is_green(windows: Windows) -> None:
 def test_other_healthy_runs_are_green(told: dict[str, dict[str, Any]]) -> None:
     # Learning by heart is not what is different in them, but under SGD.
     steps = 120 if "optimizer" in told else 1
-    checks = doctor.examine(config_of(**told, doctor={"overfit_steps": steps}))
+    checks = examine.examine(config_of(**told, doctor={"overfit_steps": steps}))
     assert [check.name for check in checks if not check.ok] == ([] if steps > 1 else ["overfit"])
 
 
@@ -105,7 +104,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(5)
     before = torch.random.get_rng_state(), torch.are_deterministic_algorithms_enabled()
-    doctor.examine(config_of(doctor={"overfit_steps": 1}))
+    examine.examine(config_of(doctor={"overfit_steps": 1}))
     assert torch.equal(torch.random.get_rng_state(), before[0])
     assert torch.are_deterministic_algorithms_enabled() == before[1]
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +116,7 @@ def test_a_model_that_crashes_is_a_failed_check() -> None:
         model.blocks[0].fc = nn.Linear(31, 128)
         return model
 
-    checks = doctor.examine(config_of(doctor={"overfit_steps": 1}), make=make)
+    checks = examine.examine(config_of(doctor={"overfit_steps": 1}), make=make)
     crashed = {check.name for check in checks if check.measured == "crashed"}
     assert {"initial loss", "gradients", "overfit"} <= crashed
     assert all("\n" not in check.hint for check in checks)
@@ -126,7 +125,7 @@ def test_a_model_that_crashes_is_a_failed_check() -> None:
 def test_a_gpu_that_is_not_there_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(GramianError, match="run.device: there is no CUDA device here"):
-        doctor.examine(config_of(run={"device": "cuda"}))
+        examine.examine(config_of(run={"device": "cuda"}))
 
 
 # ---- targets and loss ------------------------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ def test_labels_that_are_not_shifted_are_found(monkeypatch: pytest.MonkeyPatch) 
         return rows | {"targets": torch.where(rows["targets"] == IGNORED, IGNORED, rows["tokens"])}
 
     monkeypatch.setattr(Windows, "stack", not_shifted)
-    found = {check.name: check for check in doctor.examine(config_of(doctor={"overfit_steps": 1}))}
+    found = {check.name: check for check in examine.examine(config_of(doctor={"overfit_steps": 1}))}
     assert not found["targets"].ok
     assert found["targets"].value > 0.5
 
@@ -433,7 +432,7 @@ def test_float32_gradients_agree_to_a_millionth(windows: Windows) -> None:
 
 def test_wrong_accumulation_is_found_in_a_whole_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stepper, "_backward", MeanOfMeans._backward)
-    checks = doctor.examine(config_of(doctor={"overfit_steps": 1}))
+    checks = examine.examine(config_of(doctor={"overfit_steps": 1}))
     assert "micro-batches" in {check.name for check in checks if not check.ok}
 
 
@@ -494,9 +493,9 @@ def test_the_reference_model_is_one_graph_and_off_is_not_looked_at(
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_a_schedule_that_ends_elsewhere_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(schedule={"kind": kind, "floor": 1e-6})
-    assert reach.schedule_end(config).ok
-    monkeypatch.setattr(reach, "learning_rate", lambda *given: 1.5e-3)  # "decays to a half"
-    assert not reach.schedule_end(config).ok
+    assert schedule_reach.schedule_end(config).ok
+    monkeypatch.setattr(schedule_reach, "learning_rate", lambda *given: 1.5e-3)  # "decays to a half"
+    assert not schedule_reach.schedule_end(config).ok
 
 
 def with_scalar(model: GPT) -> None:
@@ -506,9 +505,9 @@ def with_scalar(model: GPT) -> None:
 
 def test_a_rate_that_cannot_move_a_scalar_is_found(windows: Windows) -> None:
     subject = subject_of(windows, with_scalar, run={"steps": 500}, optimizer={"lr": 1e-3})
-    assert reach.reach(subject.config, subject.model()).ok  # Σ lr is about a quarter
+    assert schedule_reach.reach(subject.config, subject.model()).ok  # Σ lr is about a quarter
     slow = subject_of(windows, with_scalar, run={"steps": 500}, optimizer={"lr": 1e-4})
-    check = reach.reach(slow.config, slow.model())
+    check = schedule_reach.reach(slow.config, slow.model())
     assert not check.ok
     assert check.value == pytest.approx(1e-4 * (500 - 5) / 2 + 1e-4 * 3, rel=0.01)
     assert "temperature" in check.hint and "offset" not in check.hint
@@ -517,10 +516,10 @@ def test_a_rate_that_cannot_move_a_scalar_is_found(windows: Windows) -> None:
 
 def test_without_adam_nobody_knows_how_far_a_scalar_moves(windows: Windows) -> None:
     subject = subject_of(windows, with_scalar, optimizer={"kind": "sgd", "lr": 1e-6})
-    check = reach.reach(subject.config, subject.model())
+    check = schedule_reach.reach(subject.config, subject.model())
     assert check.ok and len(check.details) == 2
     assert "depends on their gradients" in check.hint
-    assert reach.reach(subject.config, subject_of(windows).model()).details == ()
+    assert schedule_reach.reach(subject.config, subject_of(windows).model()).details == ()
 
 
 def test_memory_that_does_not_fit_is_found() -> None:
@@ -546,7 +545,7 @@ TEXTS = [f"document number {index}" for index in range(400)]
 
 
 def data_failures(path: str, source: str = "jsonl") -> set[str]:
-    checks = doctor.examine(config_of(data={"source": source, "files": [path]}, doctor={"overfit_steps": 1}))
+    checks = examine.examine(config_of(data={"source": source, "files": [path]}, doctor={"overfit_steps": 1}))
     return {check.name for check in checks if not check.ok and check.name.startswith("data")}
 
 
@@ -573,8 +572,8 @@ def test_missing_data_is_bad_input(tmp_path: Path) -> None:
 
 def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None:
     told = {"privacy": {"target_epsilon": 3.0}}
-    assert [check.ok for check in sections.privacy(subject_of(windows, **told))] == [True, True]
-    for check in sections.privacy(subject_of(windows, before_blocks(BatchMean), **told)):
+    assert [check.ok for check in section_checks.privacy(subject_of(windows, **told))] == [True, True]
+    for check in section_checks.privacy(subject_of(windows, before_blocks(BatchMean), **told)):
         assert not check.ok
         assert "changes when other samples are replaced" in check.hint and "\n" not in check.hint
 
@@ -592,25 +591,25 @@ def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None
 def test_the_row_proof_passes_on_the_first_batch_or_is_said_not_to_run(
     keys: dict[str, Any], data: dict[str, Any], measured: str, windows: Windows
 ) -> None:
-    check = sections.privacy(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
+    check = section_checks.privacy(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
     assert (check.name, check.measured, check.ok) == ("row proof", measured, True)
     assert ("taken from shapes" in check.hint) == (measured == "off")
 
 
 def test_curvature_covers_every_parameter_or_names_it(windows: Windows) -> None:
-    assert sections.kfac(subject_of(windows, kfac={})).ok
+    assert section_checks.kfac(subject_of(windows, kfac={})).ok
 
     def unused(model: GPT) -> None:
         model.spare = nn.Linear(4, 4)
 
-    check = sections.kfac(subject_of(windows, unused, kfac={}))
+    check = section_checks.kfac(subject_of(windows, unused, kfac={}))
     assert not check.ok
     assert check.details == ("no curvature of spare.weight", "no curvature of spare.bias")
 
 
 @pytest.mark.parametrize("section", [{"kfac": {}}, {"privacy": {"noise_multiplier": 1.0}}], ids=["kfac", "privacy"])
 def test_sections_are_examined_where_they_are_there(section: dict[str, Any]) -> None:
-    checks = doctor.examine(config_of(**section, doctor={"overfit_steps": 1}))
+    checks = examine.examine(config_of(**section, doctor={"overfit_steps": 1}))
     assert [check.name for check in checks if not check.ok] == ["overfit"]
     assert {"curvature", "private windows"} & {check.name for check in checks}
 
@@ -618,10 +617,10 @@ def test_sections_are_examined_where_they_are_there(section: dict[str, Any]) -> 
 def test_curvature_of_a_private_run_comes_from_public_data(tmp_path: Path, windows: Windows) -> None:
     (tmp_path / "public.txt").write_text("nobody minds that this is read. " * 50)
     told = {"privacy": {"noise_multiplier": 1.0}, "kfac": {"public_files": [str(tmp_path / "public.txt")]}}
-    assert sections.kfac(subject_of(windows, **told)).ok
+    assert section_checks.kfac(subject_of(windows, **told)).ok
     told["kfac"]["public_files"] = [str(tmp_path / "none.txt")]
     with pytest.raises(GramianError, match="kfac.public_files"):
-        doctor.examine(config_of(**told))
+        examine.examine(config_of(**told))
 
 
 def test_natural_steps_learn_by_heart_where_plain_ones_do_not(windows: Windows) -> None:
@@ -636,7 +635,7 @@ def test_what_a_section_refuses_is_a_failed_check_with_its_words() -> None:
         model.final_norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(32), nn.Unflatten(0, (-1, 24)))  # type: ignore[assignment]
         return model
 
-    checks = doctor.examine(config_of(privacy={"noise_multiplier": 1.0}, doctor={"overfit_steps": 1}), make=make)
+    checks = examine.examine(config_of(privacy={"noise_multiplier": 1.0}, doctor={"overfit_steps": 1}), make=make)
     check = next(check for check in checks if check.name == "private windows")
     assert not check.ok and "BatchNorm" in check.hint
 
@@ -652,7 +651,7 @@ def test_a_hugging_face_model_is_examined(tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(shape).save_pretrained(tmp_path)
     told = {"kind": "huggingface", "path": str(tmp_path)}
     data = {"tokenizer": "bytes"}
-    fresh = doctor.examine(config_of(model=told | {"fresh": True}, compile={"mode": "default"}, data=data))
+    fresh = examine.examine(config_of(model=told | {"fresh": True}, compile={"mode": "default"}, data=data))
     assert [check.name for check in fresh if not check.ok] == []
 
     def make() -> nn.Module:
@@ -662,7 +661,7 @@ def test_a_hugging_face_model_is_examined(tmp_path: Path) -> None:
         return model
 
     # As if the weights in the folder were not those of its tokenizer.
-    loaded = doctor.examine(config_of(model=told, doctor={"overfit_steps": 1}, data=data), make=make)
+    loaded = examine.examine(config_of(model=told, doctor={"overfit_steps": 1}, data=data), make=make)
     assert not outcome(loaded, "initial loss")
 
 

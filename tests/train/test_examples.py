@@ -15,9 +15,9 @@ import pytest
 from safetensors import safe_open
 
 from gramian.cli import main
-from gramian.train.config import RUN_ONLY, SECTIONS, Config, load_config
-from gramian.train.run_folder import read_lines
-from gramian.train.schedule import learning_rate
+from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config
+from gramian.train.loop.schedule import learning_rate
+from gramian.train.state.run_folder import read_lines
 from tests.train.test_data_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.data import load_windows
 from gramian.parallel.world import World
-from gramian.train import checkpoint
-from gramian.train.build import Parts, build
-from gramian.train.checkpoint import CheckpointStore
-from gramian.train.config import Config
-from gramian.train.data import load_windows
-from gramian.train.evaluate import evaluate
-from gramian.train.run_folder import RunFolder, read_lines
-from gramian.train.stepper import Stepper
-from gramian.train.trainer import Ended, Trainer
-from gramian.verify.runs.resume import differences, train
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config
+from gramian.train.loop.evaluate import evaluate
+from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.trainer import Ended, Trainer
+from gramian.train.state import checkpoint
+from gramian.train.state.checkpoint import CheckpointStore
+from gramian.train.state.run_folder import RunFolder, read_lines
+from gramian.verify.resume import differences, train
 from tests.kit.waiting import PATIENCE
 from tests.train.runs import PRIVATE, UNPROVEN, small
 
@@ -394,7 +394,7 @@ def test_a_full_memory_is_one_line(
     def full(*args: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr("gramian.train.build.build", full)
+    monkeypatch.setattr("gramian.train.build.run_parts.build", full)
     (tmp_path / "run.toml").write_text(small(tmp_path / "run").toml())
     assert main(["train", str(tmp_path / "run.toml")]) == 1
     assert "out of memory" in capsys.readouterr().err

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gramian.errors import GramianError
-from gramian.train import config
-from gramian.train.guard import ENOUGH, Advice, Fine, Guard, Observation, Rollback, Stop, Verdict
+from gramian.core.errors import GramianError
+from gramian.train.config import config
+from gramian.train.loop.guard import ENOUGH, Advice, Fine, Guard, Observation, Rollback, Stop, Verdict
 
 QUIET = config.Guard(clip_share=0.999)
 """No advice on clipping, which early training earns."""

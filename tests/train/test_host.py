@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.parallel.world import World
-from gramian.plan.host import HostPlan, copy_bytes
-from gramian.plan.memory import optimizer_states
-from gramian.train import checkpoint, checkpoint_sharded, host, snapshot
-from gramian.train.build import build
-from gramian.train.config import Config, parse_config
-from gramian.train.host import available_memory
-from gramian.train.models import build_model
-from gramian.train.needs import shape_of
-from gramian.train.run_folder import RunFolder
-from gramian.train.trainer import Trainer
+from gramian.plan.host_memory import HostPlan, copy_bytes
+from gramian.plan.transformer_memory import optimizer_states
+from gramian.train.build import snapshot_budget
+from gramian.train.build.build_model import build_model
+from gramian.train.build.memory_needs import shape_of
+from gramian.train.build.run_parts import build
+from gramian.train.build.snapshot_budget import available_memory
+from gramian.train.config.config import Config, parse_config
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state import checkpoint, sharded_checkpoint, snapshot
+from gramian.train.state.run_folder import RunFolder
 from tests.kit.processes import run_on_ranks
 from tests.train.distilled import student
 from tests.train.runs import PRIVATE, small
@@ -63,7 +64,7 @@ class Held:
 
         patch.setattr(snapshot, "_allocate", counted)
         patch.setattr(snapshot.Snapshots, "keep_copy", kept)
-        for module in (checkpoint, checkpoint_sharded):
+        for module in (checkpoint, sharded_checkpoint):
             patch.setattr(module, "write_tensors", self.slow(module.write_tensors))
 
     def slow(self, write: Any) -> Any:
@@ -161,7 +162,7 @@ def test_less_memory_means_fewer_snapshots_and_says_so_and_changes_no_number(
     whole, _ = run(config)
     assert not events(config, "fewer_snapshots")
     copy = whole.parts.host.copy
-    monkeypatch.setattr(host, "available_memory", lambda: int(3.2 * copy / 0.9))
+    monkeypatch.setattr(snapshot_budget, "available_memory", lambda: int(3.2 * copy / 0.9))
     lowered = parse_config(config_of(tmp_path / "lowered"))
     trainer, _ = run(lowered)
     assert trainer.parts.host.snapshots == trainer.snapshots.keep == 2
@@ -175,7 +176,7 @@ def test_less_memory_means_fewer_snapshots_and_says_so_and_changes_no_number(
 def test_a_run_whose_copies_do_not_fit_is_refused_before_any_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host, "available_memory", lambda: 10**6)
+    monkeypatch.setattr(snapshot_budget, "available_memory", lambda: 10**6)
     monkeypatch.setattr(snapshot, "_allocate", lambda shape: pytest.fail("a copy was allocated"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     (tmp_path / "run.toml").write_text(small(tmp_path / "run").toml())
@@ -191,7 +192,7 @@ def lowered_on_one(rank: int, size: int, told: dict[str, Any], room: float) -> t
     config, world = parse_config(told), World(rank, size, torch.device("cpu"), "ddp")
     with pytest.MonkeyPatch.context() as patch:
         plenty = build(config, world).host
-        patch.setattr(host, "available_memory", lambda: int((room if rank else 1000) * plenty.copy))
+        patch.setattr(snapshot_budget, "available_memory", lambda: int((room if rank else 1000) * plenty.copy))
         try:
             return build(config, world).host.snapshots, ""
         except GramianError as problem:

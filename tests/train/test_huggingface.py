@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gramian.cli import main
-from gramian.errors import GramianError
-from gramian.train.config import load_config, parse_config
-from gramian.train.data import load_tokenizer
-from gramian.train.huggingface import load_huggingface
-from gramian.train.needs import huggingface_shape
-from gramian.verify.runs.resume import differences
+from gramian.core.errors import GramianError
+from gramian.data import load_tokenizer
+from gramian.models.huggingface import load_huggingface
+from gramian.train.build.memory_needs import huggingface_shape
+from gramian.train.config.config import load_config, parse_config
+from gramian.verify.resume import differences
 from tests.train.runs import small
 from tests.train.test_data_tokenizer import saved
 from tests.train.test_faults import ask_to_leave, run

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import gramian
-from gramian.train.interrupts import SIGNALS, Interrupts
+from gramian.train.loop.interrupts import SIGNALS, Interrupts
 from tests.kit.waiting import PATIENCE
 
 PACKAGE = Path(gramian.__file__).parent
@@ -23,7 +23,7 @@ import ctypes, os, signal, sys, time, types
 for name, folder in (("gramian", {package!r}), ("gramian.train", {package!r} + "/train")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from gramian.train.interrupts import Interrupts
+from gramian.train.loop.interrupts import Interrupts
 with Interrupts() as interrupts:
     {before}
     print("ready", flush=True)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.train import checkpoint, checkpoint_files, evaluate
-from gramian.train.config import Config
-from gramian.train.run_folder import Lines, read_lines
-from gramian.train.snapshot import Snapshots
-from gramian.verify.runs.resume import differences
+from gramian.train.config.config import Config
+from gramian.train.loop import evaluate
+from gramian.train.state import checkpoint, checkpoint_files
+from gramian.train.state.run_folder import Lines, read_lines
+from gramian.train.state.snapshot import Snapshots
+from gramian.verify.resume import differences
 from tests.kit.waiting import PATIENCE
 from tests.train.runs import PRIVATE, small
 
@@ -172,7 +173,7 @@ def _child(path: str, point: str | None) -> None:
 def exit_code(config: Config, path: Path, point: str | None = None) -> int | None:
     path.write_text(config.toml())
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gramian.cli.train", "gramian.train.trainer", "gramian.train.build"])
+    context.set_forkserver_preload(["gramian.cli.train", "gramian.train.loop.trainer", "gramian.train.build.run_parts"])
     process = context.Process(target=_child, args=(str(path), point))
     process.start()
     process.join(PATIENCE)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from gramian.train.config import Config
-from gramian.train.late import Late, Outcome
-from gramian.train.run_folder import read_lines
-from gramian.train.snapshot import Copied, Snapshot, Snapshots
-from gramian.train.trainer import Trainer
+from gramian.train.config.config import Config
+from gramian.train.loop.deferred_metrics import Late, Outcome
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import read_lines
+from gramian.train.state.snapshot import Copied, Snapshot, Snapshots
 from tests.train.distilled import LEARNED, student
 from tests.train.runs import UNPROVEN, small
 from tests.train.test_faults import at_positions, run
@@ -54,7 +54,7 @@ def snapshots_of(config: Config, late: type[Late], monkeypatch: pytest.MonkeyPat
         return snapshot
 
     monkeypatch.setattr(Snapshots, "keep_copy", keep)
-    monkeypatch.setattr("gramian.train.trainer.Late", late)
+    monkeypatch.setattr("gramian.train.loop.trainer.Late", late)
     trainer, ended = run(config, **how)
     monkeypatch.undo()
     assert ended.reason == "done"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.plan.memory import Needs
-from gramian.train.config import parse_config
-from gramian.train.models import build_model
-from gramian.train.needs import huggingface_shape, needs_of, vocabulary_of
-from gramian.train.objective import Objective
+from gramian.core.errors import GramianError
+from gramian.plan.transformer_memory import Needs
+from gramian.train.build.build_model import build_model
+from gramian.train.build.memory_needs import huggingface_shape, needs_of, vocabulary_of
+from gramian.train.config.config import parse_config
+from gramian.train.loop.objective import Objective
 
 
 def test_the_reference_gpt_is_described_as_it_is_built() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.data.token_stream import Stream
 from gramian.parallel.world import World
-from gramian.train.data.stream import Stream
-from gramian.train.perplexity import perplexity
+from gramian.train.loop.perplexity import perplexity
 
 VOCABULARY = 7
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from gramian.cli import main
-from gramian.errors import GramianError
-from gramian.train import trainer as trainer_module
-from gramian.train.build import Parts
-from gramian.train.config import Config, load_config
-from gramian.train.objective import Measured
-from gramian.train.private import PrivateStepper
-from gramian.train.run_folder import read_lines
+from gramian.core.errors import GramianError
+from gramian.train.build.run_parts import Parts
+from gramian.train.config.config import Config, load_config
+from gramian.train.loop import trainer as trainer_module
+from gramian.train.loop.objective import Measured
+from gramian.train.loop.private_stepper import PrivateStepper
+from gramian.train.state.run_folder import read_lines
 from tests.train.runs import PRIVATE, small
 from tests.train.test_faults import events, run
 

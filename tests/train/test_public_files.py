@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from gramian.analysis.subject import from_config
 from gramian.cli import main
-from gramian.train.checkpoint_files import digest_of, write_tensors
-from gramian.train.config import Config, load_config
-from gramian.train.run_folder import read_lines
+from gramian.train.config.config import Config, load_config
+from gramian.train.state.checkpoint_files import digest_of, write_tensors
+from gramian.train.state.run_folder import read_lines
 from tests.train.runs import PRIVATE, small
 
 COMPUTED = ("grad_norm", "time", "clock", "seconds", "share_of_time_by_interval", "attempt")

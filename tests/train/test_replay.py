@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from gramian.models import GPT, GPTConfig
 from gramian.models.gpt import Block
-from gramian.train import replay
-from gramian.train.replay import LOSS, ROOT, Found, first_nonfinite
+from gramian.train.loop import nonfinite_replay
+from gramian.train.loop.nonfinite_replay import LOSS, ROOT, Found, first_nonfinite
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=3, width=8, heads=2)
 
@@ -279,8 +279,8 @@ def test_nothing_is_looked_at_after_the_first(monkeypatch: pytest.MonkeyPatch) -
     model = GPT(CONFIG)
     model.blocks[0].fc = Spoiled(model.blocks[0].fc, forward=float("nan"))
     looks: list[tuple[int, ...]] = []
-    count = replay._count
-    monkeypatch.setattr(replay, "_count", lambda tensor: looks.append(tuple(tensor.shape)) or count(tensor))
+    count = nonfinite_replay._count
+    monkeypatch.setattr(nonfinite_replay, "_count", lambda tensor: looks.append(tuple(tensor.shape)) or count(tensor))
     found = first_nonfinite(model, run_of(model))
     assert found is not None
     assert found.name == "blocks.0.fc"

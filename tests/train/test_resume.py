@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from gramian.cli import main
-from gramian.train.checkpoint import CheckpointStore
-from gramian.train.run_folder import read_lines
-from gramian.verify.runs.resume import Kill, check_resume, differences, random_kills, train
+from gramian.train.state.checkpoint import CheckpointStore
+from gramian.train.state.run_folder import read_lines
+from gramian.verify.resume import Kill, check_resume, differences, random_kills, train
 from tests.kit.matrix import FULL
 from tests.train.runs import PRIVATE, UNPROVEN, small
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gramian.data import load_windows
+from gramian.data.window_order import windows_at
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
-from gramian.train.build import build
-from gramian.train.data import load_windows
-from gramian.train.data.order import windows_at
-from gramian.train.run_folder import RunFolder, read_lines
-from gramian.train.trainer import Trainer
-from gramian.verify.runs.resume import train
+from gramian.train.build.run_parts import build
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import RunFolder, read_lines
+from gramian.verify.resume import train
 from tests.kit.matrix import FULL
 from tests.train.runs import PRIVATE, small
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.errors import GramianError
-from gramian.train.checkpoint import CheckpointStore
-from gramian.train.saved import load_run
-from gramian.verify.runs.resume import train as train_apart
+from gramian.core.errors import GramianError
+from gramian.train.state.checkpoint import CheckpointStore
+from gramian.train.state.saved_run import load_run
+from gramian.verify.resume import train as train_apart
 from tests.train.distilled import cache_of, data, metrics, student, teacher_run, train, validating
 from tests.train.runs import small
 from tests.train.test_data_tokenizer import saved as tokenizer_folder

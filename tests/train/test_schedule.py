@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gramian.train.config import Optimizer, Schedule
-from gramian.train.schedule import learning_rate
+from gramian.train.config.config import Optimizer, Schedule
+from gramian.train.loop.schedule import learning_rate
 
 PEAK = Optimizer(lr=1e-3)
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gramian.errors import GramianError
-from gramian.train import config
-from gramian.train.late import Attempt, Late
-from gramian.train.metrics import flops_per_token, perplexity
-from gramian.train.nested import merge, split
-from gramian.train.optimizers import build_optimizer
-from gramian.train.precision import Numbers, numbers_for, set_globals
-from gramian.train.run_folder import Lines, RunFolder, difference, read_lines, write_whole
+from gramian.core.errors import GramianError
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.config import config
+from gramian.train.loop.deferred_metrics import Attempt, Late
+from gramian.train.loop.precision import Numbers, numbers_for, set_globals
+from gramian.train.state.nested import merge, split
+from gramian.train.state.run_folder import Lines, RunFolder, difference, read_lines, write_whole
+from gramian.train.state.run_log import flops_per_token, perplexity
 from tests.train.runs import small
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

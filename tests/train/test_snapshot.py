@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.train.snapshot import Extent, Part, Snapshots, restore_into, whole
+from gramian.core.errors import GramianError
+from gramian.train.state.snapshot import Extent, Part, Snapshots, restore_into, whole
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
@@ -159,7 +159,7 @@ def test_a_snapshot_dies_with_its_last_holder() -> None:
 
 def test_only_a_restoration_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("gramian.train.snapshot.synchronize", lambda tensors: calls.append(len(list(tensors))))
+    monkeypatch.setattr("gramian.train.state.snapshot.synchronize", lambda tensors: calls.append(len(list(tensors))))
     snapshot = Snapshots(1).take(0, state(1), {})
     assert calls == []
     restore_into(snapshot, state(2))
@@ -224,7 +224,7 @@ def test_keep_is_a_number_of_at_least_one(keep: object) -> None:
 
 @pytest.mark.parametrize("piece", [1, 64, 10**9])
 def test_a_copy_is_the_same_in_pieces_of_any_size(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gramian.plan.host.PIECE", piece)
+    monkeypatch.setattr("gramian.plan.host_memory.PIECE", piece)
     tensors = {
         "matrix": torch.arange(6.0).reshape(2, 3).T,
         "scalar": torch.tensor(7.0),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 
-from gramian.errors import GramianError
-from gramian.train.state import extents, facts_of, load, tensors_of
+from gramian.core.errors import GramianError
+from gramian.train.state.flat_state import extents, facts_of, load, tensors_of
 from tests.kit.matrix import sample
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {

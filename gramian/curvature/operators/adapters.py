@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
-from gramian.linalg.operator import Operator, check_operator
+from gramian.core.errors import GramianError
+from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 def to_curvlinops(operator: Operator) -> Any:

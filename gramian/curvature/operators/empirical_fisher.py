@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from gramian.core.errors import GramianError
 from gramian.curvature.operators.jacobian import JacobianOperator
-from gramian.curvature.operators.terms import LossName
-from gramian.curvature.parameter_space import Which
-from gramian.errors import GramianError
+from gramian.curvature.operators.loss_terms import LossName
+from gramian.curvature.operators.parameter_space import Which
 from gramian.linalg.wide import pieces
 
 

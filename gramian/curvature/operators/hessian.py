@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature.consistency import check_number
-from gramian.curvature.fisher import logits_of
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.consistency import check_number
+from gramian.curvature.estimate.fisher_labels import logits_of
+from gramian.curvature.operators.loss_terms import LossName, Terms, listed, read_all
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.passes import leaves, substituted, twice_differentiable
-from gramian.curvature.operators.terms import LossName, Terms, listed, read_all
-from gramian.curvature.parameter_space import Which
-from gramian.errors import GramianError
+from gramian.curvature.operators.parameter_space import Which
+from gramian.curvature.operators.traceless_passes import leaves, substituted, twice_differentiable
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 

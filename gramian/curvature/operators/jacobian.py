@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from gramian.curvature.operators.linearised import Linearised
+from gramian.curvature.operators.loss_terms import LossName, Terms, read_all
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.terms import LossName, Terms, read_all
-from gramian.curvature.parameter_space import Which
+from gramian.curvature.operators.parameter_space import Which
 
 
 class JacobianOperator(ModelOperator):

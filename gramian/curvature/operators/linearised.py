@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from gramian.curvature.consistency import unique_parameters
-from gramian.curvature.fisher import Question, logits_of
-from gramian.curvature.operators.passes import leaves, substituted, twice_differentiable
-from gramian.curvature.parameter_space import ParameterSpace
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.curvature.estimate.fisher_labels import Question, logits_of
+from gramian.curvature.operators.parameter_space import ParameterSpace
+from gramian.curvature.operators.traceless_passes import leaves, substituted, twice_differentiable
 
 
 class Linearised:

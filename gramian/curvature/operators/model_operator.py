@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gramian.curvature.consistency import module_of
-from gramian.curvature.operators.names import first_names
-from gramian.curvature.operators.passes import quiet
-from gramian.curvature.parameter_space import ParameterSpace, Which
-from gramian.errors import GramianError
-from gramian.linalg.operator import Operator, check_vector
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.consistency import module_of
+from gramian.curvature.operators.parameter_names import first_names
+from gramian.curvature.operators.parameter_space import ParameterSpace, Which
+from gramian.curvature.operators.traceless_passes import quiet
+from gramian.linalg.spectra.operator import Operator, check_vector
 
 
 class ModelOperator(Operator):

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gramian.curvature.consistency import check_number
-from gramian.linalg.operator import Operator, check_operator
+from gramian.curvature.blocks.consistency import check_number
+from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 class ShiftedOperator(Operator):

@@ -5,12 +5,12 @@
 """
 
 from gramian.distill.cache.builder import CacheOptions, WindowRows, build_cache, identity_of
-from gramian.distill.cache.check import RowCheck, check_rows
-from gramian.distill.cache.hidden import Hidden
+from gramian.distill.cache.hidden_cache import Hidden
 from gramian.distill.cache.manifest import Identity, Manifest, read_manifest
 from gramian.distill.cache.reader import Cache, open_cache
-from gramian.distill.cache.sampled import Samples
-from gramian.distill.cache.topk import TopK
+from gramian.distill.cache.row_check import RowCheck, check_rows
+from gramian.distill.cache.sampled_cache import Samples
+from gramian.distill.cache.topk_cache import TopK
 
 __all__ = [
     "Cache",

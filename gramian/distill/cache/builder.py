@@ -17,16 +17,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gramian.distill.cache.errors import Errors, added
-from gramian.distill.cache.files import FileRecord, damage, refuse_damage, told_in_one_line, write_whole
-from gramian.distill.cache.hidden import Hidden, stored_dtype
-from gramian.distill.cache.kinds import Kind
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_files import FileRecord, damage, refuse_damage, told_in_one_line, write_whole
+from gramian.distill.cache.cache_kind import Kind
+from gramian.distill.cache.hidden_cache import Hidden, stored_dtype
 from gramian.distill.cache.layout import Layout, shard_windows_for
 from gramian.distill.cache.manifest import HEAD, Identity, Manifest, read_json, read_manifest
-from gramian.distill.cache.shard import ShardWriter
-from gramian.distill.live import LiveTeacher
-from gramian.distill.signal import Dense
-from gramian.errors import GramianError
+from gramian.distill.cache.shard_writer import ShardWriter
+from gramian.distill.cache.storage_errors import Errors, added
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.distill.teacher.signal import Dense
 from gramian.parallel.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), "one")
@@ -39,7 +39,7 @@ class _Stream(Protocol):
 
 
 class WindowRows(Protocol):
-    """What a builder asks of training windows; `gramian.train.data.Windows` is such."""
+    """What a builder asks of training windows; `gramian.data.Windows` is such."""
 
     length: int
 

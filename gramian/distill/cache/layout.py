@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 
 SHARD_BYTES, SHARD_TOKENS = 1 << 28, 1 << 20
 """A shard is what a killed builder may lose: neither much disk nor much computing."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gramian.distill.cache.errors import Errors
-from gramian.distill.cache.files import FileRecord, write_whole
-from gramian.distill.cache.hidden import Hidden
-from gramian.distill.cache.kinds import Kind
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_files import FileRecord, write_whole
+from gramian.distill.cache.cache_kind import Kind
+from gramian.distill.cache.hidden_cache import Hidden
 from gramian.distill.cache.layout import Column, Layout
-from gramian.distill.cache.sampled import Samples
-from gramian.distill.cache.topk import TopK
-from gramian.errors import GramianError
+from gramian.distill.cache.sampled_cache import Samples
+from gramian.distill.cache.storage_errors import Errors
+from gramian.distill.cache.topk_cache import TopK
 
 FORMAT = 1
 MANIFEST = "manifest.json"

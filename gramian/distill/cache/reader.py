@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gramian.distill.cache.files import refuse_damage
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_files import refuse_damage
 from gramian.distill.cache.layout import Column
 from gramian.distill.cache.manifest import HEAD, KINDS, MANIFEST, Manifest, read_manifest, short
-from gramian.distill.head import Head
-from gramian.distill.signal import Signal
-from gramian.errors import GramianError
+from gramian.distill.loss.head import Head
+from gramian.distill.teacher.signal import Signal
 
 _Rows = dict[str, Tensor]
 Bytes = npt.NDArray[np.uint8]

@@ -1,9 +1,9 @@
 """Goose: a recurrent language model with ternary spikes, its dense twin, its health, and text in constant memory."""
 
-from gramian.models.goose.generate import generate
 from gramian.models.goose.goose import Goose, GooseConfig, LayerState, State
-from gramian.models.goose.health import SiteHealth, SpikeHealth, SpikeRecorder, measure_spikes, record_spikes
 from gramian.models.goose.operations import Operations, layer_operations, operations
+from gramian.models.goose.recurrent_generation import generate
+from gramian.models.goose.spike_health import SiteHealth, SpikeHealth, SpikeRecorder, measure_spikes, record_spikes
 
 __all__ = [
     "Goose",

@@ -30,11 +30,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.models.goose.layers import Memory, Mix, SpikingLinear
+from gramian.models.goose.goose_layers import Memory, Mix, SpikingLinear
 from gramian.models.goose.spike import Amplitude, Spike
-from gramian.models.stream import recomputed, through_blocks
+from gramian.models.residual_stream import recomputed, through_blocks
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide_dtype
 
 CHUNK = 16

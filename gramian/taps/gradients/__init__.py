@@ -6,13 +6,13 @@ Every layer that gramian knows explains the gradient of each of its parameters a
 sample before anything is squared.
 """
 
-from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.gradients.convolved import Convolved
-from gramian.taps.gradients.dense import Dense
+from gramian.taps.gradients.explicit import Dense
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.joined import join
 from gramian.taps.gradients.normed import Normed
 from gramian.taps.gradients.outer import Outer
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 from gramian.taps.gradients.summed import Summed
 
 __all__ = ["Convolved", "Dense", "Indexed", "Normed", "Outer", "PerSampleGradient", "Summed", "join"]

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gramian.kernels.scaled_rows import scaled_rows
+from gramian.kernels.sums.scaled_rows import scaled_rows
 from gramian.linalg.wide import wide, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient
-from gramian.taps.gradients.dense import Dense
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.explicit import Dense
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 from gramian.taps.units import Units
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_mm, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 from gramian.taps.units import Units
 
 

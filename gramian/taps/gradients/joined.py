@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_bmm
-from gramian.plan.norms import Algorithm
-from gramian.taps.gradients.base import PerSampleGradient, flat
+from gramian.plan.norm_algorithm import Algorithm
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.indexed import Indexed
 from gramian.taps.gradients.outer import Outer
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient, flat
 from gramian.taps.gradients.summed import Summed
 from gramian.taps.units import Units
 

@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gramian.kernels.token_sums import normed_sums
+from gramian.kernels.sums.token_sums import normed_sums
 from gramian.linalg.wide import wide
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.summed import Summed

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gramian.kernels.direct_squares import direct_squares
-from gramian.kernels.gram_squares import gram_squares
-from gramian.kernels.scaled_rows import scaled_rows
-from gramian.kernels.weighted_product import weighted_product
+from gramian.kernels.norms.direct_squares import direct_squares
+from gramian.kernels.norms.gram_squares import gram_squares
+from gramian.kernels.sums.scaled_rows import scaled_rows
+from gramian.kernels.sums.weighted_product import weighted_product
 from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
-from gramian.plan.norms import Algorithm, choose
-from gramian.taps.gradients.base import PerSampleGradient
+from gramian.plan.norm_algorithm import Algorithm, choose
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 from gramian.taps.units import Units
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}

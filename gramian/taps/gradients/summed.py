@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from gramian.kernels.token_sums import token_sums
-from gramian.kernels.weighted_sum import weighted_sum
+from gramian.kernels.sums.token_sums import token_sums
+from gramian.kernels.sums.weighted_sum import weighted_sum
 from gramian.linalg.wide import wide, wide_mm, wide_norms
-from gramian.taps.gradients.base import PerSampleGradient, flat
 from gramian.taps.gradients.directions import Directions
+from gramian.taps.gradients.per_sample_gradient import PerSampleGradient, flat
 from gramian.taps.units import Units
 
 

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.audit import AGREES
-from gramian.taps.preserve_state import Beginning
-from gramian.taps.proof.alone import FindLone, LoneUnit, compare_alone, fits_alone
-from gramian.taps.proof.fingerprint import Fingerprint
-from gramian.taps.proof.memory import changed, refuse_attribute, refuse_buffers
-from gramian.taps.proof.recorder import Key, disagreement, sketches_of
-from gramian.taps.proof.runs import HALF, SCALE, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
-from gramian.taps.proof.samples import Samples, donors
+from gramian.taps.model.preserve_state import Beginning
+from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
+from gramian.taps.proof.proof_runs import HALF, SCALE, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
+from gramian.taps.proof.sample_arguments import Samples, donors
+from gramian.taps.proof.single_unit import FindLone, LoneUnit, compare_alone, fits_alone
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub

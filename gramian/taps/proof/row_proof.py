@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
-from gramian.parallel.gradients import local, reshard
-from gramian.taps.eager import run_eagerly
-from gramian.taps.preserve_state import Beginning, Generators, preserve_state
-from gramian.taps.proof.alone import Lone
-from gramian.taps.proof.prover import Proven, Prover
-from gramian.taps.proof.recorder import Recorder
-from gramian.taps.proof.runs import (
+from gramian.core.errors import GramianError
+from gramian.parallel.data_parallel import local, reshard
+from gramian.taps.model.preserve_state import Beginning, Generators, preserve_state
+from gramian.taps.model.python_state import graph_tensors
+from gramian.taps.model.run_eagerly import run_eagerly
+from gramian.taps.proof.proof_runs import (
     Execute,
     Refuted,
     Runs,
@@ -29,8 +27,10 @@ from gramian.taps.proof.runs import (
     output_tensors,
     rows_of,
 )
-from gramian.taps.proof.samples import Samples
-from gramian.taps.python_state import graph_tensors
+from gramian.taps.proof.prover import Proven, Prover
+from gramian.taps.proof.row_recorder import Recorder
+from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.single_unit import Lone
 from gramian.taps.units import Units
 
 if TYPE_CHECKING:

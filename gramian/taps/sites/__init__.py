@@ -2,8 +2,8 @@
 
 from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic
-from gramian.taps.sites.registry import register_site, site_for
 from gramian.taps.sites.site import Site
+from gramian.taps.sites.site_registry import register_site, site_for
 
 __all__ = [
     "Generic",

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from gramian.taps.sites.generic import Generic, Layout
-from gramian.taps.sites.registry import register_site
+from gramian.taps.sites.site_registry import register_site
 
 
 class Attention(Generic):

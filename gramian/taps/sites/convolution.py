@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.sites.linear import autocast
-from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, trains
+from gramian.taps.sites.site_registry import register_site
 
 
 class Convolution(Site):

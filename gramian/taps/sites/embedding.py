@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
 from gramian.taps.sites.generic import Generic
-from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, tokens
+from gramian.taps.sites.site_registry import register_site
 
 
 def check_norm(module: nn.Module) -> str | None:

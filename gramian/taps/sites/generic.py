@@ -18,11 +18,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.plan.norms import samples_per_chunk
+from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import Dense, PerSampleGradient
-from gramian.taps.python_state import PythonState
+from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.site import Site, observed
 
 REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import whole
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
-from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Form, Sides, Site, first_tensor, tokens, trains
+from gramian.taps.sites.site_registry import register_site
 
 
 class Linear(Site):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gramian.linalg.wide import wide
 from gramian.taps.gradients import Normed, PerSampleGradient, Summed
-from gramian.taps.sites.registry import register_site
 from gramian.taps.sites.site import Site, by_sample, trains
+from gramian.taps.sites.site_registry import register_site
 
 
 class TrailingNorm(Site):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
 
 

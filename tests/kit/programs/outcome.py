@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import gramian
-from gramian.errors import GramianError
+from gramian.core.errors import GramianError
 from tests.kit.programs.grammar import UNUSUAL, Root, reduced
 from tests.kit.programs.program import Batch, Program
 from tests.kit.programs.truth import Truth, truth

@@ -1,0 +1,168 @@
+"""A Hugging Face model folder and text files as the subject of an analysis.
+
+Legend: B windows, T tokens of a window, M masked positions of a window, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.analysis.masked_encoder import EmbeddingScores, MaskedHead, mask
+from gramian.analysis.subject import DTYPES, Batch, Subject, pieces, spread
+from gramian.core.errors import GramianError
+from gramian.data.data_files import find_files, read_text
+from gramian.models.huggingface import load_huggingface, reading
+
+MODEL = "argument --model"
+MASKED_SHARE = 0.15
+LENGTH = 128
+"""Tokens of a window, unless another number is asked for."""
+
+
+def from_folder(
+    path: str,
+    texts: Sequence[str],
+    device: torch.device,
+    dtype: str | None,
+    tokens: int,
+    rows: int | None,
+    length: int,
+    masked: bool,
+    seed: int,
+) -> Subject:
+    """A causal language model on the next token, or an encoder on masked ones.
+
+    Args:
+        path: of the folder: config.json, safetensors, tokenizer; nothing is downloaded and none of its code is run.
+        texts: files, or folders of them.
+        device: where the analysis runs.
+        dtype: "fp32" or "fp64"; None: fp32.
+        tokens: about how many; windows are taken at even distances from all of them.
+        rows: windows of one pass; None: as many as have `PASS` tokens.
+        length: T; less where the model's context, or the text, is shorter.
+        masked: 15 % of the positions are replaced by the mask token and scored.
+        seed: of the masks.
+
+    Raises:
+        GramianError: naming the argument, or the file.
+    """
+    kind = dtype or "fp32"
+    tokenizer = _tokenizer(path)
+    ids, digest = _ids(tokenizer, texts, ends=not masked)
+    model, scored, facts = _encoder(path) if masked else _causal(path, len(tokenizer), seed)
+    limit = min(length, getattr(model.config, "max_position_embeddings", None) or length)
+    cut = _masked_windows(tokenizer, ids, limit) if masked else _causal_windows(ids, limit)
+    chosen = spread(len(cut), -(-tokens // limit))
+    windows_BS = cut[torch.from_numpy(chosen)]
+    if masked:
+        masked_BT, positions_BM, targets_BM = mask(windows_BS, tokenizer.mask_token_id, MASKED_SHARE, seed)
+        batch: Batch = {"input_ids": masked_BT, "positions": positions_BM, "labels": targets_BM}
+    else:
+        batch = {"input_ids": windows_BS[:, :-1].contiguous(), "labels": windows_BS[:, 1:].contiguous()}
+    more: dict[str, Any] = {} if masked else {"use_cache": False}
+    return Subject(
+        model=scored.to(device=device, dtype=DTYPES[kind]).eval(),
+        batches=[
+            {name: values[torch.from_numpy(part)].to(device) for name, values in batch.items()} | more
+            for part in pieces(spread(len(chosen), len(chosen)), rows, limit)
+        ],
+        model_facts={"kind": "huggingface", "path": path, "weights": "loaded", "dtype": kind, **facts},
+        data_facts={
+            "source": "text",
+            "files": list(texts),
+            "digest": digest,
+            "length": int(batch["input_ids"].shape[1]),
+            "windows": len(chosen),
+            "windows_in_all": len(cut),
+            **({"masked_share": MASKED_SHARE} if masked else {}),
+        },
+        notes=[facts["mode"]] if masked else [],
+    )
+
+
+def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict[str, Any]]:
+    try:
+        model: Any = load_huggingface(path, False, vocabulary, 1, seed, MODEL)
+    except GramianError as problem:
+        told = str(problem)
+        if "has no weights of" in told:
+            told = f"{told.partition(';')[0]}; expected a causal language model, or --masked for an encoder"
+        raise GramianError(told) from None
+    if _is(model.config, "ForMaskedLM"):  # it would see the token that it is asked for
+        raise GramianError(f"{MODEL}: {path} is an encoder; expected a causal language model, or --masked")
+    return model, model, {"mode": "next token"}
+
+
+def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
+    """An encoder with its own masked-language-model head, or scored against its input embeddings where it has none."""
+    with reading(path, MODEL, "an encoder in safetensors") as (shape, _):
+        from transformers import AutoModel, AutoModelForMaskedLM
+
+        if _is(shape, "ForCausalLM", "LMHeadModel"):
+            raise GramianError(f"{MODEL}: {path} is a causal language model; expected an encoder, or no --masked")
+        headed = _is(shape, "ForMaskedLM")
+        kind = AutoModelForMaskedLM if headed else AutoModel
+        model, told = kind.from_pretrained(
+            path, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+        )
+    missing = sorted(name for name in told["missing_keys"] if not name.startswith("pooler."))
+    if missing:
+        raise GramianError(f"{MODEL}: {path} has no weights of {missing[0]}; expected those of all parameters")
+    if headed:
+        return model, MaskedHead(model), {"mode": "Masked tokens, scored by the model's own head."}
+    return model, EmbeddingScores(model), {
+        "mode": "No head: masked tokens are scored against the model's own input embeddings, which it was not trained for."
+    }  # fmt: skip
+
+
+def _is(shape: Any, *kinds: str) -> bool:
+    """Whether a folder's config says that it holds such a model."""
+    return any(str(name).endswith(kinds) for name in shape.architectures or ())
+
+
+def _tokenizer(path: str) -> Any:
+    with reading(path, MODEL, "a tokenizer beside the model"):
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, split_special_tokens=True
+        )
+    if len(found) <= len(set(found.all_special_ids)):  # what is made of a folder that has none
+        raise GramianError(f"{MODEL}: {path} has no tokenizer; expected its files beside the model")
+    return found
+
+
+def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:
+    """The tokens of all files end to end, and a hash of them; documents end with the end-of-text token where there is one."""
+    end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
+    ids: list[int] = []
+    for file in find_files(texts, "text", "argument --text"):
+        ids += tokenizer.encode(read_text(file).decode(), add_special_tokens=False, verbose=False) + end
+    tokens_N = torch.tensor(ids, dtype=torch.long)
+    if len(tokens_N) < 2:
+        raise GramianError(f"argument --text: {Path(texts[0])} makes {len(tokens_N)} tokens; expected at least 2")
+    return tokens_N, hashlib.blake2b(tokens_N.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _causal_windows(ids_N: Tensor, length: int) -> Tensor:
+    """[windows, T + 1]; what is left at the end is not read, unless it is all there is."""
+    size = min(length + 1, len(ids_N))
+    return ids_N[: len(ids_N) // size * size].view(-1, size)
+
+
+def _masked_windows(tokenizer: Any, ids_N: Tensor, length: int) -> Tensor:
+    """[windows, T], each between the tokens that begin and end a text."""
+    if tokenizer.mask_token_id is None:
+        raise GramianError(f"{MODEL}: its tokenizer has no mask token; expected an encoder, or no --masked")
+    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
+    around = [one for one in (first, last) if one is not None]
+    size = min(length - len(around), len(ids_N))
+    if size < 1:
+        raise GramianError(f"argument --length: {length} leaves no token to mask; expected at least {len(around) + 1}")
+    body_WS = ids_N[: len(ids_N) // size * size].view(-1, size)
+    edges = [None if one is None else body_WS.new_full((len(body_WS), 1), one) for one in (first, last)]
+    return torch.cat([part for part in (edges[0], body_WS, edges[1]) if part is not None], dim=1)

@@ -1,0 +1,110 @@
+"""Spectra as curves: how many eigenvalues lie above a value, and how many in every decade.
+
+Legend: t thresholds, p probes, s nodes of each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gramian.curvature import Block
+from gramian.curvature.spectrum.side_spectra import ONE, Side, estimate, is_estimated, sides_of
+from gramian.curvature.spectrum.spectrum_products import Values, count_above
+
+POINTS = 121
+"""Of a layer's curve, evenly spaced in the logarithm."""
+DECADES = 12
+"""That it reaches down from the largest eigenvalue."""
+PER_DECADE = 10
+"""Points of a density."""
+KERNEL = 0.2
+"""Standard deviation of the density's kernel, in decades; wider where nodes are farther apart than that."""
+
+
+def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float]]]:
+    """{layer: {"eigenvalues": descending values, "ranks": how many eigenvalues of the layer exceed each}}.
+
+    Counted from the spectra of both sides without forming a product (`count_above`), so a vocabulary-sized layer costs no more
+    than its sides. Where a side is too wide to be decomposed, counts are means over the probes of its quadrature.
+    """
+    plain = [block for block in blocks.values() if block.correction is None]
+    factors = list({id(f): f for block in plain for f in block.factors.values()}.values())
+    sides = sides_of(factors, None) | {id(one): estimate(one) for one in factors if is_estimated(one)}
+    found = {}
+    for name, block in blocks.items():
+        A, G = _pair(block, sides)
+        largest = A.largest * G.largest
+        shares = [10 ** (-DECADES * i / (POINTS - 1)) for i in range(POINTS)] if largest > 0 else []
+        # The largest eigenvalue itself is not above itself: half a rounding unit lower it is.
+        ranks = [_count(A, G, share * (1 - 1e-12)) for share in shares]
+        found[name] = {"eigenvalues": [largest * share for share in shares], "ranks": ranks}
+    return found
+
+
+def _pair(block: Block, sides: Mapping[int, Side]) -> tuple[Side, Side]:
+    """The spectra of both sides; of a corrected block, EK-FAC's eigenvalues and a one."""
+    if block.correction is not None:
+        values = Values.of(block.correction.values_RS.flatten(), block.G.dim * block.correction.A.dim)
+        return ONE, Side.of(values)
+    return (ONE if block.A is None else sides[id(block.A)]), sides[id(block.G)]
+
+
+def _count(A: Side, G: Side, share: float) -> float:
+    parts = max(len(A.parts), len(G.parts))
+    counts = [count_above(G.parts[i % len(G.parts)], A.parts[i % len(A.parts)], share) for i in range(parts)]
+    return math.fsum(counts) / parts
+
+
+def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    """Eigenvalues per decade of all layers together, by the kernel that `ggn_density` has, so that both can be compared."""
+    values, weights = [], []
+    for curve in spectra.values():
+        before = 0.0
+        for value, rank in zip(curve["eigenvalues"], curve["ranks"], strict=True):
+            if rank > before:
+                values.append(value)
+                weights.append(rank - before)
+            before = rank
+    return _per_decade(*(torch.tensor([one], dtype=torch.float64) for one in (values, weights)))
+
+
+def ggn_density(nodes_PS: Tensor, weights_PS: Tensor, resolution: float) -> dict[str, list[float]]:
+    """Eigenvalues per decade from the Gauss rules of probes; those below `resolution` are not in it.
+
+    Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²), the mean over probes, and its standard error; σ_i is half the mean distance to the
+    nodes beside it, 0.2 at least: a rule of s nodes says nothing of what lies between two of them.
+    """
+    return _per_decade(nodes_PS, torch.where(nodes_PS > resolution, weights_PS, 0.0))
+
+
+def _per_decade(nodes_PS: Tensor, weights_PS: Tensor) -> dict[str, list[float]]:
+    kept = weights_PS > 0
+    if not bool(kept.any()):
+        return {"eigenvalues": [], "per_decade": [], "standard_error": []}
+    logs_PS = torch.where(kept, nodes_PS.double(), 1.0).log10()
+    low, high = float(logs_PS[kept].min()) - KERNEL, float(logs_PS[kept].max()) + KERNEL
+    grid_T = torch.linspace(low, high, max(2, math.ceil((high - low) * PER_DECADE) + 1), dtype=torch.float64)
+    densities = [_smoothed(logs_S[k], w_S[k], grid_T) for logs_S, w_S, k in zip(logs_PS, weights_PS, kept, strict=True)]
+    density_PT = torch.stack(densities)
+    error_T = density_PT.std(0) / math.sqrt(len(density_PT)) if len(density_PT) > 1 else torch.zeros_like(grid_T)
+    return {
+        "eigenvalues": (10**grid_T).tolist(),
+        "per_decade": density_PT.mean(0).tolist(),
+        "standard_error": error_T.tolist(),
+    }
+
+
+def _smoothed(logs_S: Tensor, weights_S: Tensor, grid_T: Tensor) -> Tensor:
+    """Σ_i w_i N(t; x_i, σ_i²) on a grid."""
+    logs_S, order = logs_S.sort()
+    widths_S = torch.full_like(logs_S, KERNEL)
+    if len(logs_S) > 1:
+        gaps = logs_S.diff()
+        left, right = torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]])
+        widths_S = ((left + right) / 4).clamp(min=KERNEL)
+    total_T = torch.zeros_like(grid_T)
+    for x, w, width in zip(logs_S.tolist(), weights_S.double()[order].tolist(), widths_S.tolist(), strict=True):
+        total_T += w * (-((grid_T - x) / width).square() / 2).exp() / (width * math.sqrt(2 * math.pi))
+    return total_T

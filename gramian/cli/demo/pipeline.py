@@ -1,0 +1,293 @@
+"""The demo's stages, one after the other: what an earlier process has finished is not done again.
+
+Runs and cache know by themselves what they lack: a run goes on from its last checkpoint, a cache from its last shard.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+import gramian
+from gramian.cli.demo.demo_plan import Plan, Runs, hashes_of, runs_of
+from gramian.cli.demo.demo_result import Cached, Checked, Result, Row, Sample
+from gramian.cli.demo.score import score, work
+from gramian.core.errors import GramianError
+from gramian.data import load_tokenizer, load_windows
+from gramian.distill.cache.builder import build_cache
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.models.text_generation import generate_text_tokens
+from gramian.parallel.world import World
+from gramian.train.build import build_teacher
+from gramian.train.build.build_model import build_model
+from gramian.train.build.run_parts import build
+from gramian.train.config.config import Config
+from gramian.train.doctor import teacher_checks
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.examine import examine
+from gramian.train.doctor.examined_run import Subject
+from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.loop.precision import Numbers, numbers_for, set_globals
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import RunFolder, read_lines
+from gramian.train.state.saved_run import load_run
+
+PROMPT = "def "
+TEMPERATURE = 0.8
+"""Of texts."""
+STAGES = 7
+
+Update = Callable[[int, int, str], None]
+"""Told (units done, units in all, how it stands)."""
+
+
+class Stopped(Exception):
+    """A stage did not come to its end; the message says which and why."""
+
+
+class Screen(Protocol):
+    """Where progress is shown."""
+
+    def stage(self, number: int, what: str) -> AbstractContextManager[Update]:
+        """A stage begins; it hears of its progress until it ends."""
+
+    def say(self, text: str) -> None:
+        """What a stage found, in a line."""
+
+
+def run_demo(plan: Plan, out: Path, world: World, screen: Screen) -> Result:
+    """All stages.
+
+    Args:
+        plan: sizes and steps.
+        out: the folder; it exists.
+        world: one process.
+        screen: for progress.
+
+    Raises:
+        GramianError: if the folder is in use, or holds runs of other settings.
+        Stopped: if a check failed, or a run was ended by its guard or by a signal.
+    """
+    runs = runs_of(plan, out)
+    with _threads(plan.threads), ExitStack() as held:
+        folders = {name: held.enter_context(_taken(config)) for name, config in vars(runs).items()}
+        return _Demo(plan, runs, folders, world, screen).run()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many of torch's, for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _taken(config: Config) -> Iterator[RunFolder]:
+    """A run's folder, told of as the demo's argument."""
+    folder = RunFolder(config)
+    try:
+        folder.__enter__()
+    except GramianError as problem:
+        raise GramianError(f"argument --out: {str(problem).removeprefix('run.folder: ')}") from None
+    try:
+        yield folder
+    finally:
+        folder.__exit__(None, None, None)
+
+
+@dataclass
+class _Demo:
+    plan: Plan
+    runs: Runs
+    folders: dict[str, RunFolder]
+    world: World
+    screen: Screen
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> Result:
+        config = self.runs.alone
+        set_globals(config.precision, config.run.deterministic)
+        numbers = numbers_for(config.precision, self.world.device)
+        with self._stage(1, "doctor") as update:
+            checks = self._examined(examine(config, on_progress=update))
+        self._train(2, "teacher")
+        with self._stage(3, "cache") as update:
+            cache = self._cache(numbers, update)
+            checks += self._examined(self._taught(numbers))
+        self._train(4, "alone")
+        self._train(5, "distilled")
+        with self._stage(6, "evaluation") as update:
+            models = {name: self._model(name, numbers) for name in ("teacher", "alone", "distilled")}
+            rows = self._score(models, numbers, update)
+        with self._stage(7, "texts") as update:
+            samples = []
+            for done, name in enumerate(("teacher", "distilled")):
+                samples.append(Sample(name, self._text(models[name])))
+                update(done + 1, 2, name)
+        device = self.world.device
+        return Result(
+            hashes=hashes_of(self.plan),
+            versions={
+                "gramian": gramian.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {platform.machine()}",
+            threads=torch.get_num_threads(),
+            seconds=self.seconds,
+            checks=tuple(checks),
+            cache=cache,
+            samples=tuple(samples),
+            **rows,
+        )
+
+    @contextmanager
+    def _stage(self, number: int, name: str) -> Iterator[Update]:
+        started = time.perf_counter()
+        with self.screen.stage(number, TOLD[name]) as update:
+            yield update
+        self.seconds[name] = time.perf_counter() - started
+
+    # ---- the doctor ----------------------------------------------------------------------------------------------------
+
+    def _taught(self, numbers: Numbers) -> list[Check]:
+        """What the doctor asks of a student with a teacher, beside what it asked of the one without."""
+        config, training = self.runs.distilled, load_windows(self.runs.distilled.data)[0]
+        make = partial(build_model, config, training.vocabulary)
+        return teacher_checks.teacher(Subject(config, numbers, self.world, training, make))
+
+    def _examined(self, checks: list[Check]) -> list[Checked]:
+        failed = [check for check in checks if not check.ok]
+        if failed:
+            raise Stopped(f"{failed[0].name}: {failed[0].measured}, expected {failed[0].threshold}; {failed[0].hint}")
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            bound = "" if check.threshold == "-" else f" ({check.threshold})"
+            self.screen.say(f"ok  {check.name:<{width}}  {check.measured}{bound}")
+        return [Checked(check.name, check.measured, check.threshold, check.ok, check.hint) for check in checks]
+
+    # ---- training --------------------------------------------------------------------------------------------------------
+
+    def _train(self, number: int, name: str) -> None:
+        """A run, from where its folder left off to its end."""
+        folder = self.folders[name]
+        config, steps = folder.config, folder.config.run.steps
+        with self._stage(number, name) as update:
+
+            def on_outcome(outcome: Outcome, run: Trainer) -> None:
+                best = "" if run.best is None else f", validation {run.best['loss']:.3f}"
+                update(outcome.attempt.step + 1, steps, f"loss {outcome.loss:.3f}{best}")
+
+            parts = build(config, self.world)
+            trainer = Trainer(parts, folder, on_outcome)
+            ended = trainer.run()
+            if ended.reason != "done":
+                raise Stopped(
+                    f"{TOLD[name]}: {ended.reason} at step {ended.step} of {steps}"
+                    + (f": {ended.report}" if ended.report else "")
+                )
+            assert trainer.best is not None
+            best = trainer.best["loss"]
+            self.screen.say(
+                f"{sum(p.numel() for p in parts.model.parameters()):,} parameters, {steps} steps in "
+                f"{training_seconds(folder.path):.0f} s, best validation loss {best:.3f}; {folder.path}"
+            )
+
+    # ---- the cache -------------------------------------------------------------------------------------------------------
+
+    def _cache(self, numbers: Numbers, update: Update) -> Cached:
+        config = self.runs.distilled
+        training, _ = load_windows(config.data)
+        options = build_teacher.cache_options(config, training.vocabulary)
+        teacher = build_teacher.live_teacher(config, self.world, numbers, training)
+        folder = build_teacher.cache_folder(config)
+        manifest = build_cache(
+            folder, teacher, training, options, self.world, lambda done, total: update(done, total, "windows")
+        )
+        cache = Cached(
+            str(folder),
+            manifest.identity.count,
+            manifest.identity.length,
+            manifest.bytes_per_token,
+            max(manifest.errors.worst.values(), default=0.0),
+        )
+        self.screen.say(
+            f"{cache.windows:,} windows of {cache.length} tokens, {cache.bytes / 2**20:,.0f} MiB, "
+            f"largest error of a logit {cache.largest_logit_error:.2g}; {folder}"
+        )
+        return cache
+
+    # ---- what came of it -------------------------------------------------------------------------------------------------
+
+    def _model(self, name: str, numbers: Numbers) -> nn.Module:
+        """Of the run's best checkpoint."""
+        return load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
+
+    def _score(self, models: dict[str, nn.Module], numbers: Numbers, update: Update) -> dict[str, Row]:
+        rows: dict[str, Row] = {}
+        validation, windows = load_windows(self.runs.alone.data)[1], self.plan.scored_windows
+        half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
+        live = LiveTeacher(models["teacher"], device=self.world.device, autocast=half)
+        works = {name: work(validation, windows, compared=name != "teacher") for name in models}
+        for name, model in models.items():
+            before = sum(works[earlier] for earlier in rows)
+
+            def progress(done: int, before: int = before, name: str = name) -> None:
+                update(before + done, sum(works.values()), TOLD[name])
+
+            other = None if name == "teacher" else live
+            found = score(model, other, validation, numbers, self.world, windows, progress)
+            folder = self.folders[name]
+            rows[name] = Row(
+                TOLD[name],
+                str(folder.path),
+                sum(p.numel() for p in model.parameters()),
+                folder.config.run.steps,
+                training_seconds(folder.path),
+                found,
+            )
+        return rows
+
+    def _text(self, model: nn.Module) -> str:
+        """A continuation of the prompt; tabs become spaces, what a terminal cannot show becomes `?`."""
+        tokenizer = load_tokenizer(self.plan.data.tokenizer)
+        prompt_T = torch.from_numpy(tokenizer.encode(PROMPT).astype("int64")).to(self.world.device)
+        tokens_T = generate_text_tokens(model, prompt_T, self.plan.sample_tokens, TEMPERATURE, self.plan.seed)
+        text = tokenizer.decode(tokens_T.tolist()).expandtabs(4)
+        return "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
+
+
+TOLD = {
+    "doctor": "doctor",
+    "teacher": "teacher",
+    "cache": "cache of the teacher",
+    "alone": "student, CE only",
+    "distilled": "student, distilled",
+    "evaluation": "evaluation",
+    "texts": "texts",
+}
+"""Stages, and runs, as they are printed."""
+
+
+def training_seconds(folder: Path) -> float:
+    """Wall time of a run's steps and evaluations up to its last line of metrics, over all processes that worked on it."""
+    seconds = last = 0.0
+    for line in read_lines(folder / "metrics.jsonl"):
+        elapsed = line["time"].get("elapsed")
+        if elapsed is None:  # of an evaluation
+            continue
+        if elapsed < last:  # another process went on
+            seconds += last
+        last = elapsed
+    return seconds + last

@@ -1,0 +1,133 @@
+"""How good a model is on a fixed part of the validation data, and how like its teacher.
+
+Legend: B windows, T tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from gramian.data import Windows
+from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.loss.loss_metrics import SUMS, metrics_of
+from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.parallel.world import World
+from gramian.train.loop.objective import logits_of
+from gramian.train.loop.perplexity import perplexity
+from gramian.train.loop.precision import Numbers
+from gramian.train.loop.stepper import evaluating
+
+ROWS = 16
+"""Windows of a forward."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Numbers on the same tokens, whatever the protocol."""
+
+    tokens: int
+    loss: float
+    """Nats per byte, non-overlapping."""
+    perplexity: float
+    sliding: float
+    """Perplexity where every byte, but those of the first window, has at least half a window before it."""
+    agreement: float | None = None
+    """Share of bytes where model and teacher put the same one first."""
+    correlation: float | None = None
+    """Of the targets' log-probabilities with the teacher's."""
+    kl: float | None = None
+    """KL(teacher‖model) at T = 1, nats per byte."""
+
+
+def work(validation: Windows, windows: int, compared: bool) -> int:
+    """Windows that `score` runs the model over, by all protocols together."""
+    count, sliding = _counts(validation, windows)
+    return count + sliding + (count if compared else 0)
+
+
+def _counts(validation: Windows, windows: int) -> tuple[int, int]:
+    """Windows of the two protocols that score the same tokens: sliding, the first scores all, the others `stride` of them."""
+    count = min(windows, len(validation))
+    return count, 1 + -(-(count - 1) * validation.length // _stride(validation))
+
+
+def _stride(validation: Windows) -> int:
+    return max(1, validation.length // 2)
+
+
+def score(
+    model: nn.Module,
+    teacher: LiveTeacher | None,
+    validation: Windows,
+    numbers: Numbers,
+    world: World,
+    windows: int,
+    progress: Callable[[int], None],
+) -> Score:
+    """Both protocols, and the comparison with the teacher.
+
+    Non-overlapping takes the first `windows` windows; sliding, with a stride of half a window, as many as score the same
+    tokens. Cost: 3 forwards of every token, and one of the teacher's.
+
+    Args:
+        model: on its device.
+        teacher: to compare with; None: for the teacher itself.
+        validation: the data, packed.
+        numbers: the precision.
+        world: one process.
+        windows: how many are scored; fewer where there are fewer.
+        progress: hears how much of `work` is done.
+    """
+    (count, sliding), stride = _counts(validation, windows), _stride(validation)
+    found = []
+    with evaluating(model), numbers.autocast():
+        for step, limit, before in ((None, count, 0), (stride, sliding, count)):
+            found.append(
+                perplexity(
+                    lambda tokens_BT: logits_of(model, tokens_BT),
+                    validation.stream,
+                    world,
+                    length=validation.length,
+                    stride=step,
+                    rows=ROWS,
+                    limit=limit,
+                    progress=lambda done, _, before=before: progress(before + done),  # type: ignore[misc]
+                )
+            )
+    plain, slid = found
+    if teacher is None:
+        return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity)
+    told = _compare(model, teacher, validation, numbers, world, count, lambda done: progress(count + sliding + done))
+    return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity, **told)
+
+
+def _compare(
+    model: nn.Module,
+    teacher: LiveTeacher,
+    validation: Windows,
+    numbers: Numbers,
+    world: World,
+    count: int,
+    progress: Callable[[int], None],
+) -> dict[str, float | None]:
+    """Metrics of the distillation loss at T = 1, on the windows of the non-overlapping protocol."""
+    objective = DistillObjective(model, LossOptions())
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
+    with evaluating(objective), numbers.autocast():
+        for rows_B in _pieces(count):
+            batch = {name: rows.to(world.device) for name, rows in validation.stack(rows_B).items()}
+            _, told = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)
+            sums += told[1 : 1 + len(SUMS)]
+            progress(int(rows_B[-1]) + 1)
+    metrics = {name: float(value) for name, value in metrics_of(sums).items()}
+    chosen = {name: metrics[name] for name in ("agreement", "correlation", "kl")}
+    return {name: value if math.isfinite(value) else None for name, value in chosen.items()}
+
+
+def _pieces(count: int) -> Iterator[np.ndarray]:
+    for first in range(0, count, ROWS):
+        yield np.arange(first, min(first + ROWS, count), dtype=np.int64)

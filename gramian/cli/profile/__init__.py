@@ -1,0 +1,1 @@
+"""The commands `gramian profile clipping | kfac | train`."""

@@ -1,0 +1,39 @@
+"""Bytes as people write them."""
+
+import math
+
+from gramian.core.errors import GramianError
+
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(field: str, value: int | str | None) -> int | None:
+    """8000000000, "8GB" or "7.5GiB" as bytes.
+
+    Raises:
+        GramianError: for anything else.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str):
+        number = value.strip().rstrip("bBkKmMgGtTiI ")
+        unit = value.strip()[len(number) :].strip().upper()
+        try:
+            found = float(number) * UNITS[unit or "B"]
+            if math.isfinite(found) and found >= 0:
+                return int(found)
+        except (ValueError, KeyError):
+            pass
+    raise GramianError(f'{field}: expected bytes, such as 8000000000 or "8GB", got {value!r}')

@@ -1,0 +1,1 @@
+"""Application: powers of the damped Fisher times gradients and other vectors."""

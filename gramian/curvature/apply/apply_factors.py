@@ -1,0 +1,133 @@
+"""Factors applied to a vector over parameters: block by block, factorisations launched before anyone waits."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.sharded_rows import Rows, rows_of
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.options import Options
+from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.linalg.factors.cholesky import settle_all
+from gramian.linalg.factors.factor import fetch_bounds
+from gramian.linalg.wide import exact_float32
+from gramian.parallel.exchange import Exchange
+from gramian.parallel.placement import place_like
+
+Vector = Mapping[str, Tensor]
+"""{parameter: tensor of its shape}."""
+
+
+def apply(
+    blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options, spread: Spread
+) -> dict[str, Tensor]:
+    """(F + damping)^power v, or F v, on every block that v touches.
+
+    Args:
+        blocks: {name: block}.
+        vector: v; parameters of a block that are missing count as zero.
+        power: any real number; None: F itself, undamped and unclipped.
+        options: for the damping mode and the first jitter.
+        spread: who makes which factorisation.
+
+    Returns:
+        {parameter: tensor} for all parameters of the blocks touched, like v in dtype, device and memory layout.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad(), exact_float32():
+        if power is not None:
+            _prepare(blocks, {name: _wide(block, vector) for name, block in blocks.items()}, power, options, spread)
+        for block in blocks.values():
+            found.update(_apply_block(block, vector, power, options, spread.others))
+    if options.strict:
+        _refuse_fallbacks(blocks.values())
+    return found
+
+
+def _prepare(
+    blocks: Mapping[str, Block], dtypes: Mapping[str, torch.dtype], power: float, options: Options, spread: Spread
+) -> None:
+    """Launch every factorisation before anyone waits for the first; several processes share them out."""
+    factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
+    spread.factorise(blocks, dtypes, power, options.kfac_eps)  # before any other collective: all must ask for the same
+    if power == -1 and options.damping_mode != "joint":
+        fetch_bounds(factors)
+    if power == -1:
+        for name, block in blocks.items():
+            assert block.damping is not None
+            block.prepare(block.damping, options.kfac_eps, dtypes[name])
+        settle_all([system for factor in factors for system in factor.pending()])
+
+
+def _wide(block: Block, vector: Vector) -> torch.dtype:
+    """The dtype in which a block meets a vector."""
+    like = next(vector[name] for name in block.spec.parameters if name in vector)
+    return torch.float64 if torch.float64 in (block.G.dtype, like.dtype) else torch.float32
+
+
+def _apply_block(
+    block: Block, vector: Vector, power: float | None, options: Options, others: Exchange | None
+) -> dict[str, Tensor]:
+    places = {name: vector[name] for name in block.spec.parameters if name in vector}
+    rows, block.gathered = rows_of(block, places, power, others)
+    if rows is not None:
+        return _apply_rows(rows, _wide(block, vector), power, options)
+    given = {name: whole(t) for name, t in places.items()}
+    like, wide = next(iter(places.values())), _wide(block, vector)
+    y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
+    if power is None:
+        out = block.matvec(y)
+    else:
+        assert block.damping is not None
+        out = block.power(y, power, block.damping, options.kfac_eps)
+    return {name: _as(t, places.get(name, like)) for name, t in block.spec.tensors(out).items()}
+
+
+def _apply_rows(rows: Rows, dtype: torch.dtype, power: float | None, options: Options) -> dict[str, Tensor]:
+    """The same for a gradient of which this process has some rows."""
+    block, y = rows.block, rows.matrix(dtype)
+    if power is None:
+        return rows.tensors(rows.apply(y, lambda _side, factor, z: factor.matvec(z.to(factor.dtype))))
+    damping, jitter = block.damping, options.kfac_eps
+    assert damping is not None
+    if damping.joint and block.A is not None:
+        return rows.tensors(rows.joint(y, power, jitter))
+    y = y.to(block.working_dtype(dtype, power))
+    return rows.tensors(rows.apply(y, lambda side, factor, z: block.act(side, factor, z, power, damping, jitter)))
+
+
+def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        for side, factor in block.factors.items():
+            tried = [attempt for attempt in factor.work.attempts if attempt["result"] != "ok"]
+            if factor.work.fallback or tried:
+                what = factor.work.fallback or f"{len(tried)} Cholesky attempts failed"
+                raise GramianError(f"{block.spec.name}: {side}: {what}; expected none (strict=True)")
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides.
+
+    Where the other is sharded, this process's shard of it.
+    """
+    if isinstance(like, DTensor):
+        return place_like(t.to(like.device, like.dtype).contiguous(), like)
+    t = t.to(like)
+    alike = t.shape != like.shape or t.stride() == like.stride()
+    return t if alike else torch.empty_like(like).copy_(t)
+
+
+def inner(left: Vector, right: Vector) -> float:
+    """⟨left, right⟩ over the parameters of the left one, in float64."""
+    total = 0.0
+    for name, value in left.items():
+        total += float(whole((value.double() * right[name].double()).sum()))
+    return total
+
+
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor that may be sharded. Collective if it is."""
+    return t.full_tensor() if isinstance(t, DTensor) else t

@@ -1,0 +1,187 @@
+"""Which parameters share a block of the Fisher, and what kind of block it is.
+
+Every trainable parameter is in exactly one block:
+- "kronecker": a weight that is a matrix between tokens in and tokens out, with the bias of its layer as one more input;
+- "block": a parameter of at most `SMALL` elements, exactly, sample by sample;
+- "diagonal": any other, its exact diagonal, sample by sample.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.options import Options
+from gramian.taps.model.find_layers import Found, discover
+from gramian.taps.roles import ParameterInfo
+from gramian.taps.sites.site import Form
+
+SMALL = 128
+"""Elements up to which a parameter outside K-FAC has its exact block."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One block of the Fisher, before any data."""
+
+    name: str
+    """The layer, or the first of the layers, that it belongs to; the parameter itself where it is no K-FAC block."""
+    kind: Literal["kronecker", "block", "diagonal"]
+    parameters: tuple[str, ...]
+    """The weight, then the bias if it is part of the block."""
+    shapes: tuple[tuple[int, ...], ...]
+    layers: tuple[str, ...]
+    layout: Literal["out_in", "in_out", "kernel", "table", "vector"]
+    inputs: int
+    """m: width of A, the bias included; 1 for a vector."""
+    outputs: int
+    """o: width of G."""
+    dtype: torch.dtype
+    device: torch.device
+    tables: tuple[str, ...] = ()
+    """Layers among `layers` that look the weight up by index."""
+    why: str = ""
+    """Why it is no Kronecker block, where its layer might have been one."""
+
+    @property
+    def has_bias(self) -> bool:
+        """True if the last column of the matrix is a bias."""
+        return len(self.parameters) == 2
+
+    @property
+    def approximation(self) -> str:
+        """In words, for the coverage report."""
+        if self.kind == "kronecker":
+            return f"K-FAC {self.name}"
+        return "exact block" if self.kind == "block" else "diagonal"
+
+    def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
+        """The block's parameters as Y [o, m]; a bias that is missing counts as zero.
+
+        Raises:
+            GramianError: for a tensor of another shape.
+        """
+        parts: list[Tensor | None] = []
+        for name, shape in zip(self.parameters, self.shapes, strict=True):
+            t = tensors.get(name)
+            if t is not None and tuple(t.shape) != shape:
+                raise GramianError(f"{name}: has shape {list(t.shape)}; expected {list(shape)}, as at the capture")
+            parts.append(t)
+        weight = parts[0]
+        if weight is None:
+            other = next(t for t in parts if t is not None)
+            weight = other.new_zeros(self.shapes[0])
+        if self.layout == "vector":
+            return weight.reshape(-1, 1)
+        y = weight.mT if self.layout in ("in_out", "table") else weight.flatten(1)
+        if not self.has_bias:
+            return y
+        bias = parts[1] if parts[1] is not None else y.new_zeros(self.outputs)
+        return torch.cat([y, bias.to(y)[:, None]], dim=1)
+
+    def tensors(self, y_OM: Tensor) -> dict[str, Tensor]:
+        """The parameters' own shapes out of Y."""
+        if self.layout == "vector":
+            return {self.parameters[0]: y_OM.reshape(self.shapes[0])}
+        weight = y_OM[:, :-1] if self.has_bias else y_OM
+        weight = weight.mT if self.layout in ("in_out", "table") else weight
+        found = {self.parameters[0]: weight.reshape(self.shapes[0])}
+        if self.has_bias:
+            found[self.parameters[1]] = y_OM[:, -1].clone().reshape(self.shapes[1])  # a view would hold all of Y
+        return found
+
+
+def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
+    """Every block of a model, in the model's order.
+
+    Args:
+        root: the user's module, unwrapped.
+        options: for `min_layer_size`.
+
+    Returns:
+        {name: block}.
+    """
+    layers, parameters = discover(root)
+    users: dict[str, list[Found]] = {}
+    for found in layers:
+        for name in found.parameters.values():
+            if name in parameters and found.site is not None:
+                users.setdefault(name, []).append(found)
+    specs: dict[str, Spec] = {}
+    taken: set[str] = set()
+    for name in parameters:
+        if name not in taken:
+            spec = _kronecker(name, users[name], users, parameters, options)
+            if isinstance(spec, str):
+                spec = _vector(name, parameters[name], why=spec)
+            specs[spec.name] = spec
+            taken.update(spec.parameters)
+    return specs
+
+
+def _kronecker(
+    name: str,
+    used_by: list[Found],
+    users: dict[str, list[Found]],
+    parameters: dict[str, ParameterInfo],
+    options: Options,
+) -> Spec | str:
+    """The block of a weight that all its layers use as a matrix; else why not ("" where it never could be)."""
+    if any(found.parameters.get("weight") != name for found in used_by):
+        return ""
+    forms: list[Form] = []
+    for found in used_by:
+        assert found.site is not None
+        form = found.site.form(found.module)
+        if form is None:
+            return ""
+        forms.append(form)
+    form = next((f for f in forms if f.layout != "table"), forms[0])
+    matrices = {_oriented(f, form) for f in forms}
+    if len(matrices) > 1:
+        return "its layers use it as matrices of different shapes"
+    if min(form.inputs, form.outputs) < options.min_layer_size:
+        return f"narrower than min_layer_size={options.min_layer_size}"
+    bias = used_by[0].parameters.get("bias") if len(used_by) == 1 else None
+    if bias is not None and (bias not in parameters or len(users[bias]) > 1):
+        bias = None
+    info = parameters[name]
+    return Spec(
+        name=used_by[0].name or "model",
+        kind="kronecker",
+        parameters=(name,) if bias is None else (name, bias),
+        shapes=(info.shape,) if bias is None else (info.shape, parameters[bias].shape),
+        layers=tuple(found.name for found in used_by),
+        layout=form.layout,
+        inputs=form.inputs + (bias is not None),
+        outputs=form.outputs,
+        dtype=info.dtype,
+        device=info.device,
+        tables=tuple(found.name for found, f in zip(used_by, forms, strict=True) if f.layout == "table"),
+    )
+
+
+def _oriented(form: Form, main: Form) -> tuple[int, int]:
+    """(in, out) of a use, a table seen through its tied head where there is one."""
+    if form.layout == "table" and main.layout != "table":
+        return (form.outputs, form.inputs) if main.layout == "out_in" else (0, 0)
+    return (form.inputs, form.outputs)
+
+
+def _vector(name: str, info: ParameterInfo, why: str) -> Spec:
+    size = torch.Size(info.shape).numel()
+    return Spec(
+        name=name,
+        kind="block" if size <= SMALL else "diagonal",
+        parameters=(name,),
+        shapes=(info.shape,),
+        layers=info.layers,
+        layout="vector",
+        inputs=1,
+        outputs=size,
+        dtype=info.dtype,
+        device=info.device,
+        why=why,
+    )

@@ -1,0 +1,191 @@
+"""What must hold between a model and its factors, and between the processes that share them."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.parallel.data_parallel import DataParallel, reshard
+from gramian.parallel.tensor_parallel import TensorParallel
+from gramian.taps.model.user_names import named_parameters, unwrap
+
+
+def check_spec(before: Spec, now: Spec) -> None:
+    """Raise, naming the layer, if a block is not what it was.
+
+    Raises:
+        GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
+    """
+    if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
+        return
+    if before.has_bias != now.has_bias:
+        what = "had a trained bias and has none now" if before.has_bias else "had no trained bias and has one now"
+        raise GramianError(f"{before.name}: {what}; expected its bias as at the capture, or a new object")
+    raise GramianError(
+        f"{before.name}: was {before.kind} of {_shapes(before)} and is {now.kind} of {_shapes(now)}; "
+        "expected the layer as at the capture"
+    )
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in zip(spec.parameters, spec.shapes, strict=True))
+
+
+def module_of(model: Any) -> nn.Module:
+    """The user's module inside its wrappers.
+
+    Raises:
+        GramianError: if it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+    return unwrap(model)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise unless a value is a finite real number.
+
+    Raises:
+        GramianError: naming it.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise GramianError(f"{name}: expected a finite number, got {value!r}")
+
+
+def check_vector(name: str, vector: Any) -> None:
+    """Raise unless a value is {parameter: floating-point tensor}.
+
+    Raises:
+        GramianError: naming it, or the entry.
+    """
+    if not isinstance(vector, Mapping):
+        raise GramianError(f"{name}: expected a mapping from parameter names to tensors, got {type(vector).__name__}")
+    for key, value in vector.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise GramianError(f"{name}: {key}: expected a floating-point tensor, got {got}")
+
+
+def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
+    """True if a layer has a K-FAC block."""
+    return any(spec.kind == "kronecker" and layer in spec.layers for spec in specs.values())
+
+
+def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its first name."""
+    seen: set[int] = set()
+    found = []
+    for name, p in named_parameters(root):
+        if id(p) not in seen:
+            seen.add(id(p))
+            found.append((name, p))
+    return found
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
+    """The group of the processes that share a model's data: the user's word, else that of DDP or FSDP2; None: the default.
+
+    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included.
+
+    Raises:
+        GramianError: for a model that is sharded otherwise than by FSDP2 and tensor parallelism.
+    """
+    reshard(root)
+    if TensorParallel.of(root) is None:
+        spread = DataParallel.of(model, root)
+        return spread.group if given is None else given
+    meshes = [p.device_mesh for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
+    if given is None and meshes and meshes[0].size() != world_size(None):
+        raise GramianError(
+            f"process_group: the model's mesh has {meshes[0].size()} of {world_size(None)} processes; expected the group of "
+            "all processes of the mesh"
+        )
+    return given
+
+
+def world_size(group: Any) -> int:
+    """Processes of a group, as they are now."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds for a refresh on all processes."""
+
+    terms: float
+    samples: int
+    passes: int
+    head: str | None
+    padded: dict[str, tuple[int, float]]
+    problem: str
+    """Why the refresh comes to nothing; "" if it does not."""
+    free: int | None
+    """Bytes of device memory that are free on the process with the fewest."""
+
+
+def fingerprint(specs: Mapping[str, Spec]) -> str:
+    """The same for processes whose models have the same blocks."""
+    told = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def agree(words: Sequence[Mapping[str, Any]]) -> Agreed:
+    """What all processes hold, from what each of them said; one process agrees with itself.
+
+    Raises:
+        GramianError: on every process, if they differ in what must be the same.
+    """
+    first = words[0]
+    for rank, word in enumerate(words):
+        for name in ("model", "options", "seed", "step", "estimate"):
+            if word[name] != first[name]:
+                raise GramianError(_difference(name, first[name], word[name], rank))
+    heads = {word["head"]: rank for rank, word in enumerate(words) if word["head"] is not None}
+    if len(heads) > 1:
+        (one, at), (other, elsewhere), *_ = heads.items()
+        raise GramianError(
+            f"head: is {one!r} on process {at} and {other!r} on process {elsewhere}; expected the same, or head="
+        )
+    padded: dict[str, tuple[int, float]] = {}
+    for word in words:
+        for layer, (tokens, terms) in word["padded"].items():
+            before = padded.get(layer, (0, 0.0))
+            padded[layer] = (before[0] + tokens, before[1] + terms)
+    problems = [f"process {rank}: {word['problem']}" for rank, word in enumerate(words) if word["problem"]]
+    free = [word["free"] for word in words if word["free"] is not None]
+    return Agreed(
+        terms=math.fsum(word["terms"] for word in words),
+        samples=sum(word["samples"] for word in words),
+        passes=sum(word["passes"] for word in words),
+        head=next(iter(heads), None),
+        padded=padded,
+        problem=(problems[0] if len(words) > 1 else first["problem"]) if problems else "",
+        free=min(free) if free else None,
+    )
+
+
+def _difference(name: str, first: Any, other: Any, rank: int) -> str:
+    """In words."""
+    if name == "model":
+        return f"model: trained layers of process {rank} are not those of process 0; expected the same model everywhere"
+    if name == "seed":
+        return f"generator: process {rank} drew another seed than process 0; expected the same state everywhere"
+    if name == "step":
+        return (
+            f"capture: process {rank} is at step {other}, process 0 at step {first}; "
+            "expected every capture and collection on every process"
+        )
+    if name == "options":
+        name = next(option for option in first if first[option] != other[option])
+        first, other = first[name], other[name]
+    return f"{name}: is {first!r} on process 0 and {other!r} on process {rank}; expected the same everywhere"

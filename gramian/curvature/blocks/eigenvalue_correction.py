@@ -1,0 +1,122 @@
+"""EK-FAC's eigenvalues of one block, and the basis that they belong to.
+
+Legend: Y [o, m] the block's parameters as a matrix, r and s directions of the bases of its outputs and inputs.
+
+F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ with S [r, s] in place of K-FAC's products σ_i α_j. The basis is kept beside S: another
+decomposition of the same factors may turn the eigenvectors of eigenvalues that are close to one another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factors.columns import Columns
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal Q [n, r]: a matrix, U W of a low-rank side, or the standard basis."""
+
+    dim: int
+    """n."""
+    matrix: Tensor | None
+    """Q itself, or W [columns of U, r]; None: the standard basis."""
+    columns: Columns | None = None
+    """U."""
+
+    @classmethod
+    def of(cls, factor: Factor) -> "Basis":
+        """The eigenvectors of a factor, as it was last decomposed; they share its memory.
+
+        Those whose eigenvalue is rounding error of 0 are left out: any other ones would do as well.
+        """
+        if isinstance(factor, Diagonal):
+            return cls(factor.dim, None)
+        assert isinstance(factor, Dense | LowRank)
+        values = factor.spectrum
+        assert factor._eigen is not None
+        vectors = factor._eigen[1]
+        if isinstance(factor, LowRank):
+            return cls(factor.dim, vectors, factor.columns)
+        noise = torch.finfo(vectors.dtype).eps * factor.dim * float(values.max())
+        return cls(factor.dim, vectors[:, int((values <= noise).sum()) :])  # ascending: a view
+
+    @property
+    def rank(self) -> int:
+        """Directions."""
+        return self.dim if self.matrix is None else self.matrix.shape[1]
+
+    def nbytes_beside(self, factor: Factor) -> int:
+        """Of the matrix, where the factor does not hold it as well."""
+        holder = factor._whole if isinstance(factor, DiagonalLowRank) else factor
+        held = holder._eigen if isinstance(holder, Dense | LowRank) else None
+        if self.matrix is None:
+            return 0
+        if held is not None and held[1].untyped_storage().data_ptr() == self.matrix.untyped_storage().data_ptr():
+            return 0
+        return self.matrix.nbytes
+
+    def coordinates(self, y_NK: Tensor) -> Tensor:
+        """Qᵀ Y, [r, k]."""
+        if self.matrix is None:
+            return y_NK
+        inner = y_NK if self.columns is None else self.columns.transposed_times(y_NK)
+        return self.matrix.to(inner).mT @ inner
+
+    def combined(self, c_RK: Tensor) -> Tensor:
+        """Q C, [n, k]."""
+        if self.matrix is None:
+            return c_RK
+        mixed = self.matrix.to(c_RK) @ c_RK
+        return mixed if self.columns is None else self.columns.times(mixed)
+
+    def squared_cosines(self, other: "Basis", like: Tensor) -> Tensor | None:
+        """(QᵀQ')⊙² [r, r']: what diag(s) in the other basis has as diagonal in this one, per direction; None: identity."""
+        if self.matrix is None and other.matrix is None:
+            return None
+        eye = torch.eye(other.rank, dtype=like.dtype, device=like.device)
+        return self.coordinates(other.combined(eye)).square_()
+
+
+@dataclass(frozen=True)
+class Correction:
+    """S and its basis."""
+
+    values_RS: Tensor
+    """S, float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ; 0 outside the basis."""
+    G: Basis
+    A: Basis
+    outside: float
+    """Share of the per-sample gradients' squared norm that lies outside the basis, and is lost."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the basis spans everything."""
+        return self.G.rank == self.G.dim and self.A.rank == self.A.dim
+
+    def apply(self, y_OM: Tensor, f_RS: Tensor, outside: float) -> Tensor:
+        """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ. 4·o·m·(r + s) FLOPs.
+
+        Args:
+            y_OM: Y.
+            f_RS: what every direction is multiplied by.
+            outside: f₀, for what is outside the basis.
+        """
+        c_RS = self.A.coordinates(self.G.coordinates(y_OM).mT).mT
+        out = self.A.combined(self.G.combined((f_RS.to(y_OM) - outside) * c_RS).mT).mT
+        return out + outside * y_OM if outside else out
+
+    def diagonal(self) -> Tensor:
+        """diag F as a matrix like Y, [o, m]: Q_G⊙² S Q_A⊙²ᵀ. 2·o·s·(r + m) FLOPs."""
+        left, right = (Basis(basis.dim, None).squared_cosines(basis, self.values_RS) for basis in (self.G, self.A))
+        values = self.values_RS if left is None else left @ self.values_RS
+        return values if right is None else values @ right.mT
+
+    def seen_in(self, G: Basis, A: Basis) -> Tensor:
+        """The diagonal of this F in another basis: (Q_GᵀQ_G')⊙² S (Q_AᵀQ_A')⊙²ᵀ."""
+        values = self.values_RS
+        left, right = G.squared_cosines(self.G, values), A.squared_cosines(self.A, values)
+        values = values if left is None else left @ values
+        return values if right is None else values @ right.mT

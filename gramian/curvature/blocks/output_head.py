@@ -1,0 +1,36 @@
+"""Which layer makes the logits."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.consistency import has_factors
+from gramian.taps.model.user_names import named_modules
+
+
+def known_head(root: nn.Module, head: str | None) -> str | None:
+    """The head by name or by the model's own word; None: to be seen in the first forward."""
+    names = {id(module): name for name, module in named_modules(root)}
+    if head is not None:
+        if head not in names.values():
+            raise GramianError(f"head: the model has no module {head!r}; expected the name of its output layer")
+        return head
+    ask = getattr(root, "get_output_embeddings", None)
+    module = ask() if callable(ask) else None
+    return names.get(id(module)) if module is not None else None
+
+
+def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
+    """The layer whose output the first forward returned, if it has factors; an exact head needs one."""
+    if layer is not None and has_factors(layer, specs):
+        return layer
+    if exact_head and layer is not None:
+        raise GramianError(f"head: {layer!r} has no K-FAC factors (frozen, or no linear layer); expected a trained one")
+    if exact_head:
+        raise GramianError(
+            "head: no trained layer was seen whose output the model returns as it is (a compiled model hides it); "
+            "expected head= with the name of its output layer"
+        )
+    return None

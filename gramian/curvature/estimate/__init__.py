@@ -1,0 +1,1 @@
+"""Estimation: from captured inputs and output gradients to the sums of one refresh."""

@@ -1,0 +1,349 @@
+"""EK-FAC: second moments of per-sample gradients in K-FAC's eigenbasis, measured on the refresh's own passes.
+
+Legend: B samples, T tokens, N loss terms, Y_b [o, m] the gradient of sample b, Q_G [o, r] and Q_A [m, s] the eigenvectors of
+K-FAC's sides.
+
+S = (1/N) Σ_b (Q_Gᵀ Y_b Q_A)⊙² is the diagonal of the Fisher of whole samples in that basis: of all F that are diagonal in it
+the closest one in the Frobenius norm. All uses of a weight by a sample and all its tokens are joined before anything is
+squared: Y_b = Σ_t g_t a_tᵀ. The basis is known only when all tokens were seen, so every token is kept until then.
+
+Of an exact softmax head, S = (1/N) Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)(q_Aᵀa_t)²: labels of different tokens are drawn
+apart. Where its weight is a table too, the table's part is added, as K-FAC adds its two products.
+
+Cost beside K-FAC: 2·T·(o·r + m·s + r·s) FLOPs per sample, and T·(o + m) entries per sample until the refresh is over.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.memory.block_footprint import EKFAC_CHUNK
+from gramian.curvature.options import Options
+from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
+from gramian.linalg.wide import exact_float32, wide
+from gramian.parallel.exchange import Exchange
+from gramian.parallel.sharded_columns import ShardedColumns
+
+
+@dataclass
+class Use:
+    """One use of a weight in one pass."""
+
+    inputs_BT: Tensor
+    """a [B, T, in]; of a table the indices [B, T]."""
+    gradients_BTO: Tensor
+    """g [B, T, out]."""
+    scale: float | Tensor
+    """What turns g into that of a sample's own loss."""
+    is_table: bool
+    owned: bool = False
+    """True if nobody else can write to its memory."""
+
+    def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
+        """Copy what the user may write to after the pass; layers that share an input share its copy."""
+        if self.owned:
+            return
+        self.owned = True
+        self.inputs_BT = _copied(self.inputs_BT, copies)
+        self.gradients_BTO = _copied(self.gradients_BTO, copies)
+
+
+@dataclass
+class SoftmaxTokens:
+    """Tokens of an exact softmax head."""
+
+    inputs_TI: Tensor
+    probabilities_TV: Tensor
+    weights_T: Tensor
+
+
+@dataclass
+class Samples:
+    """What EK-FAC needs of one block's passes."""
+
+    passes: dict[int, list[Use]] = field(default_factory=dict)
+    """{pass: uses by the same samples}."""
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    """{pass: weight of each sample [B]} where some are neither 0 nor 1."""
+    softmax: list[SoftmaxTokens] = field(default_factory=list)
+
+    def add(self, number: int, use: Use, weights_BT: Tensor | None, borrowed: bool) -> None:
+        """One more use."""
+        if borrowed:
+            use.own({})
+        self.passes.setdefault(number, []).append(use)
+        if weights_BT is not None and not bool(((weights_BT == 0) | (weights_BT == 1)).all()):
+            self.weights[number] = weights_BT.amax(1)
+
+    def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
+        """A pass is over."""
+        for uses in self.passes.values():
+            for use in uses:
+                use.own(copies)
+
+
+def _copied(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
+    place = (t.data_ptr(), *t.shape, *t.stride())
+    if place not in copies:
+        copies[place] = t.detach().clone()
+    return copies[place]
+
+
+# ---- the end of a refresh --------------------------------------------------------------------------------------------
+
+
+def correct(
+    options: Options,
+    fresh: Mapping[str, Block],
+    samples: Mapping[str, Samples],
+    before: Mapping[str, Block],
+    spread: Spread,
+) -> None:
+    """Give every Kronecker block its S. Collective.
+
+    Args:
+        options: for the moving average.
+        fresh: the blocks of this refresh, averaged with those from before.
+        samples: {block: what this process saw}; a block that is missing saw nothing here.
+        before: blocks from before.
+        spread: who makes which eigendecomposition.
+
+    Raises:
+        GramianError: on all processes, if one of them could not.
+    """
+    blocks = {name: block for name, block in fresh.items() if block.A is not None}
+    others = spread.others
+    with torch.no_grad(), exact_float32():
+        for block in blocks.values():
+            block.corrected, block.facts.reason_ekfac = _can_be_corrected(block)
+        able = {name: block for name, block in blocks.items() if block.corrected}
+        spread.factorise(able, {name: _dtype(block) for name, block in able.items()}, -1.0, options.kfac_eps)
+        found, problem = {}, ""
+        for name, block in able.items():
+            bases = Basis.of(block.holder("G", "eigen")), Basis.of(block.holder("A", "eigen"))
+            found[name], said = _measured(block, bases, samples.get(name) or Samples(), others)
+            problem = problem or said
+        words = [problem] if others is None else others.tell(problem)
+        problem = next((f"process {rank}: {word}" for rank, word in enumerate(words) if word), "")
+        if problem:
+            raise GramianError(f"{problem}; expected every process to measure its samples (ekfac=True)")
+        for name, block in able.items():
+            sums = found[name].summed(others)
+            block.correction = _averaged(sums.correction(block.facts.terms), block, before.get(name), options.ema_decay)
+
+
+def _can_be_corrected(block: Block) -> tuple[bool, str]:
+    for side, factor in block.factors.items():
+        if isinstance(factor, DiagonalLowRank) and factor.dim > WIDEST_DENSE:
+            return False, f"{side} is {factor.dim} wide and has no eigenvectors: K-FAC's eigenvalues are kept"
+    return True, ""
+
+
+def _dtype(block: Block) -> torch.dtype:
+    assert block.A is not None
+    return torch.promote_types(block.A.dtype, block.G.dtype)
+
+
+@dataclass
+class Sums:
+    """Σ over samples of one block."""
+
+    squares_RS: Tensor
+    norm: Tensor
+    """Σ_b ‖Y_b‖², 0-dim float64."""
+    G: Basis
+    A: Basis
+
+    def summed(self, others: Exchange | None) -> "Sums":
+        """Over all processes. One all-reduce of S and one number."""
+        if others is None:
+            return self
+        return Sums(others.sum(self.squares_RS), others.sum(self.norm), self.G, self.A)
+
+    def correction(self, terms: float) -> Correction:
+        """S."""
+        inside, norm = float(self.squares_RS.double().sum()), float(self.norm)
+        outside = max(0.0, 1.0 - inside / norm) if norm > 0 else 0.0
+        return Correction(self.squares_RS / terms, self.G, self.A, outside)
+
+
+def _averaged(new: Correction, block: Block, old: Block | None, decay: float) -> Correction:
+    """The moving average of the refreshes, as of the factors: old values as they are seen in the new basis."""
+    k = block.facts.refreshes
+    if old is None or old.correction is None or k <= 1:
+        return new
+    share = (1 - decay) / (1 - decay**k)
+    seen = old.correction.seen_in(new.G, new.A).to(new.values_RS)
+    return Correction((1 - share) * seen + share * new.values_RS, new.G, new.A, new.outside)
+
+
+# ---- sums over samples -----------------------------------------------------------------------------------------------
+
+
+def _measured(block: Block, bases: tuple[Basis, Basis], samples: Samples, others: Exchange | None) -> tuple[Sums, str]:
+    """This process's sums, and what went wrong. Collective where a side's rows are spread."""
+    (G, A), spec, dtype = bases, block.spec, _dtype(block)
+    zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
+    sums, problem = Sums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
+    table = isinstance(block.A, Diagonal) and spec.layout == "table"
+    passes: list[_Rows] = []
+    heads, heads_TI = samples.softmax, []
+    try:
+        passes = [
+            _Rows(spec, uses, samples.weights.get(number), dtype, table) for number, uses in samples.passes.items()
+        ]
+        heads_TI = [_with_one(head.inputs_TI, spec, dtype) for head in heads]
+    except Exception as error:  # of any kind: raised when all processes know of it, who go on with its part missing
+        problem, passes, heads = _told(spec, error), [], []
+    outputs = _in_basis(G, [rows.outputs_KN for rows in passes], spec.outputs, dtype, others)
+    inputs = (
+        [None for _ in passes]
+        if table
+        else _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, others)
+    )
+    head_inputs = [] if table else _in_basis(A, heads_TI, spec.inputs, dtype, others)
+    try:
+        for rows, g_KR, a_KS in zip(passes, outputs, inputs, strict=True):
+            if a_KS is None:
+                rows.add_table(sums, g_KR)
+            else:
+                rows.add(sums, g_KR, a_KS)
+        for head, a_TS in zip(heads, head_inputs, strict=True):
+            _add_softmax(sums, head, a_TS)
+    except Exception as error:
+        problem = _told(spec, error)
+    return sums, problem
+
+
+def _told(spec: Spec, error: Exception) -> str:
+    """An error in one line."""
+    return " ".join(f"{spec.name}: {type(error).__name__}: {error}".split())
+
+
+class _Rows:
+    """Both sides of all uses of a weight in one pass: Y_b = Σ_k out_bk in_bkᵀ over the K tokens of all its uses."""
+
+    def __init__(
+        self, spec: Spec, uses: Sequence[Use], weights_B: Tensor | None, dtype: torch.dtype, table: bool
+    ) -> None:
+        """Put them side by side.
+
+        Args:
+            spec: of the block.
+            uses: by the same samples.
+            weights_B: of these; None: 1.
+            dtype: of the sums.
+            table: whether the weight is a table only: inputs stay indices.
+        """
+        self.batch = len(uses[0].gradients_BTO)
+        self.weights_B, self.width = weights_B, spec.inputs
+        inputs, outputs = [], []
+        for use in uses:
+            g_BTO = wide(use.gradients_BTO).to(dtype) * use.scale
+            if use.is_table and not table:  # of a tied head: a row of its outputs
+                one_hot = torch.nn.functional.one_hot(use.inputs_BT.flatten(1), spec.outputs).to(dtype)
+                outputs.append(one_hot)
+                inputs.append(g_BTO.flatten(1, -2))
+            elif use.is_table:
+                outputs.append(g_BTO.flatten(1, -2))
+                inputs.append(use.inputs_BT.flatten(1))
+            else:
+                outputs.append(g_BTO.flatten(1, -2))
+                inputs.append(_with_one(use.inputs_BT, spec, dtype).flatten(1, -2))
+        self.inputs_BK = torch.cat(inputs, 1)
+        self.outputs_BKO = torch.cat(outputs, 1)
+
+    @property
+    def outputs_KN(self) -> Tensor:
+        """[B·K, o]."""
+        return self.outputs_BKO.flatten(0, 1)
+
+    @property
+    def inputs_KN(self) -> Tensor:
+        """[B·K, m]."""
+        return self.inputs_BK.flatten(0, 1)
+
+    def _roots_B(self, like: Tensor) -> Tensor | None:
+        """1/√w: a sample of weight 2 is one that is there twice."""
+        if self.weights_B is None:
+            return None
+        top_B = self.weights_B.to(like)
+        return torch.where(top_B > 0, top_B, 1.0).rsqrt()
+
+    def add(self, sums: Sums, g_KR: Tensor, a_KS: Tensor) -> None:
+        """Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² = Σ_b ⟨out outᵀ, in inᵀ⟩."""
+        tokens = self.outputs_BKO.shape[1]
+        g_BKR, a_BKS = (c.reshape(self.batch, tokens, c.shape[1]) for c in (g_KR, a_KS))
+        roots_B = self._roots_B(g_KR)
+        if roots_B is not None:
+            g_BKR = g_BKR * roots_B[:, None, None]
+        if g_BKR.shape[1] == 1:
+            sums.squares_RS.addmm_(g_BKR[:, 0].square().mT, a_BKS[:, 0].square())
+        else:
+            for part in _chunks(self.batch, g_BKR.shape[2] * a_BKS.shape[2]):
+                sums.squares_RS += (g_BKR[part].mT @ a_BKS[part]).square_().sum(0)
+        out, into = self.outputs_BKO, self.inputs_BK
+        if roots_B is not None:
+            out = out * roots_B[:, None, None]
+        for part in _chunks(self.batch, out.shape[1] ** 2):
+            sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
+
+    def add_table(self, sums: Sums, g_KR: Tensor) -> None:
+        """The same where inputs are rows of a table: tokens of one sample and one row are added up, then squared."""
+        tokens = self.inputs_BK.shape[1]
+        sample_K = torch.arange(self.batch, device=g_KR.device).repeat_interleave(tokens)
+        keys, place_K = (sample_K * self.width + self.inputs_BK.flatten()).unique(return_inverse=True)
+        roots_B = self._roots_B(g_KR)
+        root_K = 1.0 if roots_B is None else roots_B[sample_K][:, None]
+        joined_UR = g_KR.new_zeros(len(keys), g_KR.shape[1]).index_add_(0, place_K, g_KR * root_K)
+        sums.squares_RS.index_add_(1, keys % self.width, joined_UR.square().mT)
+        raw = self.outputs_KN
+        joined_UO = raw.new_zeros(len(keys), raw.shape[1]).index_add_(0, place_K, raw * root_K)
+        sums.norm += joined_UO.double().square().sum()
+
+
+def _add_softmax(sums: Sums, head: SoftmaxTokens, a_TS: Tensor) -> None:
+    """Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)²; its trace is Σ_t w_t (1 − ‖p‖²)‖a‖²."""
+    p_TV, w_T = head.probabilities_TV.to(a_TS), head.weights_T.to(a_TS)
+    q_VR = sums.G.combined(torch.eye(sums.G.rank, dtype=a_TS.dtype, device=a_TS.device))
+    spread_TR = p_TV @ q_VR.square() - (p_TV @ q_VR).square()
+    sums.squares_RS.addmm_((spread_TR * w_T[:, None]).mT, a_TS.square())
+    norms_T = head.inputs_TI.to(a_TS).square().sum(1) + (1.0 if sums.A.dim > head.inputs_TI.shape[1] else 0.0)
+    sums.norm += (w_T * (1 - p_TV.square().sum(1)) * norms_T).double().sum()
+
+
+def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
+    """Rows of inputs, with the bias's 1 where the block has one."""
+    rows = wide(inputs).to(dtype)
+    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1) if spec.has_bias else rows
+
+
+def _in_basis(
+    basis: Basis, pieces: Sequence[Tensor], width: int, dtype: torch.dtype, others: Exchange | None
+) -> list[Tensor]:
+    """Rows [K, n] of several passes in a basis, [K, r] each. Collective where the rows of a basis are spread."""
+    sizes = [len(piece) for piece in pieces]
+    columns = basis.columns
+    if not isinstance(columns, ShardedColumns) or others is None:
+        return [basis.coordinates(piece.mT).mT for piece in pieces]
+    whole = torch.cat(list(pieces)) if pieces else torch.zeros(0, width, dtype=dtype, device=columns.stored.body.device)
+    counts = [int(count) for count in others.tell(len(whole))]
+    features = others.reshard(whole, counts)
+    local = Basis(basis.dim, basis.matrix, columns.local())
+    start = sum(counts[: others.rank])
+    found = local.coordinates(features.mT)[:, start : start + len(whole)].mT
+    return list(found.split(sizes))
+
+
+def _chunks(batch: int, entries: int) -> Iterator[slice]:
+    """Samples whose matrices are formed together."""
+    step = max(1, EKFAC_CHUNK // max(entries, 1))
+    for start in range(0, batch, step):
+        yield slice(start, min(start + step, batch))

@@ -1,0 +1,270 @@
+"""Labels for the Fisher: the data's own (empirical) or drawn from the model (Monte Carlo), on a Hugging Face style batch.
+
+Legend: B samples, T tokens, V classes. A position is a place of the logits; in a causal model position t predicts token t+1.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from gramian.core.errors import GramianError
+from gramian.core.keyed_random import token_uniforms
+from gramian.curvature.estimate.kfac_capture import KFACCapture, global_ids
+from gramian.taps.hub import hub_of
+from gramian.taps.model.preserve_state import preserve_state
+from gramian.taps.model.user_names import named_parameters
+from gramian.taps.roles import Withheld
+
+IGNORE = -100
+ROWS = 2**26
+"""Probabilities that are summed up at a time when labels are drawn."""
+
+
+FISHER_TYPES = ("empirical", "mc", "true")
+
+
+def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
+    """Refuse what is no way to get labels.
+
+    Raises:
+        GramianError: naming the argument.
+    """
+    if fisher_type not in FISHER_TYPES:
+        words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
+        raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
+    if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
+        raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise GramianError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the model is asked, and which of its answers count."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    labels: Tensor | None
+    """As the user has them, before any shift."""
+    mask_BT: Tensor | None
+    """attention_mask."""
+    inputs: Tensor
+    shifted: bool
+    """True if position t predicts label t+1."""
+
+
+def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
+    """Read a batch: a mapping as Hugging Face models take it, or (inputs, labels).
+
+    Raises:
+        GramianError: for anything else.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
+    if shifted is not None and not isinstance(shifted, bool):
+        raise GramianError(f"causal_shift: expected True, False or None, got {shifted!r}")
+    if isinstance(batch, Mapping):
+        rest = {name: value for name, value in batch.items() if name != "labels"}
+        tensors = [value for value in rest.values() if isinstance(value, Tensor)]
+        if not tensors:
+            raise GramianError('batch: expected tensors such as "input_ids" beside "labels"')
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        known = inspect.signature(model.forward).parameters
+        open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+        first = rest.get("input_ids", tensors[0])
+        args: tuple[Any, ...] = ()
+        kwargs = rest
+        if not open_ended and not all(name in known for name in rest):
+            kwargs = {name: v for name, v in rest.items() if name in known}
+            args = () if any(v is first for v in kwargs.values()) else (first,)
+    elif isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch):
+        first, labels = batch
+        args, kwargs, mask = (first,), {}, None
+    else:
+        raise GramianError(
+            f"batch: expected a mapping with input_ids and labels, or (inputs, labels), got {type(batch).__name__}"
+        )
+    if labels is not None and (not isinstance(labels, Tensor) or labels.is_floating_point()):
+        raise GramianError(
+            "labels: expected integer classes; expected kfac.capture(...) around your own loss for others"
+        )
+    return Question(args, kwargs, labels, mask, first, _is_causal(model) if shifted is None else shifted)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """True for Hugging Face models whose own loss shifts the labels."""
+    kind = getattr(model, "loss_type", None) or type(model).__name__
+    return str(kind).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returned.
+
+    Raises:
+        GramianError: if there are none.
+    """
+    logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
+    if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
+        raise GramianError("model: returned no logits; expected a tensor [B, ..., V], alone, first, or as .logits")
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Which positions carry a loss term, and with which label."""
+
+    counted: Tensor
+    """bool, [B] or [B, T]."""
+    labels: Tensor | None
+    """Aligned with the logits; None where the batch has none."""
+
+    @property
+    def terms(self) -> float:
+        """N."""
+        return float(self.counted.sum())
+
+
+def positions(asked: Question, shape: torch.Size | None) -> Positions:
+    """Which positions count, from labels and mask; without either, from the shape of the logits."""
+    labels, mask, device = asked.labels, asked.mask_BT, asked.inputs.device
+    if labels is None and asked.shifted:
+        labels = asked.inputs if mask is None else asked.inputs.masked_fill(mask == 0, IGNORE)
+    if labels is None:
+        assert shape is not None
+        counted = torch.ones(shape, dtype=torch.bool, device=device)
+    else:
+        labels, shape = labels.to(device), labels.shape
+        if asked.shifted and labels.dim() < 2:
+            raise GramianError(f"causal_shift: labels of shape {list(labels.shape)} have no positions; expected [B, T]")
+        if asked.shifted:
+            last = labels.new_full((*labels.shape[:-1], 1), IGNORE)
+            labels = torch.cat([labels[..., 1:], last], dim=-1)
+        counted = labels != IGNORE
+    if mask is not None and mask.shape == shape:
+        counted = counted & (mask.to(device) != 0)
+    return Positions(counted, labels)
+
+
+def token_weights(asked: Question, found: Positions) -> Tensor | None:
+    """Which tokens of the layers count: those with a loss term, or, where a sample has one term, those of its mask."""
+    if found.counted.dim() >= 2:
+        return found.counted.flatten(1).double()
+    weights = None if asked.mask_BT is None or asked.mask_BT.dim() != 2 else asked.mask_BT.double()
+    if bool(found.counted.all()):
+        return weights
+    counted_B1 = found.counted.double()[:, None]
+    return counted_B1 if weights is None else weights.to(counted_B1.device) * counted_B1
+
+
+def draw_labels(logits: Tensor, seed: int, samples_B: Tensor, draw: int) -> Tensor:
+    """One label per position from softmax(logits), keyed by (seed, sample, position, draw): the logits' shape without V."""
+    classes = logits.shape[-1]
+    rows = logits.detach().reshape(-1, classes)
+    per_sample = rows.shape[0] // max(len(samples_B), 1)
+    uniform = token_uniforms(seed, samples_B.to(logits.device), per_sample, draw).reshape(-1)
+    labels = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+    step = max(1, ROWS // classes)
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        below = rows[part].double().softmax(-1).cumsum(-1)
+        labels[part] = torch.searchsorted(below, uniform[part, None] * below[:, -1:], right=True)[:, 0]
+    return labels.clamp_(max=classes - 1).reshape(logits.shape[:-1])
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    """Σ over counted positions of the cross entropy, float32 at least."""
+    wanted = labels.masked_fill(~counted, IGNORE).reshape(-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    return F.cross_entropy(rows, wanted, ignore_index=IGNORE, reduction="sum")
+
+
+def run_passes(
+    root: nn.Module,
+    asked: Question,
+    capture: Callable[[Positions, Tensor | None], KFACCapture],
+    draws: int | None,
+    seed: int,
+    sample_ids: Tensor | None,
+) -> None:
+    """One captured pass over a batch with its own labels, or one for every draw; the user's model is left as it was.
+
+    Args:
+        root: the user's module, unwrapped.
+        asked: the batch.
+        capture: opens a capture for these positions and token weights.
+        draws: how often labels are drawn; None: the batch's own labels.
+        seed: of the draws.
+        sample_ids: [B], what draws and subsets are keyed by; None: the rows' numbers, dealt out over processes.
+
+    Raises:
+        GramianError: if labels and logits do not fit, or a gradient reaches a parameter past its layer.
+    """
+    with ExitStack() as around:
+        around.enter_context(preserve_state(root))
+        shape = None
+        if asked.labels is None and not asked.shifted:
+            with torch.no_grad():
+                shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
+        found = positions(asked, shape)
+        weights = token_weights(asked, found)
+        cap = capture(found, weights)
+        if not asked.inputs.shape[0]:
+            cap.batch_size = 0  # said, so that no row stands in for samples that are not there
+        samples = global_ids(sample_ids, 0, asked.inputs.shape[0], cap.dealt)
+        around.enter_context(hub_of(root).governed_by(Withheld()))
+        around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
+        for draw in range(draws or 1):
+            cap.draw = draw
+            cap.next(num_terms=found.terms, token_weights=weights, sample_ids=samples)
+            logits = logits_of(root(*asked.args, **asked.kwargs))
+            if logits.shape[:-1] != found.counted.shape:
+                raise GramianError(
+                    f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
+                )
+            if hub_of(root).tensor_parallel is not None:
+                _refuse_part_of_classes(cap, logits)
+            labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
+            assert labels is not None
+            refuse_unknown_classes(labels, found.counted, logits.shape[-1])
+            summed_cross_entropy(logits, labels, found.counted).backward()
+        stray = [name for name, p in named_parameters(root) if p.grad is not None]
+        if stray:
+            raise GramianError(
+                f"{stray[0]}: got a gradient past its layer; expected the weight to be used through its own module only"
+            )
+
+
+def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
+    """A tensor-parallel head may hand each process its own classes; labels want all of them.
+
+    Raises:
+        GramianError: naming the head.
+    """
+    head = cap.kronecker.head or cap.output_layer()
+    classes = next((spec.outputs for spec in cap.kronecker.specs.values() if head in spec.layers), logits.shape[-1])
+    if logits.shape[-1] != classes:
+        raise GramianError(
+            f"{head}: returns {logits.shape[-1]} of its {classes} classes to each process; "
+            "expected ColwiseParallel(output_layouts=Replicate())"
+        )
+
+
+def refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
+    """Refuse labels that are no class where they count.
+
+    Raises:
+        GramianError: with the first of them.
+    """
+    wrong = counted & ((labels < 0) | (labels >= classes))
+    if bool(wrong.any()):
+        raise GramianError(
+            f"labels: hold {int(labels[wrong][0])}; expected classes from 0 to {classes - 1}, or {IGNORE} for none"
+        )

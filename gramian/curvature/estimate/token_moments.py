@@ -1,0 +1,327 @@
+"""Σ_t w_t x_t x_tᵀ over tokens, as rows while they are few, as a matrix once they are many.
+
+Legend: T tokens, N width of a token, w_t weights.
+
+Keeping the rows is exact and small while T < N (the factor is then of rank T); a matrix is exact and small from there on. A
+limit keeps the `limit` tokens with the smallest keys: a random subset that does not depend on how the tokens arrive.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.factors.stored import Source
+from gramian.linalg.wide import wide, wide_dtype, wide_moments
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a moment keeps."""
+
+    rows_up_to: int = 0
+    """Tokens up to which the rows become a low-rank factor; beyond, a matrix."""
+    limit: int | None = None
+    """Tokens of the keyed subset, kept as rows; None: all."""
+    diagonal: bool = False
+    """Only Σ w x²."""
+    why: str = ""
+    """What memory_budget has changed; empty: nothing."""
+
+
+@dataclass
+class Tokens:
+    """Rows of one side of one use, chosen and weighted."""
+
+    rows_TN: Tensor
+    weights_T: Tensor | None
+    """w_t; None: 1."""
+    keys_T: Tensor | None
+    """For a keyed subset."""
+    scale: float | Tensor = 1.0
+    """Every row is meant times this."""
+    borrowed: bool = False
+    seen: int = 0
+    """Tokens that these rows stand for, before any subset was taken."""
+    owned: bool = False
+    """True if nobody else can write to the rows' memory."""
+
+
+class Products:
+    """The last product of a side with itself: layers that share their input (q, k, v) share it and every sum it enters."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._parts: Sequence[Tokens] = ()
+        self._product: tuple[Tensor, Tensor] | None = None
+        self._sum: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def square(self, parts: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+        """Σ w x xᵀ [N, N] and Σ w x [N] over all parts. 2·T·N² FLOPs, none if the rows are the last ones."""
+        if self._product is not None and self._same(parts):
+            return self._product
+        product, first = _squared(parts[0])
+        for tokens in parts[1:]:
+            more, more_first = _squared(tokens)
+            product, first = product.add_(more), first + more_first
+        self._parts, self._product = ([] if any(tokens.borrowed for tokens in parts) else parts), (product, first)
+        return self._product
+
+    def add(self, total: Tensor, product: Tensor) -> Tensor:
+        """Total + product as a new tensor, the same one for everybody who asks for the same sum."""
+        if self._sum is None or self._sum[0] is not total or self._sum[1] is not product:
+            self._sum = (total, product, total + product)
+        return self._sum[2]
+
+    def forget(self) -> None:
+        """Let the last ones go: at the end of a pass."""
+        self._parts, self._product, self._sum = (), None, None
+
+    def _same(self, parts: Sequence[Tokens]) -> bool:
+        """True if these are the very numbers of the last call; that one's memory is held, so an address tells."""
+        return len(parts) == len(self._parts) and all(map(same_tokens, self._parts, parts))
+
+
+def same_tokens(left: Tokens, right: Tokens) -> bool:
+    """True if both are the same memory, weighted alike; inputs, which are what is shared, have no scale."""
+    a, b = left.rows_TN, right.rows_TN
+    same = a is b or (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    )
+    return same and left.weights_T is right.weights_T
+
+
+def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Σ w x xᵀ and Σ w x."""
+    product, first = wide_moments(tokens.rows_TN, tokens.weights_T)
+    scale = tokens.scale
+    if isinstance(scale, float) and scale == 1.0:
+        return product, first
+    return product * scale**2, first * scale
+
+
+@dataclass
+class Moment:
+    """The running sum of one side of one block."""
+
+    width: int
+    keep: Keep
+    chunks: list[Tokens] = field(default_factory=list)
+    matrix: Tensor | None = None
+    first_N: Tensor | None = None
+    """Σ w x, beside the matrix or the diagonal."""
+    diagonal_N: Tensor | None = None
+    weight: float | Tensor = 0.0
+    """Σ w over all tokens."""
+    seen: int = 0
+    """Tokens over which the sum runs, before any subset was taken."""
+
+    @property
+    def kept(self) -> int:
+        """Tokens that are in the sum."""
+        whole = self.matrix is not None or self.diagonal_N is not None
+        return self.seen if whole else sum(len(chunk.rows_TN) for chunk in self.chunks)
+
+    def add(self, tokens: Tokens, products: Products) -> None:
+        """Add tokens."""
+        self.seen += tokens.seen
+        weight = float(len(tokens.rows_TN)) if tokens.weights_T is None else tokens.weights_T.double().sum()
+        self.weight = self.weight + weight
+        if self.keep.diagonal:
+            squares, first = _weighted_squares(tokens)
+            self.diagonal_N = squares if self.diagonal_N is None else self.diagonal_N + squares
+            self.first_N = first if self.first_N is None else self.first_N + first
+            return
+        if self.keep.limit is not None:
+            self._keep_rows(tokens)
+            self._choose(self.keep.limit)
+        elif self.matrix is None and self.seen <= self.keep.rows_up_to:
+            self._keep_rows(tokens)
+        else:
+            waiting, self.chunks = self.chunks, []
+            self._add_product([*waiting, tokens], products)
+
+    def _keep_rows(self, tokens: Tokens) -> None:
+        if tokens.borrowed:
+            tokens = Tokens(tokens.rows_TN.clone(), tokens.weights_T, tokens.keys_T, tokens.scale, owned=True)
+        self.chunks.append(tokens)
+
+    def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
+        """Copy rows that are the user's memory (an input, a gradient handed to `backward`), who may write to it after a pass.
+
+        Args:
+            copies: {place of rows: their copy}, shared by all moments, so that layers with one input go on sharing it.
+        """
+        for chunk in self.chunks:
+            if not chunk.owned:
+                rows = chunk.rows_TN
+                place = (rows.data_ptr(), *rows.shape, *rows.stride())
+                if place not in copies:
+                    copies[place] = rows.clone()
+                chunk.rows_TN, chunk.owned = copies[place], True
+
+    def _choose(self, limit: int) -> None:
+        """Keep the tokens with the smallest keys."""
+        if sum(len(chunk.rows_TN) for chunk in self.chunks) > limit:
+            self.keep_keys(smallest(self.keys(), limit))
+
+    def keys(self) -> Tensor:
+        """Of the tokens kept, [T]."""
+        return torch.cat([chunk.keys_T for chunk in self.chunks if chunk.keys_T is not None])
+
+    def keep_keys(self, bound: Tensor) -> None:
+        """Keep the tokens whose keys are not above a bound."""
+        for i, chunk in enumerate(self.chunks):
+            assert chunk.keys_T is not None
+            index = (chunk.keys_T <= bound).nonzero()[:, 0]
+            if len(index) < len(chunk.rows_TN):
+                weights = None if chunk.weights_T is None else chunk.weights_T[index]
+                self.chunks[i] = Tokens(chunk.rows_TN[index], weights, chunk.keys_T[index], chunk.scale, owned=True)
+
+    def _add_product(self, parts: Sequence[Tokens], products: Products) -> None:
+        product, first = products.square(parts)
+        if self.matrix is None or self.first_N is None:
+            self.matrix, self.first_N = product, first
+        else:
+            self.matrix, self.first_N = products.add(self.matrix, product), self.first_N + first
+
+    def kept_weight(self) -> float | Tensor:
+        """Σ w over the tokens kept."""
+        if self.keep.limit is None:
+            return self.weight
+        total: float | Tensor = 0.0
+        for chunk in self.chunks:
+            total = total + (float(len(chunk.rows_TN)) if chunk.weights_T is None else chunk.weights_T.double().sum())
+        return total
+
+    # ---- in the form of a factor -----------------------------------------------------------------------------------
+
+    def columns(self, bias: bool) -> "WeightedColumns":
+        """√w_t [x_t, 1] (the 1 with a bias only) of the tokens kept, as columns, made when they are asked for."""
+        return WeightedColumns(self.chunks, bias)
+
+    def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
+        """The same written down as rows, [T, n], and what these are still to be multiplied by."""
+        columns = self.columns(bias)
+        assert columns.factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
+        if columns.plain and len(self.chunks) == 1 and not bias:
+            return self.chunks[0].rows_TN, columns.factor
+        rows_TN = torch.empty(columns.shape[::-1], dtype=columns.dtype, device=columns.device)
+        columns.write(rows_TN)
+        return rows_TN, columns.factor
+
+    def product(self, bias: bool, softmax: bool) -> Tensor:
+        """Σ w [x; 1][x; 1]ᵀ, [n, n]; of a softmax Σ w (diag x − x xᵀ)."""
+        if self.matrix is not None:
+            assert self.first_N is not None
+            if bias:
+                return _augmented(self.matrix, self.first_N, float(self.weight))
+            return torch.diag(self.first_N) - self.matrix if softmax else self.matrix
+        if softmax:
+            rows, roots_T = self.row_matrix(False)[0], self.columns(False).roots()
+            return torch.diag((rows * roots_T[:, None]).sum(0)) - rows.mT @ rows
+        rows, factor = self.row_matrix(bias)
+        product, _ = wide_moments(rows)
+        return product if factor == 1.0 else product * factor**2
+
+    def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
+        """The diagonal of `product`, [n], where nothing else was kept."""
+        assert self.diagonal_N is not None and self.first_N is not None
+        if bias:
+            return torch.cat([self.diagonal_N, self.diagonal_N.new_full((1,), float(self.weight))])
+        return self.first_N - self.diagonal_N if softmax else self.diagonal_N
+
+
+class WeightedColumns(Source):
+    """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens where they are, put together some at a time.
+
+    U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
+    """
+
+    def __init__(self, chunks: Sequence[Tokens], bias: bool) -> None:
+        """Copy nothing.
+
+        Args:
+            chunks: tokens of one width, at least one chunk.
+            bias: whether every token has a last entry of 1.
+        """
+        self._chunks, self._bias = chunks, bias
+        first = chunks[0].scale
+        alike = isinstance(first, float) and all(isinstance(c.scale, float) and c.scale == first for c in chunks)
+        self.factor = float(first) if alike else 1.0
+        self.plain = alike and all(chunk.weights_T is None for chunk in chunks)
+        """Whether tokens enter as they came."""
+        rows = [chunk.rows_TN for chunk in chunks]
+        self.shape = (rows[0].shape[1] + bias, sum(len(part) for part in rows))
+        self.dtype = rows[0].dtype if self.plain and len({part.dtype for part in rows}) == 1 else wide_dtype(*rows)
+        self.device = rows[0].device
+
+    def roots(self) -> Tensor:
+        """√w_t, [T]."""
+        return torch.cat([self._roots(chunk, slice(None)) for chunk in self._chunks])
+
+    def _roots(self, chunk: Tokens, tokens: slice) -> Tensor:
+        if chunk.weights_T is None:
+            return torch.ones(len(chunk.rows_TN[tokens]), dtype=self.dtype, device=self.device)
+        return chunk.weights_T[tokens].to(self.dtype).clamp(min=0).sqrt()
+
+    def piece(self, columns: slice) -> Tensor:
+        """Of these tokens, [n, c]: where they lie, or written down."""
+        if self.plain and len(self._chunks) == 1 and not self._bias:
+            return self._chunks[0].rows_TN[columns].mT
+        piece_CN = torch.empty(columns.stop - columns.start, self.shape[0], dtype=self.dtype, device=self.device)
+        self.write(piece_CN, columns.start)
+        return piece_CN.mT
+
+    def write(self, into_CN: Tensor, first: int = 0) -> None:
+        """Write as many tokens as there are rows, beginning with one of them."""
+        at = -first
+        for chunk in self._chunks:
+            here = slice(max(-at, 0), min(len(chunk.rows_TN), len(into_CN) - at))
+            if here.start < here.stop:
+                rows_CN, roots_C = chunk.rows_TN[here], self._roots(chunk, here)
+                into_Cn, width = into_CN[at + here.start : at + here.stop], rows_CN.shape[1]
+                if self.plain:
+                    into_Cn[:, :width] = rows_CN
+                else:
+                    scale = chunk.scale if self.factor == 1.0 else 1.0
+                    torch.mul(rows_CN, (roots_C * scale)[:, None], out=into_Cn[:, :width])
+                if self._bias:
+                    into_Cn[:, width] = roots_C
+            at += len(chunk.rows_TN)
+
+
+def smallest(keys_T: Tensor, limit: int) -> Tensor:
+    """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) stay or go together."""
+    ascending = keys_T.sort().values
+    bound = ascending[limit - 1]
+    below = ascending[ascending < bound]
+    return bound if len(below) + (ascending == bound).sum() <= limit or not len(below) else below[-1]
+
+
+def same_sums(left: Moment, right: Moment) -> bool:
+    """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
+    if left is right:
+        return True
+    if left.keep != right.keep or left.width != right.width or left.seen != right.seen:
+        return False
+    if left.matrix is not None and right.matrix is not None:
+        return left.matrix is right.matrix
+    if left.matrix is None and right.matrix is None and len(left.chunks) == len(right.chunks) and left.chunks:
+        return all(map(same_tokens, left.chunks, right.chunks))
+    return False
+
+
+def _augmented(matrix: Tensor, first_N: Tensor, weight: float) -> Tensor:
+    """Σ w [x; 1][x; 1]ᵀ."""
+    total = matrix.new_full((1, 1), weight)
+    top = torch.cat([matrix, first_N[:, None]], dim=1)
+    return torch.cat([top, torch.cat([first_N[None, :], total], dim=1)])
+
+
+def _weighted_squares(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Σ w x² and Σ w x."""
+    rows = wide(tokens.rows_TN)
+    weighted = rows if tokens.weights_T is None else rows * tokens.weights_T[:, None].to(rows)
+    return (rows * weighted).sum(0) * tokens.scale**2, weighted.sum(0) * tokens.scale

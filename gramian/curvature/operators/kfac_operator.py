@@ -1,0 +1,62 @@
+"""K-FAC's own Fisher as an operator."""
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.operators.parameter_names import first_names
+from gramian.curvature.operators.parameter_space import ParameterSpace, Which, choose
+from gramian.linalg.spectra.operator import Operator, check_vector, seen
+
+
+class KFACOperator(Operator):
+    """F v block by block: G V A on [weight | bias] jointly, exact blocks and diagonals on the rest, as `kfac.coverage` says.
+
+    It acts on the parameters that have curvature, in the model's order; one that no captured backward has reached has none, and
+    no place here. The factors are those of the time of a product. Half a layer (a weight without its bias) is the sub-block of
+    the layer's. A product costs 2(o²m + om²) FLOPs per layer with sides o and m, and less where a side is low rank. On several
+    processes with factors in rows it is collective.
+    """
+
+    def __init__(self, kfac: KFACNaturalGradient, damped: bool = False, parameters: Which = None) -> None:
+        """Find the space.
+
+        Args:
+            kfac: with factors.
+            damped: F + damping, clip included, in place of F.
+            parameters: names, any of a tied one's, or what is asked of each (name, tensor of its shape); None: all
+                with curvature.
+
+        Raises:
+            GramianError: for what is no K-FAC, if there are no factors, or for a name without curvature.
+        """
+        if not isinstance(kfac, KFACNaturalGradient):
+            raise GramianError(f"kfac: {seen(kfac)}; expected a KFACNaturalGradient")
+        if not kfac.kfac_factors:
+            raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
+        specs = [block.spec for block in kfac.kfac_factors.values()]
+        shapes = {name: shape for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
+        model = None if kfac._model is None else kfac._model()
+        order = [*shapes] if model is None else [name for name, _ in unique_parameters(model) if name in shapes]
+        dtypes = {spec.dtype for spec in specs}
+        self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.device = specs[0].device
+        stand_ins = {name: torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in order}
+        chosen = choose(stand_ins, first_names(model, parameters), "with curvature")
+        self.space = ParameterSpace({name: shapes[name] for name in chosen}, self.dtype, self.device)
+        self.dim, self.kfac, self.damped = self.space.dim, kfac, damped
+
+    def matmat(self, y_NK: Tensor) -> Tensor:
+        """F Y, [n, k], column by column.
+
+        Raises:
+            GramianError: unless Y is [n, k].
+        """
+        check_vector(y_NK, self.dim, columns=True)
+        products = []
+        for column in self.space.columns(y_NK):
+            found = self.kfac.compute_fisher_vector_product(self.space.unflatten(column), damped=self.damped)
+            products.append(self.space.flatten({name: found[name] for name in self.space.shapes}))
+        return torch.stack(products, dim=1)

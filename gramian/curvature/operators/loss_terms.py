@@ -1,0 +1,162 @@
+"""What a batch asks of a model, and the loss terms behind its answers.
+
+The loss is (1/N) Σ_t w_t ℓ_t over positions t with a target. Cross entropy has one term per position, N = Σ w_t; the squared
+error has one term per number, ℓ_t = |f_t − y_t|² and N = C Σ w_t, as `F.mse_loss` counts.
+
+Legend: V classes, C numbers of an output, R rows (positions of all samples).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gramian.core.errors import GramianError
+from gramian.curvature.estimate import fisher_labels
+from gramian.linalg.spectra.operator import seen
+
+LossName = Literal["cross_entropy", "mse"]
+LOSSES = ("cross_entropy", "mse")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One batch, read."""
+
+    asked: fisher_labels.Question
+    loss: LossName
+    targets: Tensor
+    """Aligned with the outputs: classes [*positions], or numbers [*positions, C]."""
+    weights: Tensor
+    """[*positions], float64; 0 where there is no term."""
+
+    @property
+    def num_terms(self) -> float:
+        """N of this batch."""
+        return float(self.weights.sum()) * (self.targets.shape[-1] if self.loss == "mse" else 1)
+
+    def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype, row by row.
+
+        Raises:
+            GramianError: unless they fit the outputs.
+        """
+        wanted = outputs.shape if self.loss == "mse" else outputs.shape[:-1]
+        if self.targets.shape != wanted:
+            raise GramianError(f"labels: have shape {[*self.targets.shape]}; expected {[*wanted]}, as the outputs")
+        weights_R = self.weights.reshape(-1).to(outputs)
+        if self.loss == "mse":
+            return self.targets.flatten(0, -2).to(outputs), weights_R
+        fisher_labels.refuse_unknown_classes(self.targets, self.weights > 0, outputs.shape[-1])
+        return self.targets.masked_fill(self.weights == 0, 0).reshape(-1), weights_R
+
+    def summed_loss(self, outputs: Tensor) -> Tensor:
+        """Σ_t w_t ℓ_t."""
+        targets, weights_R = self.rows(outputs)
+        rows = outputs.flatten(0, -2)
+        if self.loss == "mse":
+            return ((rows - targets).square().sum(-1) * weights_R).sum()
+        return (F.cross_entropy(rows, targets, reduction="none") * weights_R).sum()
+
+
+def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool | None) -> Terms:
+    """Read a batch.
+
+    Args:
+        root: the user's module, unwrapped.
+        batch: a mapping as Hugging Face models take it, with "labels" and perhaps "token_weights", or (inputs, labels), or
+            (inputs, labels, token_weights). Labels of -100 and positions outside `attention_mask` have no term.
+        loss: "cross_entropy" of classes, or "mse" of numbers.
+        causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model. Weights belong to
+            positions and are not shifted.
+
+    Raises:
+        GramianError: for anything else.
+    """
+    batch, token_weights = _without_weights(batch)
+    if loss == "mse":
+        asked, targets = _numbers(root, batch)
+        counted = torch.ones(targets.shape[:-1], dtype=torch.bool, device=targets.device)
+        if asked.mask_BT is not None and asked.mask_BT.shape == counted.shape:
+            counted &= asked.mask_BT.to(counted.device) != 0
+    else:
+        asked = fisher_labels.question(root, batch, causal_shift)
+        if asked.labels is None and not asked.shifted:
+            raise GramianError("labels: expected them in the batch")
+        found = fisher_labels.positions(asked, None)
+        assert found.labels is not None
+        targets, counted = found.labels, found.counted
+    weights = counted.double()
+    if token_weights is not None:
+        _check_weights(token_weights, weights.shape)
+        weights = weights * token_weights.to(weights)
+    return Terms(asked, loss, targets, weights)
+
+
+def read_all(
+    root: nn.Module, batches: Any, loss: LossName, causal_shift: bool | None
+) -> tuple[tuple[Terms, ...], float]:
+    """Every batch read, and N of all of them.
+
+    Raises:
+        GramianError: for a loss that is none of the two, one batch in place of a list, no batches, or no loss term in any.
+    """
+    if loss not in LOSSES:
+        raise GramianError(f"loss: got {loss!r}; expected {' or '.join(repr(name) for name in LOSSES)}")
+    if isinstance(batches, Mapping | Tensor) or (
+        isinstance(batches, Sequence) and len(batches) > 0 and all(isinstance(part, Tensor) for part in batches)
+    ):
+        raise GramianError("batches: is one batch; expected a list of batches, [batch]")
+    terms = tuple(read_terms(root, batch, loss, causal_shift) for batch in listed(batches))
+    total = sum(one.num_terms for one in terms)
+    if total <= 0:
+        raise GramianError("batches: no position has a target; expected at least one loss term")
+    return terms, total
+
+
+def listed(batches: Any) -> tuple[Any, ...]:
+    """The batches, kept: every product is one of the same data, whatever a loader would shuffle.
+
+    Raises:
+        GramianError: if there is none.
+    """
+    if not isinstance(batches, Iterable):
+        raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
+    found = tuple(batches)
+    if not found:
+        raise GramianError("batches: is empty; expected at least one batch")
+    return found
+
+
+def _without_weights(batch: Any) -> tuple[Any, Tensor | None]:
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if name != "token_weights"}, batch.get("token_weights")
+    if isinstance(batch, Sequence) and len(batch) == 3:
+        return tuple(batch[:2]), batch[2]
+    return batch, None
+
+
+def _check_weights(token_weights: Any, shape: torch.Size) -> None:
+    if not isinstance(token_weights, Tensor) or token_weights.shape != shape:
+        got = [*token_weights.shape] if isinstance(token_weights, Tensor) else type(token_weights).__name__
+        raise GramianError(f"token_weights: got {got}; expected a tensor {[*shape]}, as the labels")
+    if not bool((token_weights >= 0).all() & token_weights.isfinite().all()):
+        raise GramianError("token_weights: hold negative or non-finite numbers; expected none")
+
+
+def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.Question, Tensor]:
+    """The question and the numbers that are wanted."""
+    if isinstance(batch, Mapping):
+        targets = batch.get("labels")
+        asked = fisher_labels.question(root, {name: v for name, v in batch.items() if name != "labels"}, shifted=False)
+    elif isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[0], Tensor):
+        inputs, targets = batch
+        asked = fisher_labels.Question((inputs,), {}, None, None, inputs, shifted=False)
+    else:
+        raise GramianError(f"batch: expected a mapping with labels, or (inputs, labels), got {type(batch).__name__}")
+    if not isinstance(targets, Tensor) or not targets.is_floating_point() or targets.dim() < 2:
+        raise GramianError('labels: expected numbers [B, ..., C] for loss="mse"')
+    return asked, targets

@@ -1,0 +1,287 @@
+"""The record of what was done, and the log lines: both from the same facts, so neither can say what the other does not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factors.factor import fetch_traces
+from gramian.parallel.tensor_parallel import TensorParallel
+from gramian.taps.coverage import Cover, Coverage
+
+if TYPE_CHECKING:
+    from gramian.curvature.kfac import KFACNaturalGradient
+
+logger = logging.getLogger("gramian.curvature")
+SCHEMA = 1
+
+
+def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
+    """Everything a reader needs to repeat a computation."""
+    blocks = kfac.kfac_factors
+    return {
+        "schema": SCHEMA,
+        "options": {name: _finite(value) for name, value in asdict(kfac.options).items()},
+        "versions": {"torch": torch.__version__, "gramian": _version()},
+        "seed": kfac.options.seed,
+        "world_size": kfac.world_size,
+        "reduce": kfac.options.kfac_distributed_reduce,
+        "sent": dict(kfac._sent),
+        "factorised": {"here": kfac._spread.here, "all": kfac._spread.all},
+        "steps": kfac.steps,
+        "refreshes": kfac.refreshes,
+        "dropped": list(kfac.dropped),
+        "padding_counted": {layer: list(counts) for layer, counts in kfac.padding.items()},
+        "loss_coefficient": kfac._coefficient,
+        "head": kfac.head,
+        "shared_rows": _shared_rows(kfac),
+        "seconds": dict(kfac._seconds),
+        "identity": sorted(kfac._identity),
+        "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values()))
+        + sum(block.correction_nbytes for block in blocks.values()),
+        "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
+    }
+
+
+def _shared_rows(kfac: KFACNaturalGradient) -> str | None:
+    """How it is known that a layer's single row stands for all samples; None before a capture."""
+    root = None if kfac._model is None else kfac._model()
+    if root is None:
+        return None
+    return "proven" if TensorParallel.of(root) is None else "taken from shapes, as the model is tensor parallel"
+
+
+def coverage(kfac: KFACNaturalGradient) -> Coverage:
+    """How every parameter of the captured model is approximated."""
+    root = None if kfac._model is None else kfac._model()
+    if root is None:
+        raise GramianError("coverage: no model was captured yet; expected a capture before")
+    specs = {p: spec for spec in kfac._specs.values() for p in spec.parameters}
+    covers: dict[str, Cover] = {}
+    for name, p in unique_parameters(root):
+        spec = specs.get(name)
+        if spec is None:
+            covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
+        elif spec.name in kfac.kfac_factors:
+            why = f" ({spec.why})" if spec.why else ""
+            covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
+        else:
+            covers[name] = Cover("unused", spec.layout, "identity (no data)", len(spec.layers))
+    return Coverage(covers)
+
+
+def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
+    spec, facts, damping = block.spec, block.facts, block.damping
+    assert damping is not None
+    sides: dict[str, Any] = {}
+    for side, factor in block.factors.items():
+        value = damping.lambda_A if side == "A" else damping.lambda_G
+        sides[side] = _side(side, factor, value, block, None if damping.joint else kfac.options.max_condition)
+    return {
+        "approximation": spec.approximation,
+        "why_not_kfac": spec.why,
+        "parameters": list(spec.parameters),
+        "layers": list(spec.layers),
+        "bias": spec.has_bias,
+        "in_dim": spec.inputs,
+        "out_dim": spec.outputs,
+        "T": facts.tokens,
+        "T_kept": facts.kept_tokens,
+        "T_local": facts.local_tokens,
+        "T_global": facts.tokens,
+        "N": facts.terms,
+        "estimate": facts.estimate,
+        "age": kfac.steps - 1 - facts.step,
+        "refreshes": facts.refreshes,
+        "damping_mode": damping.mode,
+        "pi": damping.pi,
+        "lambda_A": damping.lambda_A if block.A is not None else None,
+        "lambda_G": damping.lambda_G,
+        "kappa_max": kfac.options.max_condition,
+        "policy": kfac.options.kfac_policy,
+        "eps": kfac.options.kfac_eps,
+        "shares_A_with": facts.shares_A_with,
+        "sent": dict(facts.sent),
+        "gathered": block.gathered,
+        "ekfac": _corrected(block),
+        "clip_joint": _clip(block.clips.get("joint")),
+        "bytes": block.nbytes,
+        "seconds": facts.seconds,
+        "sides": sides,
+    }
+
+
+def _corrected(block: Block) -> dict[str, Any] | None:
+    """What EK-FAC did; None: it was not asked for."""
+    if block.correction is None:
+        return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
+    correction = block.correction
+    about = {"corrected": True, "trace": float(correction.values_RS.double().sum()), "rank_G": correction.G.rank}
+    return {**about, "rank_A": correction.A.rank, "outside_trace": correction.outside}
+
+
+def _side(side: str, factor: Factor, value: float, block: Block, max_condition: float | None) -> dict[str, Any]:
+    kappa, exact = factor.condition(value, max_condition)
+    undamped, _ = factor.condition(0.0, None)
+    facts, work = block.facts, factor.work
+    return {
+        "representation": factor.kind,
+        "reason": facts.reason_A if side == "A" else facts.reason_G,
+        "reduction": facts.reduction_A if side == "A" else facts.reduction_G,
+        "rank": factor.rank,
+        "discarded_trace": facts.discarded_trace_A if side == "A" else facts.discarded_trace_G,
+        "dtype": str(factor.storage_dtype).removeprefix("torch."),
+        "device": factor.device.type,
+        "quantisation_error": float(factor.quantisation_error),
+        "trace": fetch_traces([factor])[id(factor)],  # read when damping was resolved: no collective is needed
+        "kappa_before": _finite(undamped),
+        "kappa": kappa,
+        "kappa_exact": exact,
+        "clip": _clip(block.clips.get(side)),
+        "clip_note": work.clip_note,
+        "cholesky": list(work.attempts),
+        "eigendecomposition": work.decomposed,
+        "fallback": work.fallback,
+        "error_bound": work.error_bound,
+        "bytes": factor.nbytes,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """None for infinity, which JSON does not have."""
+    return None if value == float("inf") else value
+
+
+def _clip(clip: Clip | None) -> dict[str, Any] | None:
+    return None if clip is None else asdict(clip)
+
+
+# ---- log -----------------------------------------------------------------------------------------------------------
+
+
+def log_refresh(kfac: KFACNaturalGradient) -> None:
+    """One line per layer and one for all, at INFO."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    layers = {name: _layer(kfac, block) for name, block in kfac.kfac_factors.items()}
+    for name, facts in layers.items():
+        logger.info("%s", layer_line(name, facts))
+        logger.debug("%s: T_local=%d, T_global=%d", name, facts["T_local"], facts["T_global"])
+    options = kfac.options
+    blocks = [block for block in kfac.kfac_factors.values() if block.spec.kind == "kronecker"]
+    woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
+    damping = f"{options.damping_mode} {options.joint_lambda:.3g}"
+    if options.damping_mode == "factored":
+        damping = f"factored (λ_A={options.lambda_A:.3g}, λ_G={options.lambda_G:.3g})"
+    logger.info(
+        "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
+        "world_size=%d",
+        kfac.refreshes,
+        len(blocks),
+        woodbury,
+        len(blocks) - woodbury,
+        len(kfac.kfac_factors) - len(blocks),
+        options.update_freq,
+        damping,
+        options.kfac_distributed_reduce,
+        kfac.world_size,
+    )
+
+
+def layer_line(name: str, facts: dict[str, Any]) -> str:
+    """The INFO line of one layer, from its entry in the record."""
+    fields = [f"in_dim={facts['in_dim']}", f"out_dim={facts['out_dim']}", f"T={facts['T']}"]
+    fields += [f"λ_{side}={facts[f'lambda_{side}']:.3g}" for side in facts["sides"]]
+    for side, about in facts["sides"].items():
+        fields.append(f"κ_{side}{'=' if about['kappa_exact'] else '≤'}{about['kappa']:.3g}")
+    limit = facts["kappa_max"]
+    devices = "/".join(dict.fromkeys(about["device"] for about in facts["sides"].values()))
+    dtypes = "/".join(dict.fromkeys(about["dtype"] for about in facts["sides"].values()))
+    fields += [
+        f"κ_max={'off' if limit is None else f'{limit:.3g}'}",
+        f"policy={facts['policy']}",
+        f"storage={devices}",
+        f"dtype={dtypes}",
+        f"memory={facts['bytes'] / 1e6:.1f}MB",
+        f"ε={facts['eps']:.3g}",
+    ]
+    return f"{name}: {', '.join(fields)}"
+
+
+def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
+    """What the clip did, at DEBUG, whenever a block is used."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    for block in blocks:
+        for side, clip in block.clips.items():
+            logger.debug("%s: clipped %d/%d eigenvalues (%s)", block.spec.name, clip.count, clip.total, side)
+
+
+def log_by_itself() -> None:
+    """Every process has factors of its own data alone."""
+    logger.warning(
+        'kfac_distributed_reduce="none": the factors of this process are those of its own data, of no other\'s'
+    )
+
+
+def log_dropped(step: int, reason: str, again: bool) -> None:
+    """A refresh came to nothing: a warning for the first of several in a row."""
+    level = logging.DEBUG if again else logging.WARNING
+    logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
+
+
+def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool) -> None:
+    """Tokens without a loss term are part of A: a warning for the first of several refreshes in a row.
+
+    Raises:
+        GramianError: if `strict`.
+    """
+    line = (
+        f"token_weights: {layer} counts {tokens} tokens for {terms:g} loss terms, and which of them have none cannot be seen; "
+        "expected token_weights=[B, T]"
+    )
+    if strict:
+        raise GramianError(line + " (strict=True)")
+    logger.log(logging.DEBUG if again else logging.WARNING, "%s", line)
+
+
+def log_coefficient(seen: float, strict: bool) -> None:
+    """The head's gradients are those of a loss with another coefficient than was stated: a warning.
+
+    Raises:
+        GramianError: if `strict`.
+    """
+    line = (
+        f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
+        f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
+        "1 / (num_terms * accumulation steps) for (loss / accumulation steps).backward()"
+    )
+    if strict:
+        raise GramianError(line + " (strict=True)")
+    logger.warning("%s", line)
+
+
+def log_no_step(reason: str) -> None:
+    """An optimizer was to step along a natural gradient before any refresh came to something."""
+    logger.warning("K-FAC has no factors yet (%s): this step leaves the parameters as they are", reason)
+
+
+def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:
+    return list({id(f): f for block in blocks for f in block.factors.values()}.values())
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("gramian")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,1 @@
+"""Refresh: from the sums of all ranks to new factors in place of the old ones."""

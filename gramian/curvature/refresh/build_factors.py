@@ -1,0 +1,370 @@
+"""From the sums of a refresh to stored factors."""
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.core.keyed_random import token_keys
+from gramian.curvature.blocks.block import Block, Facts
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.damping import resolve
+from gramian.curvature.options import Options
+from gramian.curvature.refresh.join_sums import BlockTotals, Join, Total
+from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factors.eigendecomposition import free_bytes
+from gramian.linalg.factors.factor import fetch_traces
+from gramian.linalg.factors.offload import Offload
+from gramian.linalg.wide import exact_float32
+from gramian.parallel.sharded_columns import ShardedColumns
+
+
+class Builder:
+    """Makes the factors of one refresh, layer after layer; sides with the same tokens become one factor."""
+
+    def __init__(
+        self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
+    ) -> None:
+        """Set what holds for all layers.
+
+        Args:
+            options: policy and storage.
+            terms: N, loss terms of the refresh, on all processes.
+            samples: B, samples of the refresh, on all processes.
+            estimate: "empirical" or "mc".
+            local_samples: samples of this process.
+            reduction: how sums that have one form only were joined: "dense", or "" for one process.
+        """
+        self.options, self.terms, self.samples = options, terms, samples
+        self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction
+        self._inputs: list[tuple[Total, Factor, str]] = []
+
+    def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
+        """The block of a weight; None if no token reached it."""
+        started = time.perf_counter()
+        linear = sums.inputs is not None and (sums.gradients is not None or sums.probabilities is not None)
+        if not linear and sums.table_gradients is None:
+            return None
+        dtype = self.options.storage_dtype(spec.dtype)
+        facts = Facts(terms=self.terms, estimate=self.estimate, sent=sums.sent)
+        facts.most_columns = _most_columns(spec, sums)
+        A: Factor | None = None
+        G: Factor | None = None
+        if linear:
+            assert sums.inputs is not None
+            _count_tokens(facts, sums.inputs)
+            facts.reduction_A = sums.inputs.reduction
+            A, facts.shares_A_with, facts.reason_A = self._input_factor(spec, sums.inputs, dtype, place)
+            if sums.probabilities is not None:
+                G, facts.reason_G = self._softmax_factor(sums.probabilities, dtype), sums.probabilities.reason
+                facts.estimate, facts.reduction_G = "exact softmax", sums.probabilities.reduction
+            else:
+                assert sums.gradients is not None
+                G, facts.reason_G = self._gradient_factor(sums.gradients, dtype), sums.gradients.reason
+                facts.reduction_G = sums.gradients.reduction
+            G = place(G)
+        if sums.table_gradients is not None:
+            assert sums.counts_V is not None
+            counts = Diagonal(sums.counts_V / sums.table_weight)
+            gradients, reason = self._gradient_factor(sums.table_gradients, dtype), sums.table_gradients.reason
+            if A is None or G is None:
+                A, G = place(counts), place(gradients)
+                _count_tokens(facts, sums.table_gradients)
+                facts.reason_A, facts.reason_G = "token counts", reason
+                facts.reduction_G = sums.table_gradients.reduction
+                facts.reduction_A = "dense" if facts.reduction_G else ""
+                if spec.layout != "table":  # tied to a head that took no part: its inputs are the table's outputs
+                    A, G, facts.reason_A, facts.reason_G = G, A, facts.reason_G, facts.reason_A
+                    facts.reduction_A, facts.reduction_G = facts.reduction_G, facts.reduction_A
+            else:
+                place.settle()
+                A, G = _tied(A, G, gradients, counts)
+                facts.reason_A = f"head ({facts.reason_A}) and table ({reason}), weighted by their traces"
+                facts.reason_G = f"head ({facts.reason_G}) and token counts, weighted by their traces"
+                A, G = place(A), place(G)
+        assert A is not None and G is not None
+        facts.seconds = time.perf_counter() - started
+        return Block(spec, A, G, facts)
+
+    def remainder(self, spec: Spec, total: Tensor, place: "Placement") -> Block:
+        """An exact block or diagonal."""
+        dtype = self.options.storage_dtype(spec.dtype)
+        reason = spec.why or "no matrix between tokens"
+        facts = Facts(self.samples, self.samples, self.terms, reason_G=reason, estimate=self.estimate)
+        facts.local_tokens, facts.reduction_G = self.local_samples, self.reduction
+        mean = total / self.terms
+        factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
+        return Block(spec, None, place(factor), facts)
+
+    # ---- sides -----------------------------------------------------------------------------------------------------
+
+    def _input_factor(
+        self, spec: Spec, total: Total, dtype: torch.dtype, place: "Placement"
+    ) -> tuple[Factor, str, str]:
+        """A, the name of the layer it is shared with, and why it has its form."""
+        for other, factor, name in self._inputs:
+            if other is total:
+                return factor, name, "the same inputs"
+        factor = place(self._moment_factor(total, dtype, 1.0 / total.weight))
+        self._inputs.append((total, factor, spec.name))
+        return factor, "", total.reason
+
+    def _gradient_factor(self, total: Total, dtype: torch.dtype) -> Factor:
+        return self._moment_factor(total, dtype, _rescaling(total) / self.terms)
+
+    def _moment_factor(self, total: Total, dtype: torch.dtype, scale: float) -> Factor:
+        if total.form == "diagonal":
+            return Diagonal(total.data * scale)
+        if total.form == "dense":
+            return Dense.of(total.data * scale, dtype)
+        assert total.columns is not None
+        if total.others is None:
+            return LowRank.of(total.columns, dtype, total.factor * scale**0.5)
+        return LowRank(_spread(total, dtype).scaled(total.factor * scale**0.5))
+
+    def _softmax_factor(self, total: Total, dtype: torch.dtype) -> Factor:
+        """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
+        scale = _rescaling(total) / self.terms
+        if total.form != "low rank":
+            return self._moment_factor(total, dtype, scale)
+        assert total.columns is not None
+        if total.others is None:
+            return DiagonalLowRank.softmax(total.columns, dtype, total.factor * scale**0.5)
+        return DiagonalLowRank.softmax_of(_spread(total, dtype).scaled(total.factor * scale**0.5))
+
+
+def _spread(total: Total, dtype: torch.dtype) -> ShardedColumns:
+    assert isinstance(total.columns, Tensor) and total.others is not None
+    return ShardedColumns.of(total.columns, total.width, total.others, dtype)
+
+
+class Placement:
+    """Puts factors where they are kept: as asked, or ("auto") beside the model while half of the memory free there allows."""
+
+    def __init__(self, options: Options, free: int | None) -> None:
+        """Set what there is.
+
+        Args:
+            options: for `woodbury_store_device`.
+            free: bytes of the model's device that are free, on the process with the fewest; None: they do not count.
+        """
+        self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
+        self._left = None if free is None or self._fixed is not None else free // 2
+        self._offload = Offload()
+
+    def __call__(self, factor: Factor) -> Factor:
+        """The factor in its place; what goes from a GPU to the CPU is there after `settle`."""
+        if self._fixed is not None:
+            return self._moved(factor, self._fixed)
+        if self._left is None:
+            return factor
+        self._left -= _most_bytes(factor)
+        return factor if self._left >= 0 else self._moved(factor, torch.device("cpu"))
+
+    def _moved(self, factor: Factor, device: torch.device) -> Factor:
+        if factor.device.type == device.type:
+            return factor
+        away = factor.device.type == "cuda" and device.type == "cpu"
+        return self._offload(factor) if away else factor.to(device)
+
+    def settle(self) -> None:
+        """Wait until every factor is in its place: before anyone reads one."""
+        self._offload.settle()
+
+
+def _most_bytes(factor: Factor) -> int:
+    """Bytes on the process that holds most of it: the same number on all of them."""
+    columns = factor.columns if isinstance(factor, LowRank | DiagonalLowRank) else None
+    if not isinstance(columns, ShardedColumns):
+        return factor.nbytes
+    body = columns.stored.body
+    most = max(part.stop - part.start for part in columns.others.features(columns.dim))
+    return factor.nbytes + int((most - len(body)) * columns.count * body.element_size())
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU, what the allocator keeps ready included; None: it is none."""
+    return free_bytes(device) if device.type == "cuda" else None
+
+
+def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor, Factor]:
+    """One Kronecker product for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
+
+    Both sides are means of the two uses' sides, each of trace 1, weighted by the traces t of the two products; the sum of
+    the traces is kept, and either use alone is exact. A sum of two Kronecker products is none, so this is an approximation.
+    """
+    traces = [float(f.trace()) for f in (A, G, table_G, counts)]
+    head, table = traces[0] * traces[1], traces[2] * traces[3]
+    if not head > 0 or not table > 0:
+        return (A, G) if head >= table else (table_G, counts)
+    total = head + table
+    inputs = A.merge(table_G, head / total, table / total * traces[0] / traces[2])
+    outputs = G.merge(counts, 1.0, table / head * traces[1] / traces[3])
+    return inputs, outputs
+
+
+def make_blocks(
+    options: Options,
+    specs: Mapping[str, Spec],
+    builder: Builder,
+    join: Join,
+    place: Placement,
+    before: Mapping[str, Block],
+) -> dict[str, Block]:
+    """Blocks of one refresh, averaged with those from before, damping resolved: everything, or an error on all processes.
+
+    Args:
+        options: average and damping.
+        specs: the model's blocks.
+        builder: makes factors of sums.
+        join: brings the sums.
+        place: puts factors where they are kept.
+        before: blocks from before.
+
+    Returns:
+        {name: block} for every block that saw data.
+
+    Raises:
+        NotFinite: naming the first block whose sums are not finite.
+        GramianError: if another process could not make its factors.
+    """
+    fresh: dict[str, Block] = {}
+    with torch.no_grad(), exact_float32():
+        problem: Exception | None = None
+        remainder = join.remainder({name: spec for name, spec in specs.items() if spec.kind != "kronecker"})
+        for name, spec in specs.items():
+            totals = join.block(spec) if spec.kind == "kronecker" else None
+            if problem is not None:
+                continue  # the others still join theirs
+            try:
+                block = _made(builder, spec, totals, remainder.pop(name, None), place)
+            except (
+                Exception
+            ) as error:  # of any kind (no memory, a solver's): raised below, when all processes know of it
+                problem = error
+            else:
+                fresh.update({} if block is None else {name: block})
+        place.settle()
+        said = join.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+        if said:
+            raise GramianError(f"{said}; expected every process to make its factors")
+        _refuse_not_finite(fresh)
+        merged: Merged = {}
+        decay, columns = options.ema_decay, options.kfac_auto_t_max
+        fresh = {name: average(before.get(name), block, decay, columns, merged) for name, block in fresh.items()}
+        settle_damping(fresh.values(), options)
+    return fresh
+
+
+def _made(
+    builder: Builder, spec: Spec, totals: BlockTotals | None, rest: Tensor | None, place: Placement
+) -> Block | None:
+    if totals is not None:
+        return builder.kronecker(spec, totals, place)
+    return None if rest is None else builder.remainder(spec, rest, place)
+
+
+class NotFinite(GramianError):
+    """A refresh whose sums hold NaN or infinity."""
+
+
+def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
+    """One wait for the device for all of them."""
+    traces = fetch_traces([factor for block in blocks.values() for factor in block.factors.values()])
+    for name, block in blocks.items():
+        if not all(math.isfinite(traces[id(factor)]) for factor in block.factors.values()):
+            raise NotFinite(f"{name}: its sums are not finite")
+
+
+def settle_damping(blocks: Collection[Block], options: Options) -> None:
+    """λ_A, λ_G and π of every block: one wait for the device for all of them."""
+    traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
+    for block in blocks:
+        mean_A, mean_G = (traces[id(f)] / f.dim for f in (block.A or block.G, block.G))
+        block.damping = resolve(options, block.A is not None, mean_A, mean_G)
+
+
+Merged = dict[tuple[int, int], tuple[Factor, float]]
+"""{(old factor, new factor): their average and the trace it lost}: sides that are shared are averaged once."""
+
+
+def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
+    """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
+
+    The average starts anew where the kind of estimate changed (empirical, drawn, exact): it would be one of nothing.
+    Low-rank sides grow by the columns of the new estimate while these are fewer than the rows and than `most_columns`, and are
+    dense from there on. Sides too wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every
+    refresh: of the old and of the new ones as many as their shares of the average, rescaled. So the average is unbiased and
+    no column's weight grows.
+    """
+    if old is not None and old.facts.estimate != new.facts.estimate:
+        old = None
+    k = 1 if old is None or decay == 0 else old.facts.refreshes + 1
+    facts = replace(new.facts, refreshes=k)
+    if old is None or decay == 0:
+        return new.with_factors(new.A, new.G, facts)
+    share = (1 - decay) / (1 - decay**k)
+    sides: dict[str, Factor | None] = {"A": None, "G": None}
+    for side, factor in new.factors.items():
+        before = old.factors[side]
+        pair = (id(before), id(factor))
+        if pair not in merged:
+            columns, free = facts.most_columns.get(side, most_columns), side not in facts.most_columns
+            merged[pair] = _mixed(before.to(factor.device), factor, share, columns, k, may_be_dense=free)
+        sides[side], lost = merged[pair]
+        facts = replace(facts, discarded_trace_A=lost) if side == "A" else replace(facts, discarded_trace_G=lost)
+    G = sides["G"]
+    assert G is not None
+    return new.with_factors(sides["A"], G, facts)
+
+
+def _mixed(
+    before: Factor, factor: Factor, share: float, most_columns: int, key: int, may_be_dense: bool
+) -> tuple[Factor, float]:
+    """(1-share)·before + share·factor, and the trace that taking a subset of columns cost it (in the mean none)."""
+    thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
+    if not thin or before.rank + factor.rank <= most_columns:
+        return before.merge(factor, 1 - share, share), 0.0
+    if factor.dim <= WIDEST_DENSE and may_be_dense:
+        return Dense.summed(before, factor, 1 - share, share, factor.storage_dtype), 0.0
+    assert isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
+    room = max(1, min(factor.rank, round(share * most_columns)))
+    of_before = min(before.rank, most_columns - room)
+    room = min(factor.rank, most_columns - of_before)
+    kept = before.thin(_subset(before.rank, of_before, key, before.device)) if of_before else None
+    fresh = factor.thin(_subset(factor.rank, room, -key, factor.device))
+    total = fresh if kept is None else kept.merge(fresh, 1 - share, share)
+    whole_trace = (1 - share) * float(before.trace()) + share * float(factor.trace())
+    return total, whole_trace - float(total.trace())
+
+
+def _subset(columns: int, kept: int, key: int, device: torch.device) -> Tensor:
+    """Numbers of the columns that stay: a random choice that follows from the key."""
+    keys = token_keys(key, torch.zeros(1, dtype=torch.long), columns)[0]
+    return keys.topk(kept, largest=False).indices.sort().values.to(device)
+
+
+def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
+    """{side: columns} where memory_budget sets a limit."""
+    totals = [("A", sums.inputs), ("G", sums.gradients), ("G", sums.probabilities)]
+    totals.append(("G" if spec.layout == "table" else "A", sums.table_gradients))
+    found: dict[str, int] = {}
+    for side, total in totals:
+        if total is not None and total.keep.why and total.keep.limit is not None:
+            found[side] = total.keep.limit
+    return found
+
+
+def _count_tokens(facts: Facts, total: Total) -> None:
+    facts.tokens, facts.kept_tokens, facts.local_tokens = total.seen, total.kept, total.local
+
+
+def _rescaling(total: Total) -> float:
+    """What a sum over a subset is multiplied by to stand for all tokens."""
+    return total.seen / max(total.kept, 1) if total.keep.limit is not None else 1.0

@@ -1,0 +1,1 @@
+"""Spectra of the estimated Fisher and the capacity metrics computed from them."""

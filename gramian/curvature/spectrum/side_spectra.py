@@ -1,0 +1,220 @@
+"""Spectra of the sides of blocks: all eigenvalues in float64, one matrix at a time, shared out among processes.
+
+Whatever was decomposed before, in whatever precision, has no part in it: a spectrum is that of the stored matrix. Eigenvectors
+are not formed. A matrix goes where there is room for it: to the CPU where its device has none.
+
+Legend: n side, r columns of a low-rank one, W processes.
+
+| side | matrix that is decomposed | bytes while it is |
+|---|---|---|
+| dense | M [n, n] | 3·8·n² |
+| low rank | UᵀU [r, r] | 3·8·r² |
+| diagonal | none | 8·n |
+| diagonal ± low rank, n ≤ `WIDEST_DENSE` | M written out [n, n] | 3·8·n² + 8·n·r |
+| diagonal ± low rank, wider | none: estimated (`wide_sides`) | 8·n·64 |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.spectrum import wide_side_spectra
+from gramian.curvature.spectrum.spectrum_products import Values
+from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
+from gramian.linalg.factors import factor
+from gramian.linalg.factors.eigendecomposition import fits, free_bytes
+from gramian.parallel.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class Side:
+    """The spectrum of one side, σ_max = 0 only if all of it is zero."""
+
+    dim: int
+    largest: float
+    """σ_max."""
+    smallest: float
+    """σ_min, or a number that it does not fall below."""
+    mass: float
+    """Σ σ/σ_max: the trace apart from its scale."""
+    squares: float
+    """Σ (σ/σ_max)²."""
+    parts: tuple[Values, ...]
+    """The eigenvalues; where they are estimated, one quadrature for each probe."""
+    coarse: tuple[Values, ...] = ()
+    """Quadratures of half the steps; empty where nothing is estimated."""
+    largest_error: float = 0.0
+    smallest_error: float = 0.0
+    eps: float = torch.finfo(torch.float64).eps
+    """Rounding of what the matrix was summed in."""
+    noise: float = 0.0
+    """What rounding at rest may have made of an eigenvalue 0, relative to σ_max."""
+
+    @classmethod
+    def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "Side":
+        """From all eigenvalues."""
+        relative = values.positive_R / values.largest if values.largest else values.positive_R
+        mass, squares = float(relative.sum()), float(relative.square().sum())
+        return cls(values.dim, values.largest, values.smallest, mass, squares, (values,), eps=eps)
+
+
+ONE = Side.of(Values.of(torch.ones(1, dtype=torch.float64)))
+"""What stands for A where a block is no Kronecker product."""
+
+
+def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Side]:
+    """{id of a factor: its spectrum}, each once, without those that `is_estimated`. Collective.
+
+    W at a time, the dearest first: every process decomposes one matrix and hands its eigenvalues to the others.
+
+    Args:
+        factors: the same on all processes.
+        others: the processes that hold them; None: each is decomposed here.
+
+    Raises:
+        GramianError: on all processes, if one of them failed.
+    """
+    found: dict[int, Side] = {}
+    decomposed: list[Dense | LowRank | DiagonalLowRank] = []
+    for one in {id(one): one for one in factors}.values():
+        if isinstance(one, Diagonal):
+            found[id(one)] = Side.of(Values.of(one.values_N), _rounding(one))
+        elif not is_estimated(one):
+            assert isinstance(one, Dense | LowRank | DiagonalLowRank)
+            decomposed.append(one)
+    decomposed.sort(key=lambda one: -_side(one))
+    size = 1 if others is None else others.size
+    for start in range(0, len(decomposed), size):
+        together = decomposed[start : start + size]
+        for one, values in zip(together, _round(together, others), strict=True):
+            told = torch.where(values > _cancelled(one), values, 0.0)
+            found[id(one)] = _with_noise(Side.of(Values.of(told[: one.dim], one.dim), _rounding(one)), one)
+    return found
+
+
+def is_estimated(one: Factor) -> bool:
+    """True if a side is too wide to be written out and has no smaller matrix with the same eigenvalues."""
+    return isinstance(one, DiagonalLowRank) and one.dim > factor.WIDEST_DENSE
+
+
+def estimate(one: Factor) -> Side:
+    """The spectrum of such a side: trace and Frobenius norm exactly, the rest with an error. Collective if rows are spread."""
+    assert isinstance(one, DiagonalLowRank)
+    trace, frobenius = float(one.trace()), float(one.frobenius())
+    one.columns.forget()
+    if trace <= _cancelled(one):
+        return Side.of(Values.of(torch.zeros(0), one.dim), _rounding(one))
+    values, error = wide_side_spectra.leading(one, 1)
+    largest, found, low = float(values[0]), wide_side_spectra.quadrature(one), wide_side_spectra.smallest_bound(one)
+    lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
+    side = Side(
+        dim=one.dim,
+        largest=largest,
+        smallest=lowest,
+        mass=max(1.0, trace / largest),
+        squares=max(1.0, (frobenius / largest) ** 2),
+        parts=found.parts,
+        coarse=found.coarse,
+        largest_error=error,
+        smallest_error=low - lowest,
+        eps=_rounding(one),
+    )
+    return _with_noise(side, one)
+
+
+def leading(one: Factor, k: int) -> Values:
+    """The k largest eigenvalues of such a side; `work.error_bound` says how well. Collective if rows are spread."""
+    assert isinstance(one, DiagonalLowRank)
+    values, residual = wide_side_spectra.leading(one, min(k, one.dim))
+    one.work.error_bound = residual / float(values[0]) if float(values[0]) else 0.0
+    return Values.of(values, one.dim)
+
+
+def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], others: Exchange | None) -> list[Tensor]:
+    """Eigenvalues of as many factors as there are processes, descending."""
+    if others is None:
+        return [_eigenvalues(_matrix(one)) for one in together]
+    mine: Tensor | None = None
+    for place, one in enumerate(together):
+        spread = isinstance(one, LowRank | DiagonalLowRank) and one.columns.others is not None
+        if spread or place == others.rank:
+            matrix = _matrix(one)
+            mine = matrix if place == others.rank else mine
+            del matrix
+    values, problem = torch.zeros(0, dtype=torch.float64), ""
+    if mine is not None:
+        try:
+            values = _eigenvalues(mine)
+        except (GramianError, RuntimeError) as error:
+            problem = " ".join(str(error).split()) or type(error).__name__
+    words = others.tell([problem, len(values)])
+    for rank, (said, _) in enumerate(words):
+        if said:
+            raise GramianError(f"process {rank}: {said}")
+    return [others.hand(values, [words[place][1]], values, place) for place in range(len(together))]
+
+
+def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
+    """The matrix whose eigenvalues are those of the factor, float64. Collective where rows are spread."""
+    where, cpu = one.stored.home or one.stored.body.device, torch.device("cpu")
+    roomy = _has_room(where, _side(one))
+    if isinstance(one, LowRank):
+        return (one.columns if roomy else one.columns.to(cpu)).taken_gram()
+    where = where if roomy else cpu
+    if isinstance(one, Dense):
+        return one.stored.load(dtype=torch.float64, device=where)
+    written = one.columns.whole().to(where).to(dtype=torch.float64).squared().mul_(one.sign)
+    written.diagonal().add_(one.values_N.to(written))
+    return written
+
+
+def _eigenvalues(matrix_NN: Tensor) -> Tensor:
+    """All eigenvalues, descending, on the CPU: where the matrix is if there is room, else on the CPU. 4n³/3 FLOPs."""
+    if not bool(matrix_NN.isfinite().all()):
+        raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
+    here, cpu = matrix_NN.device, torch.device("cpu")
+    for device in dict.fromkeys([here if _has_room(here, len(matrix_NN)) else cpu, cpu]):
+        try:
+            values: Tensor = torch.linalg.eigvalsh(matrix_NN.to(device)).cpu()
+        except RuntimeError:  # no convergence, or no memory
+            continue
+        if bool(values.isfinite().all()):
+            return values.flip(0)
+    try:
+        singular: Tensor = torch.linalg.svdvals(matrix_NN.cpu())
+    except RuntimeError as error:
+        raise GramianError(
+            f"eigenvalues: {type(error).__name__} by every algorithm; expected that one converges"
+        ) from error
+    return singular
+
+
+def _has_room(device: torch.device, n: int) -> bool:
+    """True if a decomposition of [n, n] in float64 takes no more than half of what a GPU has free."""
+    return device.type != "cuda" or fits(n, 8, free_bytes(device))
+
+
+def _side(one: Factor) -> int:
+    """n of the matrix that is decomposed."""
+    return one.rank if isinstance(one, LowRank) else one.dim
+
+
+def _cancelled(one: Factor) -> float:
+    """What rounding leaves where diag(d) − U Uᵀ is zero: n·ε·max d. Of a matrix that nothing was subtracted from: 0."""
+    if not isinstance(one, DiagonalLowRank) or one.sign > 0:
+        return 0.0
+    return one.dim * torch.finfo(torch.float64).eps * float(one.values_N.max())
+
+
+def _rounding(one: Factor) -> float:
+    return float(torch.finfo(one.dtype).eps)
+
+
+def _with_noise(side: Side, one: Factor) -> Side:
+    """‖E‖_F of a matrix that is stored off by E; ‖E‖_F² of columns, whose products lack a direction as they do."""
+    error = float(one.quantisation_error)
+    noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5
+    return replace(side, noise=noise)

@@ -1,0 +1,103 @@
+"""Spectra of sides diag(d) ± U Uᵀ that are too wide to be written out: the exact softmax head, a tied head and embedding.
+
+Sums Σ_i f(σ_i) come from stochastic Lanczos quadrature: for a random z of ±1, K steps of Lanczos give nodes θ and weights w
+with zᵀf(M)z ≈ Σ_k w_k f(θ_k), and E zᵀf(M)z = Σ_i f(σ_i). Single eigenvalues come from Lanczos.
+
+Legend: n side, r columns of U, P probes, K steps, k eigenvalues. Probes are drawn from a seed, the same everywhere: processes
+that share U by rows go through the same steps together.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.curvature.spectrum.spectrum_products import Values
+from gramian.linalg import DiagonalLowRank
+from gramian.linalg.spectra.lanczos import lanczos
+from gramian.linalg.spectra.operator import Operator
+
+PROBES, STEPS, SEED = 16, 80, 0
+BLOCK, RESIDUAL = 4, 1e-7
+"""Of block Lanczos: columns of a product, and the residual, relative to σ_max, at which it ends."""
+
+
+@dataclass(frozen=True)
+class Quadrature:
+    """Estimates of one spectrum, one for each probe."""
+
+    parts: tuple[Values, ...]
+    """Nodes and weights after K steps, by probe."""
+    coarse: tuple[Values, ...]
+    """After K/2 steps: what the second half still changed says how far the sums have converged."""
+
+
+def product(factor: DiagonalLowRank, y_NK: Tensor) -> Tensor:
+    """M Y = d ⊙ Y ± U(UᵀY) in float64 on Y's device. 4·n·r·k FLOPs; collective where rows of U are spread over processes."""
+    image = factor.columns.times(factor.columns.transposed_times(y_NK))
+    return image.mul_(factor.sign).addcmul_(factor.values_N.to(y_NK)[:, None], y_NK)
+
+
+class WideSide(Operator):
+    """M by its products."""
+
+    def __init__(self, factor: DiagonalLowRank) -> None:
+        """Compute nothing."""
+        self.factor, self.dim, self.dtype = factor, factor.dim, torch.float64
+        self.device = factor.stored.home or factor.stored.body.device
+
+    def matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y."""
+        return product(self.factor, y_NK)
+
+
+def quadrature(factor: DiagonalLowRank) -> Quadrature:
+    """Stochastic Lanczos quadrature of M.
+
+    Unlike `linalg.quadrature`, no basis is kept for reorthogonalisation, since n is large: a node whose direction comes back
+    is split in two of the same sum. A probe whose Krylov space
+    ends early goes on with zeros, which get no weight. Cost: 4·n·r·P·K FLOPs, 4·8·n·P bytes.
+    """
+    n, side = factor.dim, WideSide(factor)
+    generator = torch.Generator().manual_seed(SEED)
+    v_NP = (
+        torch.randint(2, (n, PROBES), generator=generator).mul_(2).sub_(1).to(side.device, torch.float64).div_(n**0.5)
+    )
+    before_NP, off_P = torch.zeros_like(v_NP), v_NP.new_zeros(PROBES)
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
+    for _ in range(STEPS):
+        next_NP = side.matmat(v_NP).sub_(before_NP.mul_(off_P))
+        diagonal.append((next_NP * v_NP).sum(0))
+        next_NP.sub_(diagonal[-1] * v_NP)
+        off_P = next_NP.norm(dim=0)
+        size_P = torch.stack(diagonal).abs().amax(0)
+        off_P = torch.where(off_P > torch.finfo(torch.float64).eps * size_P, off_P, 0.0)
+        beside.append(off_P)
+        before_NP, v_NP = v_NP, next_NP.mul_(torch.where(off_P > 0, 1 / off_P, 0.0))
+    alpha_PK, beta_PK = torch.stack(diagonal, 1).cpu(), torch.stack(beside, 1).cpu()
+    half = STEPS // 2
+    return Quadrature(_gauss(alpha_PK, beta_PK, n), _gauss(alpha_PK[:, :half], beta_PK[:, :half], n))
+
+
+def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:
+    """Nodes and weights from the tridiagonal matrices of Lanczos; weights add up to n."""
+    beta_PK = beta_PK[:, :-1]
+    matrices = alpha_PK.diag_embed() + beta_PK.diag_embed(1) + beta_PK.diag_embed(-1)
+    nodes_PK, vectors = torch.linalg.eigh(matrices)
+    weights_PK = n * vectors[:, 0].square()
+    return tuple(Values.of(theta, n, w) for theta, w in zip(nodes_PK, weights_PK, strict=True))
+
+
+def leading(factor: DiagonalLowRank, k: int) -> tuple[Tensor, float]:
+    """The k largest eigenvalues, descending, float64 on the CPU, and what each of them is off by at most.
+
+    Block Lanczos, copies of an eigenvalue included. Cost: 4·n·r FLOPs a product, some 20 + 5k of them; 8·n·(2k + 44) bytes.
+    """
+    found = lanczos(WideSide(factor), k, "LA", tol=RESIDUAL, block_size=BLOCK, max_basis=2 * k + 40)
+    return found.eigenvalues.cpu().clamp(min=0), float(found.residual_bounds.max())
+
+
+def smallest_bound(factor: DiagonalLowRank) -> float:
+    """What σ_min does not exceed: the smallest diagonal entry of M."""
+    return max(0.0, float((factor.values_N.double() + factor.sign * factor.columns.squares_N()).min()))

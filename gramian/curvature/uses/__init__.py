@@ -1,0 +1,1 @@
+"""Uses of an estimated Fisher: merging, consolidation, importance, influence, Laplace, overlap."""

@@ -1,0 +1,123 @@
+"""Elastic weight consolidation: what a model has learnt is held where its Fisher says that it matters.
+
+Task k leaves a snapshot θ_k and a Fisher F_k. Later training adds ½·s_k·δᵀF_kδ with δ = θ − θ_k, whose gradient is s_k·F_kδ.
+For a layer F = G ⊗ A, so δᵀFδ = tr(δᵀGδA) = Σ (GδA ⊙ δ) with δ [o, m], the bias its last column.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.consistency import check_number
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.uses.fisher_parameters import covered_parameters, parameters_of
+from gramian.linalg.wide import wide, wide_dtype
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a task left behind."""
+
+    kfac: KFACNaturalGradient
+    snapshot: dict[str, Tensor]
+    """θ_k of the parameters that have curvature."""
+    strength: float
+    blocks: Mapping[str, Block]
+    """Of the Fisher when it was handed over; a refresh or a load puts others in their place."""
+
+
+class EWCPenalty:
+    """Σ_k ½·s_k·(θ − θ_k)ᵀ F_k (θ − θ_k) over the tasks that were added.
+
+    ```python
+    penalty = EWCPenalty()
+    penalty.add_task(kfac, model, strength=1000.0)  # after the first task
+    (loss + penalty(model)).backward()  # in the second
+    ```
+
+    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and keeps the gradient until the backward.
+    """
+
+    def __init__(self) -> None:
+        """No task yet."""
+        self.tasks: list[Task] = []
+
+    def add_task(self, kfac: KFACNaturalGradient, model: nn.Module, strength: float = 1.0) -> None:
+        """Hold the model where it is now, as firmly as a Fisher says.
+
+        Args:
+            kfac: the task's Fisher; undamped and unclipped it is. The object itself is kept, so it must not be refreshed any
+                more: another task wants another object.
+            model: its parameters are copied; those without curvature stay free.
+            strength: s_k; the task's number of loss terms makes the penalty the second-order expansion of its summed loss.
+
+        Raises:
+            GramianError: if there is no Fisher, it is another model's, or the strength is negative.
+        """
+        check_number("strength", strength)
+        if strength < 0:
+            raise GramianError(f"strength: expected a number of 0 or more, got {strength!r}")
+        held = covered_parameters(kfac)
+        there = parameters_of(model, held)
+        snapshot = {name: there[name].detach().clone() for name in held}
+        self.tasks.append(Task(kfac, snapshot, float(strength), kfac.kfac_factors))
+
+    def __call__(self, model: nn.Module) -> Tensor:
+        """The penalty where the model is now: 0-dim, differentiable once.
+
+        Raises:
+            GramianError: if there is no task, a parameter is missing or has another shape, or a Fisher is another one since.
+        """
+        if not self.tasks:
+            raise GramianError("tasks: there is none; expected add_task before")
+        if any(task.kfac.kfac_factors is not task.blocks for task in self.tasks):
+            raise GramianError(
+                "kfac: was refreshed or loaded after its task was added; expected an object of its own for every task"
+            )
+        held = {name: was.shape for task in self.tasks for name, was in task.snapshot.items()}
+        there = parameters_of(model, held)
+        value: Tensor = _Quadratic.apply(self.tasks, [*held], *(there[name] for name in held))  # type: ignore[no-untyped-call]
+        return value
+
+    def free_parameters(self, model: nn.Module) -> list[str]:
+        """Trained parameters that no task holds: nothing keeps them from moving."""
+        held = {name for task in self.tasks for name in task.snapshot}
+        return [name for name, p in parameters_of(model).items() if p.requires_grad and name not in held]
+
+
+class _Quadratic(torch.autograd.Function):
+    """The penalty; its gradient is found with it, and waits for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tasks: Sequence[Task], names: Sequence[str], *parameters: Tensor) -> Tensor:
+        value, gradient = _penalty(tasks, dict(zip(names, (wide(p) for p in parameters), strict=True)))
+        ctx.save_for_backward(*gradient.values())
+        ctx.dtypes = [p.dtype for p in parameters]
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *((t * scale.to(t.device, t.dtype)).to(dtype) for t, dtype in gradients)
+
+
+def _penalty(tasks: Sequence[Task], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_k ½·s_k·δᵀF_kδ, and Σ_k s_k·F_kδ."""
+    gradient = {name: torch.zeros_like(p) for name, p in there.items()}
+    terms = []
+    for task in tasks:
+        delta = {name: there[name] - was.to(there[name]) for name, was in task.snapshot.items()}
+        product = task.kfac.compute_fisher_vector_product(delta)
+        for name, value in delta.items():
+            gradient[name].add_(product[name], alpha=task.strength)
+            terms.append(0.5 * task.strength * whole((value.double() * product[name].double()).sum()))
+    total = torch.stack([term.to(terms[0].device) for term in terms]).sum()
+    return total.to(wide_dtype(*there.values())), gradient

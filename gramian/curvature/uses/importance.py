@@ -1,0 +1,162 @@
+"""How much each parameter, and each token, matters by the Fisher: diag F, and whose tokens its trace comes from.
+
+Legend: B samples, T tokens, o outputs, m inputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.consistency import module_of
+from gramian.curvature.estimate.fisher_labels import (
+    check_draws,
+    draw_labels,
+    logits_of,
+    positions,
+    question,
+    refuse_unknown_classes,
+    summed_cross_entropy,
+)
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.options import check_seed
+from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces
+from gramian.taps import Capture
+from gramian.taps.hub import hub_of
+from gramian.taps.model.preserve_state import preserve_state
+from gramian.taps.roles import Withheld
+
+
+def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -> dict[str, Tensor]:
+    """diag F of every parameter that has curvature, undamped: {parameter: tensor of its shape}.
+
+    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter. Of
+    EK-FAC it is that of its own eigenvalues, Q_G⊙² S Q_A⊙²ᵀ.
+    K-FAC's F is that of one loss term, a diagonal estimate's that of one sample: compare entries of one source.
+
+    Args:
+        source: K-FAC factors (collective where they are spread over processes), or an estimate of the diagonal itself.
+
+    Raises:
+        GramianError: if it has seen nothing.
+    """
+    if isinstance(source, DiagonalFisherEstimate):
+        if not source.samples:
+            raise GramianError("source: has seen no sample; expected a capture before")
+        return source.diagonal()
+    if not isinstance(source, KFACNaturalGradient):
+        raise GramianError(f"source: expected K-FAC factors or a diagonal estimate, got {type(source).__name__}")
+    if not source.kfac_factors:
+        raise GramianError("source: has no factors yet; expected a capture or collect_kfac_factors before")
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for block in source.kfac_factors.values():
+            found.update(_diagonal(block))
+    return found
+
+
+def _diagonal(block: Block) -> dict[str, Tensor]:
+    """diag F of a block's parameters."""
+    spec = block.spec
+    if block.correction is not None:
+        return {name: t.clone() for name, t in spec.tensors(block.correction.diagonal().to(spec.device)).items()}
+    g_O = block.G.diagonal().to(spec.device)
+    if block.A is None:
+        return {spec.parameters[0]: g_O.reshape(spec.shapes[0]).clone()}
+    a_M = block.A.diagonal().to(spec.device)
+    weights_M = a_M[:-1] if spec.has_bias else a_M
+    rows, columns = (weights_M, g_O) if spec.layout in ("in_out", "table") else (g_O, weights_M)
+    found = {spec.parameters[0]: torch.outer(rows, columns).reshape(spec.shapes[0])}
+    if spec.has_bias:
+        found[spec.parameters[1]] = (g_O * a_M[-1]).reshape(spec.shapes[1])
+    return found
+
+
+@dataclass(frozen=True)
+class TokenImportance:
+    """Squared norms of gradients of the summed loss, told apart by token and by row.
+
+    Divided by the number of loss terms they are shares of the trace of the Fisher that K-FAC's expand setting approximates.
+    """
+
+    layers: dict[str, Tensor]
+    """{layer: [B, T]}: ‖g_t‖²‖a_t‖², the bias counted as one more input; [B, 1] where a layer cannot tell tokens apart."""
+    rows: dict[str, Tensor]
+    """{parameter of two axes or more: [its rows]}, summed over all tokens: words, for a table and for a head."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, T]: Σ over the layers that tell the batch's tokens apart."""
+        return torch.stack([t for t in self.layers.values() if t.shape[1] == self._length]).sum(0)
+
+    @property
+    def untold(self) -> list[str]:
+        """Layers that are not part of `tokens`, because they see another number of them."""
+        return [layer for layer, t in self.layers.items() if t.shape[1] != self._length]
+
+    @property
+    def _length(self) -> int:
+        return max(t.shape[1] for t in self.layers.values())
+
+
+def token_importance(
+    model: nn.Module,
+    batch: Any,
+    fisher_type: str = "empirical",
+    *,
+    n_samples: int = 1,
+    seed: int = 0,
+    causal_shift: bool | None = None,
+) -> TokenImportance:
+    """Which tokens of a batch, and which rows of its tables and heads, the Fisher's trace comes from.
+
+    Passes of its own: the user's gradients, buffers and random state stay as they are. Cost: a forward and a backward without
+    weight gradients, and one read of each layer's inputs and output gradients; nothing larger than these is held.
+
+    Args:
+        model: a model that returns logits, alone or as `.logits`.
+        batch: a mapping as Hugging Face models take it, or (inputs, labels).
+        fisher_type: "empirical" (the batch's labels) or "mc" (drawn from the model).
+        n_samples: draws of labels, of which the mean is taken.
+        seed: of the draws, keyed by row and position.
+        causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
+
+    Raises:
+        GramianError: for another batch or type, or a model inside an open capture.
+    """
+    root = module_of(model)
+    check_draws(fisher_type, n_samples, None)
+    check_seed(seed)
+    if fisher_type == "true":
+        raise GramianError('fisher_type: expected "empirical" or "mc", got "true"')
+    drawn, asked = fisher_type == "mc", question(root, batch, causal_shift)
+    if not drawn and asked.labels is None and not asked.shifted:
+        raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+    if hub_of(root).live:
+        raise GramianError("model: is inside an open capture; expected token_importance outside of it")
+    traces, rows, draws = TokenTraces(), RowTraces(), n_samples if drawn else 1
+    size = asked.inputs.shape[0]
+    if not size:
+        raise GramianError("batch: has no rows; expected at least one")
+    with preserve_state(root), hub_of(root).governed_by(Withheld()):
+        shape = None
+        if asked.labels is None and not asked.shifted:
+            with torch.no_grad():
+                shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
+        found = positions(asked, shape)
+        with Capture(root, traces, rows, loss_reduction="sum", batch_size=size) as seen:
+            for draw in range(draws):
+                logits = logits_of(root(*asked.args, **asked.kwargs))
+                if logits.shape[:-1] != found.counted.shape:
+                    raise GramianError(
+                        f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
+                    )
+                labels = draw_labels(logits, seed, torch.arange(size), draw) if drawn else found.labels
+                assert labels is not None
+                refuse_unknown_classes(labels, found.counted, logits.shape[-1])
+                summed_cross_entropy(logits, labels, found.counted).backward()
+    by_layer = {layer: t.reshape(draws, size, -1).mean(0) for layer, t in seen[traces].items()}
+    return TokenImportance(by_layer, {name: t * size for name, t in seen[rows].items()})

@@ -1,0 +1,241 @@
+"""Influence of training samples on a query: what one more copy of sample i in the training set would do to a loss.
+
+    score_i = −g_queryᵀ (F + damping)⁻¹ g_i
+
+To first order that is the change of the query's loss per unit of weight that sample i gains in the mean training loss (Koh
+and Liang 2017, with F for the Hessian). Below zero: the sample helps, the query's loss falls. Above zero: it harms.
+
+d = (F + damping)⁻¹ g_query is found once. After that an ordinary backward over training batches does: every layer has
+⟨d, g_i⟩ = Σ_t g_tᵀ D a_t from the tokens that its tap sees, and no gradient of a sample is kept.
+
+Legend: B samples, T tokens, Q queries, M×N a parameter.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.uses.fisher_parameters import blocks_of, completed, parameters_of
+from gramian.linalg.wide import wide, wide_dtype, wide_mm
+from gramian.taps import Capture
+from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient
+from gramian.taps.gradients.joined import Joined
+from gramian.taps.gradients.per_sample_gradient import flat
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import Needs, ParameterInfo
+
+Queries = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
+ScoresByPass = dict[int, Tensor]
+"""{number of the pass: scores [B, Q]}: a sum over parameters; samples stay apart."""
+
+
+class Influence:
+    """−g_qᵀ (F + damping)⁻¹ g_i of every sample that a capture sees, for one query or several."""
+
+    needs: Needs = "parameter"
+    per_sample = True
+
+    def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None) -> None:
+        """Find (F + damping)⁻¹ g of every query: Q natural gradients, and Q copies of the parameters.
+
+        Args:
+            kfac: the Fisher, damped and clipped as its options say.
+            model: that it belongs to.
+            queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: what is in `p.grad` now.
+
+        Raises:
+            GramianError: if a query has a gradient where there is no curvature, or none at all.
+        """
+        blocks_of(kfac)
+        if queries is None:
+            queries = {n: p.grad for n, p in parameters_of(model).items() if p.requires_grad and p.grad is not None}
+        self.single = isinstance(queries, Mapping)
+        if isinstance(queries, Mapping):
+            queries = [queries]
+        if not isinstance(queries, Sequence) or isinstance(queries, str) or not queries:
+            raise GramianError("queries: expected {parameter: gradient}, or a list of them")
+        found = []
+        for query in queries:
+            natural = kfac.compute_natural_gradient(model, gradients=completed(kfac, "queries", query))
+            found.append({name: whole(value) for name, value in natural.items()})
+        self.queries = len(found)
+        self.directions = {
+            name: torch.stack([d[name] if name in d else torch.zeros_like(like) for d in found])
+            for name, like in {name: value for d in found for name, value in d.items()}.items()
+        }
+        """{parameter: (F + damping)⁻¹ g of every query, [Q, *shape]}."""
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
+        """No pass yet.
+
+        Raises:
+            GramianError: if a parameter that a query depends on does not train.
+        """
+        strange = next((name for name in self.directions if name not in parameters), None)
+        if strange is not None:
+            raise GramianError(f"queries: {strange} does not train now; expected it to, as for the query")
+        return {}
+
+    def update(self, sums: ScoresByPass, record: ParameterRecord) -> None:
+        """Add one parameter's share to the scores of its pass."""
+        if record.parameter not in self.directions:
+            return
+        scores_BQ = -record.info.scale * products(record.gradient, self.directions[record.parameter])
+        number = record.info.number
+        if number in sums:  # layers may sit on several devices
+            sums[number] = sums[number] + scores_BQ.to(sums[number].device)
+        else:
+            sums[number] = scores_BQ
+
+    def count(self, sums: ScoresByPass, samples: int) -> None:
+        """Samples count themselves."""
+
+    def forget(self, sums: ScoresByPass, number: int) -> None:
+        """Take a pass out whose backward failed half-way."""
+        sums.pop(number, None)
+
+    def merge(self, left: ScoresByPass, right: ScoresByPass) -> ScoresByPass:
+        """Samples of the left, then samples of the right."""
+        behind = max(left, default=0) + 1
+        return {**left, **{behind + number: scores for number, scores in right.items()}}
+
+    def finish(self, sums: ScoresByPass) -> Tensor:
+        """Scores in the order of the samples: [B], of several queries [B, Q]."""
+        scores = [sums[number] for number in sorted(sums)]
+        found = torch.cat(scores) if scores else torch.zeros(0, self.queries)
+        return found[:, 0] if self.single else found
+
+
+class InfluenceCapture(Capture):
+    """The capture behind `influence_scores`."""
+
+    def __init__(self, model: nn.Module, influence: Influence, **options: Any) -> None:
+        """One statistic."""
+        self._influence = influence
+        super().__init__(model, influence, **options)
+
+    @property
+    def values(self) -> Tensor:
+        """Scores of all samples seen so far, [B] or [B, Q].
+
+        Raises:
+            GramianError: before the first backward.
+        """
+        if not self._passes:
+            raise GramianError("scores: no backward has run yet; expected loss.backward() inside the block")
+        found: Tensor = self[self._influence]
+        return found
+
+
+def influence_scores(
+    kfac: KFACNaturalGradient,
+    model: nn.Module,
+    queries: Queries | None = None,
+    *,
+    loss_reduction: str | float = "mean",
+    batch_size: int | None = None,
+    sample_ids: Tensor | None = None,
+    loss_scale: "float | torch.amp.GradScaler" = 1.0,
+    audit: bool = True,
+) -> InfluenceCapture:
+    """Scores of training samples from ordinary backwards over them.
+
+    ```python
+    F.cross_entropy(model(query_x), query_y).backward()
+    with influence_scores(kfac, model) as scores:  # the query is what p.grad holds
+        for x, y in training_batches:
+            F.cross_entropy(model(x), y).backward()
+    scores.values, scores.coverage
+    ```
+
+    Args:
+        kfac: the Fisher; its options say how it is damped.
+        model: that it belongs to.
+        queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: what is in `p.grad` now.
+        loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
+        batch_size: B, if it is not the first axis of the model's first tensor argument.
+        sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
+        loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
+        audit: compare with autograd's gradients in every backward.
+
+    Returns:
+        A context manager with `values` ([B], or [B, Q] for a list of queries; passes one after another) and `coverage`.
+    """
+    return InfluenceCapture(
+        model,
+        Influence(kfac, model, queries),
+        loss_reduction=loss_reduction,
+        batch_size=batch_size,
+        sample_ids=sample_ids,
+        loss_scale=loss_scale,
+        audit=audit,
+    )
+
+
+# ---- ⟨d, g_i⟩ --------------------------------------------------------------------------------------------------------
+
+
+def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
+    """⟨d_q, g_i⟩ of every sample and direction, [B, Q], without keeping any g_i.
+
+    | gradient | way | FLOPs |
+    |---|---|---|
+    | linear, one query or one token | Σ_t l_tᵀ D r_t: one product and one reading | 2·B·T·M·N·Q |
+    | linear, otherwise | g_i written out, some samples at a time | 2·B·M·N·(T + Q) |
+    | embedding | rows of D looked up | 2·B·T·D·Q |
+    | convolution | its own forward with D for the weight | that of the forward, Q times |
+    | anything else | as it is, some samples at a time | 2·B·N·Q |
+
+    Args:
+        gradient: g_i of one parameter.
+        directions_Q: d, [Q, *shape].
+    """
+    directions_Q = directions_Q.to(gradient.tensors()[0].device)
+    queries = len(directions_Q)
+    if isinstance(gradient, Joined):
+        return torch.stack([products(part, directions_Q) for part in gradient.parts]).sum(0)
+    if isinstance(gradient, Outer) and queries * gradient.tokens <= queries + gradient.tokens:
+        return torch.stack([_outer(gradient, d) for d in directions_Q], dim=1)
+    if isinstance(gradient, Indexed):
+        return torch.stack([_indexed(gradient, d) for d in directions_Q], dim=1)
+    if isinstance(gradient, Convolved):
+        return torch.stack([_convolved(gradient, d) for d in directions_Q], dim=1)
+    d_NQ = flat(directions_Q).mT
+    written = (flat(part.per_sample()) for part in gradient.chunks())
+    return torch.cat([wide_mm(g_BN, d_NQ.to(g_BN.dtype)) for g_BN in written])
+
+
+def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
+    """Σ_t l_tᵀ D r_t, [B]; D meets the side that leaves the smaller result."""
+    left, right = gradient.left_BTM, gradient.right_BTN
+    d_MN = d_MN.to(wide_dtype(left, right))
+    if left.shape[2] < right.shape[2]:
+        met, other = wide_mm(right.flatten(0, 1), d_MN.mT), left
+    else:
+        met, other = wide_mm(left.flatten(0, 1), d_MN), right
+    return (met.reshape(other.shape) * other).sum((1, 2))
+
+
+def _indexed(gradient: Indexed, d_VD: Tensor) -> Tensor:
+    """Σ_t d[x_t] · g_t, [B]."""
+    rows_BTD = wide(gradient.rows_BTD)
+    return (d_VD.to(rows_BTD.dtype)[gradient.index_BT] * rows_BTD).sum((1, 2))
+
+
+def _convolved(gradient: Convolved, d: Tensor) -> Tensor:
+    """Σ over places of g ⊙ (D * x), [B]."""
+    images, gradients = wide(gradient.images_BK).flatten(0, 1), wide(gradient.gradients_BK).flatten(0, 1)
+    if not len(images):
+        return images.new_zeros(gradient.batch)
+    how = gradient.geometry
+    none = [0] * len(how.stride)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        met = torch.convolution(
+            images, d.to(images.dtype), None, how.stride, how.padding, how.dilation, False, none, how.groups
+        )
+    return (met * gradients).reshape(gradient.batch, -1).sum(1)

@@ -1,0 +1,306 @@
+"""Do two tasks want the same parameters? Overlaps of two Fishers, and the conflict of two gradients.
+
+Legend: n side of a factor, r columns of a low-rank one, k eigenvectors, o×m the matrix of a block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import inner
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.spectrum.wide_side_spectra import WideSide
+from gramian.curvature.uses.fisher_parameters import blocks_of, completed
+from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.stored import Loaded
+from gramian.linalg.spectra.lanczos import lanczos
+from gramian.linalg.wide import pieces
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A number for every layer and for the model."""
+
+    model: float
+    layers: dict[str, float]
+    """{block: number}, by the names of `kfac_factors`."""
+    unshared: tuple[str, ...]
+    """Blocks that only one of the two has."""
+
+
+def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Overlap:
+    """tr(F₁F₂)/(‖F₁‖‖F₂‖): 1 where both Fishers are the same up to a factor, 0 where no direction matters to both.
+
+    F₁ and F₂ are undamped. For Kronecker blocks tr(F₁F₂) = tr(A₁A₂)·tr(G₁G₂); of the model it is the sum over the blocks that
+    both have, and so are the squared norms. 0 where a Fisher is zero. Nothing of side o·m is formed.
+
+    | sides | tr(M₁M₂) | FLOPs |
+    |---|---|---|
+    | diagonal and any | Σ d_i·M_ii | 2·n (that of the diagonal) |
+    | low rank U and U' | ‖UᵀU'‖² | 2·n·r·r' |
+    | low rank U and dense | Σ U ⊙ (M U) | 2·n²·r |
+    | dense and dense | Σ M₁ ⊙ M₂ | 2·n² |
+    | diagonal ± low rank | the sum of its two parts | |
+
+    Args:
+        one: F₁.
+        other: F₂, of a model with the same layers; representations may differ.
+
+    Raises:
+        GramianError: if one of them has no factors, or a block is not the same in both.
+    """
+    shared, unshared = _shared(one, other)
+    with torch.no_grad():
+        traces = {
+            name: (_block_trace(left, left), _block_trace(left, right), _block_trace(right, right))
+            for name, (left, right) in shared.items()
+        }
+    total = tuple(sum(trace[i] for trace in traces.values()) for i in range(3))
+    layers = {name: _normalised(*trace) for name, trace in traces.items()}
+    return Overlap(_normalised(*total), layers, unshared)
+
+
+def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: int = 10) -> Overlap:
+    """‖V₁ᵀV₂‖²/k of the eigenvectors of the k largest eigenvalues: 1 for the same space, 0 for orthogonal ones.
+
+    Two random spaces have about k/(o·m). A layer's k are the largest of its own; the model's those of all layers together.
+    Where a Fisher has fewer positive eigenvalues, those are compared, and the smaller number stands for k. Where the k-th is
+    repeated (words that are equally frequent) the space is not unique, and neither is the number.
+
+    Eigenvectors of G ⊗ A are q_i ⊗ a_j, and ⟨q_i ⊗ a_j, q'_i' ⊗ a'_j'⟩ = ⟨q_i, q'_i'⟩⟨a_j, a'_j'⟩: cost beyond the eigenvectors
+    of both sides is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
+
+    Args:
+        one: F₁.
+        other: F₂, of a model with the same layers.
+        k: eigenvectors of each.
+
+    Raises:
+        GramianError: if one of them has no factors, a block is not the same in both, or k is no number of vectors.
+    """
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise GramianError(f"k: expected an integer of at least 1, got {k!r}")
+    shared, unshared = _shared(one, other)
+    with torch.no_grad():
+        spaces = {name: (_leading(left, k), _leading(right, k)) for name, (left, right) in shared.items()}
+        layers = {name: _compared([pair]) for name, pair in spaces.items()}
+        floors = [_kth_largest([pair[side].values_K for pair in spaces.values()], k) for side in range(2)]
+        cut = [(left.above(floors[0]), right.above(floors[1])) for left, right in spaces.values()]
+        return Overlap(_compared(cut), layers, unshared)
+
+
+def gradient_conflict(
+    kfac: KFACNaturalGradient, model: nn.Module, left: Mapping[str, Tensor], right: Mapping[str, Tensor]
+) -> Overlap:
+    """cos = gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h), F damped: below 0 a natural step for one loss raises the other.
+
+    To first order a step −ηF⁻¹g changes the loss of h by −η·hᵀF⁻¹g. Cost: two natural gradients.
+
+    Args:
+        kfac: the metric, damped and clipped as its options say.
+        model: that it belongs to.
+        left: g, {parameter: tensor}.
+        right: h.
+
+    Returns:
+        Cosines of every layer that one of them touches, and of the whole; 0 where one of them is zero.
+
+    Raises:
+        GramianError: if a gradient has a part without curvature.
+    """
+    gradients = [completed(kfac, "left", left), completed(kfac, "right", right)]
+    natural = [kfac.compute_natural_gradient(model, gradients=gradient) for gradient in gradients]
+    products, unshared = {}, []
+    for name, block in blocks_of(kfac).items():
+        g, h = ({p: t for p, t in gradient.items() if p in block.spec.parameters} for gradient in gradients)
+        if g or h:
+            across = inner(g, natural[1]) if g and h else 0.0
+            products[name] = (inner(g, natural[0]), across, inner(h, natural[1]))
+        if bool(g) != bool(h):
+            unshared.append(name)
+    total = tuple(sum(product[i] for product in products.values()) for i in range(3))
+    return Overlap(_normalised(*total), {name: _normalised(*p) for name, p in products.items()}, tuple(unshared))
+
+
+def _normalised(left: float, across: float, right: float) -> float:
+    """across/√(left·right), 0 where one of them is zero; roots first, whose product stays in range."""
+    return across / (left**0.5 * right**0.5) if left > 0 and right > 0 else 0.0
+
+
+def _shared(
+    one: KFACNaturalGradient, other: KFACNaturalGradient
+) -> tuple[dict[str, tuple[Block, Block]], tuple[str, ...]]:
+    """The blocks that both have, and the names of the others.
+
+    Raises:
+        GramianError: if a block has other parameters, or none is shared.
+    """
+    mine, theirs = blocks_of(one), blocks_of(other)
+    shared = {name: (block, theirs[name]) for name, block in mine.items() if name in theirs}
+    for name, (left, right) in shared.items():
+        if (left.spec.parameters, left.spec.shapes) != (right.spec.parameters, right.spec.shapes):
+            raise GramianError(f"{name}: is not the same block in both; expected Fishers of one architecture")
+    if not shared:
+        raise GramianError("other: has no block that the first has; expected Fishers of one architecture")
+    return shared, tuple([name for name in mine if name not in theirs] + [name for name in theirs if name not in mine])
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def _block_trace(left: Block, right: Block) -> float:
+    """tr(F₁F₂) of two blocks of the same parameters; of EK-FAC Σ S ⊙ diag of the other in the basis of S."""
+    if left.correction is None and right.correction is not None:
+        left, right = right, left
+    if left.correction is not None:
+        seen_RS = _seen_in(left.correction, right)
+        return float((left.correction.values_RS.double() * seen_RS.double()).sum())
+    trace = product_trace(left.G, right.G)
+    if left.A is not None and right.A is not None:
+        trace *= product_trace(left.A, right.A)
+    return trace
+
+
+def _seen_in(basis: Correction, block: Block) -> Tensor:
+    """The diagonal of a block's F in another's basis, [r, s]."""
+    if block.correction is not None:
+        return block.correction.seen_in(basis.G, basis.A)
+    assert block.A is not None
+    return torch.outer(_diagonal_in(basis.G, block.G), _diagonal_in(basis.A, block.A).to(block.G.device))
+
+
+def _diagonal_in(basis: Basis, factor: Factor) -> Tensor:
+    """q_iᵀ M q_i of every vector of a basis, [r]."""
+    q_NR = basis.combined(torch.eye(basis.rank, dtype=factor.dtype, device=factor.device))
+    return (q_NR * factor.matvec(q_NR)).sum(0)
+
+
+def product_trace(one: Factor, other: Factor) -> float:
+    """tr(M₁M₂) of any two representations, in float64. Collective where rows are spread over processes."""
+    if isinstance(one, Diagonal):
+        return float(one.values_N.double() @ _diagonal(other).to(one.device))
+    if isinstance(one, LowRank):
+        return _columns_trace(one.columns, other)
+    if isinstance(one, DiagonalLowRank):
+        diagonal = float(one.values_N.double() @ _diagonal(other).to(one.values_N.device))
+        return diagonal + one.sign * _columns_trace(one.columns, other)
+    if not isinstance(other, Dense):
+        return product_trace(other, one)
+    assert isinstance(one, Dense)
+    return sum(
+        float((one.stored.load(rows, torch.float64) * other.stored.load(rows, torch.float64, one.device)).sum())
+        for rows in pieces(one.dim, one.dim)
+    )
+
+
+def _diagonal(factor: Factor) -> Tensor:
+    """diag M [n], float64; what is left of d is little where U is subtracted, and must not be rounded before."""
+    if isinstance(factor, DiagonalLowRank):
+        return factor.values_N.double() + factor.sign * factor.columns.squares_N()
+    return factor.diagonal().double()
+
+
+def _columns_trace(columns: Columns, other: Factor) -> float:
+    """tr(U Uᵀ M) = tr(Uᵀ M U), a piece of the columns at a time."""
+    source = Loaded(columns.whole().stored, torch.float64)
+    return sum(_squared(source.piece(part), other) for part in pieces(columns.count, columns.dim))
+
+
+def _squared(u_NC: Tensor, other: Factor) -> float:
+    """tr(Uᵀ M U)."""
+    if isinstance(other, Dense):
+        return sum(
+            float((u_NC[rows] * (other.stored.load(rows, torch.float64, u_NC.device) @ u_NC)).sum())
+            for rows in pieces(other.dim, other.dim)
+        )
+    if isinstance(other, LowRank):
+        return float(other.columns.transposed_times(u_NC).square().sum())
+    assert isinstance(other, Diagonal | DiagonalLowRank)
+    total = float(other.values_N.to(u_NC) @ u_NC.square().sum(1))
+    if isinstance(other, DiagonalLowRank):
+        total += other.sign * float(other.columns.transposed_times(u_NC).square().sum())
+    return total
+
+
+# ---- leading eigenvectors --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Space:
+    """Leading eigenvectors q_i ⊗ a_j of a block, one column of each side for every eigenvalue."""
+
+    values_K: Tensor
+    """Descending, all above zero."""
+    G_OK: Tensor
+    A_MK: Tensor | None
+
+    def above(self, floor: float) -> "_Space":
+        """Those that are not below a number."""
+        kept = int((self.values_K >= floor).sum())
+        A_MK = None if self.A_MK is None else self.A_MK[:, :kept]
+        return _Space(self.values_K[:kept], self.G_OK[:, :kept], A_MK)
+
+
+def _leading(block: Block, k: int) -> _Space:
+    """The k largest eigenvalues that rounding lets one tell from zero, with their vectors; fewer where there are fewer."""
+    if block.correction is not None:
+        values_RS = block.correction.values_RS.double()
+    else:
+        sigma_R, G_OR = _leading_of_side(block.G, k)
+        alpha_S, A_MS = (sigma_R.new_ones(1), None) if block.A is None else _leading_of_side(block.A, k)
+        values_RS = torch.outer(sigma_R, alpha_S.to(sigma_R))
+    values, chosen = values_RS.flatten().sort(descending=True, stable=True)
+    noise = max(block.spec.outputs, block.spec.inputs) * torch.finfo(torch.float64).eps
+    kept = min(k, int((values > noise * values[:1]).sum()))
+    rows, columns = chosen[:kept] // values_RS.shape[1], chosen[:kept] % values_RS.shape[1]
+    if block.correction is not None:
+        q_RK, a_SK = _one_hot(rows, values_RS.shape[0]), _one_hot(columns, values_RS.shape[1])
+        return _Space(values[:kept], block.correction.G.combined(q_RK), block.correction.A.combined(a_SK))
+    return _Space(values[:kept], G_OR[:, rows], None if A_MS is None else A_MS[:, columns.to(A_MS.device)])
+
+
+def _one_hot(chosen_K: Tensor, size: int) -> Tensor:
+    """Columns of the identity, [size, K], float64."""
+    found = torch.zeros(size, len(chosen_K), dtype=torch.float64, device=chosen_K.device)
+    return found.scatter_(0, chosen_K[None], 1.0)
+
+
+def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest eigenvalues of a side, descending, and their vectors [n, k], float64."""
+    if isinstance(factor, DiagonalLowRank) and factor.dim > WIDEST_DENSE:
+        found = lanczos(WideSide(factor), k, eigenvectors=True)
+        assert found.eigenvectors is not None
+        return found.eigenvalues.to(found.eigenvectors.device).clamp(min=0), found.eigenvectors
+    if isinstance(factor, DiagonalLowRank):
+        factor = factor.written_out()
+    assert isinstance(factor, Spectral)
+    nothing = torch.zeros(len(factor.spectrum), 0, dtype=torch.float64, device=factor.device)
+    factor.from_basis(nothing)  # first: the spectrum is then as exact as the basis
+    values, order = factor.spectrum.double().sort(descending=True)
+    return values[:k], factor.from_basis(_one_hot(order[:k], len(values)))
+
+
+def _kth_largest(values: list[Tensor], k: int) -> float:
+    """The smallest of the k largest of all; 0 where there are fewer."""
+    together = torch.cat([v.cpu() for v in values]).sort(descending=True).values
+    return float(together[k - 1]) if len(together) >= k else 0.0
+
+
+def _compared(pairs: list[tuple[_Space, _Space]]) -> float:
+    """Σ ‖V₁ᵀV₂‖² over blocks, whose spaces are orthogonal to each other's, over the smaller dimension."""
+    counts = [sum(len(pair[side].values_K) for pair in pairs) for side in range(2)]
+    if not min(counts):
+        return 0.0
+    total = 0.0
+    for left, right in pairs:
+        cosines_KK = left.G_OK.mT @ right.G_OK.to(left.G_OK)
+        if left.A_MK is not None and right.A_MK is not None:
+            cosines_KK = cosines_KK * (left.A_MK.mT @ right.A_MK.to(left.A_MK)).to(cosines_KK)
+        total += float(cosines_KK.square().sum())
+    return total / min(counts)

@@ -1,0 +1,280 @@
+"""The batches of a run, made by worker processes: each is a function of the seed and its data position alone.
+
+Shape suffixes:
+    R  windows of a step on this rank
+    T  tokens of a window
+"""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from gramian.core.errors import GramianError
+from gramian.data.window_order import windows_at
+from gramian.data.windows import NOT_COUNTED, Windows
+
+Int64s = npt.NDArray[np.int64]
+_Rows = tuple[int, int, dict[str, Tensor]]
+
+
+class DataWorkerDied(GramianError):
+    """A worker process ended before its time; `Batches.from_position` begins again with new ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """What one rank computes in one optimizer step.
+
+    Attributes:
+        position: the data position.
+        micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`, and int64 [rows] under "windows":
+            which window each row is, on the host. As many on every rank.
+        tokens: counted targets of the whole batch, over all ranks.
+        first: place of this rank's first row among those of all ranks; the others follow it.
+    """
+
+    position: int
+    micro: list[dict[str, Tensor]]
+    tokens: int
+    first: int = 0
+
+
+class Batches:
+    """Batches by data position: the same on any number of ranks together and with any number of workers.
+
+    The rows of `windows_at` are split over the ranks contiguously, as evenly as can be, and on a rank into micro-batches. Every
+    rank has the same number of those; where one has no row left for its last, that is a single row of which nothing is counted.
+
+    Workers are started by the first `from_position` and kept, so one `Batches` should serve a whole run. Nothing random happens
+    in them, and the loader draws from a generator of its own. They leave the process group: Ctrl-C reaches the training process
+    alone, which can finish its step. A worker's death is told by the next batch, not in the middle of a step.
+
+    Args:
+        windows: the data.
+        batch: windows of a step, over all ranks.
+        micro_batch: most windows of a micro-batch; 0: as many as there are.
+        seed: of the order.
+        rank: of this process.
+        world: number of data-parallel ranks.
+        workers: processes that make batches; 0: this one does.
+        prefetch: steps that each worker is ahead.
+        pin: batches arrive in page-locked memory, where they can go to a GPU.
+        device: where batches go, without waiting for the copy; None: they stay.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        *,
+        batch: int,
+        micro_batch: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("data.batch", batch, 1),
+            ("data.micro_batch", micro_batch, 0),
+            ("data.workers", workers, 0),
+            ("data.prefetch", prefetch, 1),
+        ):
+            if value < least:
+                raise GramianError(f"{name}: expected at least {least}, got {value}")
+        if not 0 <= rank < world:
+            raise GramianError(f"rank: expected 0 to {world - 1}, got {rank}")
+        self.workers = workers
+        self._steps = _Steps(windows, batch, micro_batch, seed, rank, world)
+        self._positions = _Positions()
+        self._prefetch = prefetch
+        self._device = None if device is None else torch.device(device)
+        on_gpu = self._device is None or self._device.type == "cuda"
+        self._pin = pin and on_gpu and torch.cuda.is_available()
+        self._loader: DataLoader[_Rows] | None = None
+        self._rows: Iterator[_Rows] | None = None
+        self._processes: list[BaseProcess] = []
+        self._turn = 0
+
+    def from_position(self, start: int, skipped: Collection[int] = ()) -> Iterator[StepBatch]:
+        """All batches from a data position on, without those of the positions in `skipped`; never ends.
+
+        Workers begin at once. An iterator that was given before ends here: it raises if it is used again.
+
+        Raises:
+            DataWorkerDied: here or from the iterator, if a worker has died.
+            GramianError: if workers cannot be started.
+        """
+        if start < 0:
+            raise GramianError(f"start: expected at least 0, got {start}")
+        if any(process.exitcode is not None for process in self._processes):
+            self.close()
+        self._turn += 1
+        self._positions.start, self._positions.skipped = start, frozenset(skipped)
+        try:
+            return self._follow(self._started(), self._turn)
+        except (RuntimeError, EOFError) as problem:
+            raise self._explained(problem) from None
+        except OSError as problem:
+            raise GramianError(
+                f"data.workers: {self.workers} cannot be started ({problem.strerror}); expected fewer"
+            ) from None
+
+    def close(self) -> None:
+        """End the workers; `from_position` starts new ones."""
+        self._turn += 1
+        # Not left to the garbage collector: the frames of an error may hold the loader for long.
+        end = getattr(self._rows, "_shutdown_workers", None)
+        if end is not None:
+            end()
+        self._loader, self._rows, self._processes = None, None, []
+
+    def _started(self) -> Iterator[_Rows]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._steps,
+                batch_size=None,
+                sampler=self._positions,
+                num_workers=self.workers,
+                collate_fn=_as_it_is,
+                pin_memory=self._pin,
+                worker_init_fn=leave_group,
+                prefetch_factor=self._prefetch if self.workers else None,
+                persistent_workers=self.workers > 0,
+                generator=torch.Generator(),
+            )
+            before = multiprocessing.active_children()
+            self._rows = iter(self._loader)
+            if self.workers:
+                self._processes = [child for child in multiprocessing.active_children() if child not in before]
+                keep_deaths_for_the_next_batch()
+        else:
+            self._rows = iter(self._loader)
+        return self._rows
+
+    def _follow(self, rows: Iterator[_Rows], turn: int) -> Iterator[StepBatch]:
+        while True:
+            if turn != self._turn:
+                raise GramianError("from_position: was called again, or close was; expected its newest iterator")
+            self._refuse_dead()
+            try:
+                position, tokens, rows_R = next(rows)
+            except (RuntimeError, OSError, EOFError) as problem:
+                raise self._explained(problem) from None
+            if self._device is not None:
+                rows_R = {
+                    name: values if name == "windows" else values.to(self._device, non_blocking=True)
+                    for name, values in rows_R.items()
+                }
+            yield StepBatch(position, self._steps.cut(rows_R), tokens, self._steps.first)
+
+    def _refuse_dead(self) -> None:
+        for process in self._processes:
+            if process.exitcode is not None:
+                told = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit {process.exitcode}"
+                raise DataWorkerDied(
+                    f"data.workers: worker {process.pid} of {self.workers} died ({told}); expected enough memory for all, "
+                    "or fewer workers; 0 reads in the training process"
+                )
+
+    def _explained(self, problem: Exception) -> Exception:
+        """What to raise for an error of the loader: a dead worker in one line, anything else as it is."""
+        if isinstance(problem, OSError | EOFError):  # of a connection to a worker that may be about to end
+            connection.wait([process.sentinel for process in self._processes], timeout=1)
+        try:
+            self._refuse_dead()
+        except DataWorkerDied as died:
+            return died
+        return problem
+
+
+class _Steps(Dataset[_Rows]):
+    """By data position: the position, its counted targets over all ranks, this rank's rows."""
+
+    def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
+        self._windows = windows
+        self._batch = batch
+        self._seed = seed
+        self.first, self._stop = rank * batch // world, (rank + 1) * batch // world
+        most = -(-batch // world)
+        self._micro_batch = micro_batch or most
+        self._count = -(-most // self._micro_batch)
+
+    def __getitem__(self, position: int) -> _Rows:
+        batch = windows_at(position, len(self._windows), self._batch, self._seed)
+        mine = batch[self.first : self._stop]
+        missing = len(mine) <= (self._count - 1) * self._micro_batch
+        windows = np.append(mine, batch[:1]) if missing else mine
+        rows_R = self._windows.stack(windows) | {"windows": torch.from_numpy(windows)}
+        if missing:
+            rows_R["targets"][-1] = NOT_COUNTED
+        return position, int(self._windows.counts[batch].sum()), rows_R
+
+    def cut(self, rows_R: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The rows as micro-batches."""
+        return [
+            {name: values[at * self._micro_batch : (at + 1) * self._micro_batch] for name, values in rows_R.items()}
+            for at in range(self._count)
+        ]
+
+
+class _Positions(Sampler[int]):
+    """Data positions from `start` on without the skipped ones; never ends."""
+
+    start = 0
+    skipped: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        skipped = self.skipped
+        return (position for position in itertools.count(self.start) if position not in skipped)
+
+
+def leave_group(worker: int) -> None:
+    """`worker_init_fn` of a DataLoader: signals to the process group, as Ctrl-C sends them, do not end the worker."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+
+
+def _as_it_is(rows: Any) -> Any:
+    return rows
+
+
+class _QuietAboutWorkers:
+    """A SIGCHLD handler without the error that torch's raises, wherever the program is, when a worker dies."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._handler(number, frame)
+        except RuntimeError as problem:
+            if "DataLoader worker" not in str(problem):
+                raise
+
+
+def keep_deaths_for_the_next_batch() -> None:
+    """Wrap torch's SIGCHLD handler; a loader that waits for a batch notices a dead worker within seconds without it."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and not isinstance(handler, _QuietAboutWorkers):
+            signal.signal(signal.SIGCHLD, _QuietAboutWorkers(handler))

@@ -1,0 +1,221 @@
+"""The documents of a config as two streams of tokens: one to train on, one to validate on."""
+
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from gramian.core.errors import GramianError
+from gramian.data.data_files import File, find_files, open_tokens, read_bytes, read_lines, read_text
+from gramian.data.embedded_corpus import load_corpus
+from gramian.data.token_stream import CHUNK, Stream, content_hash
+from gramian.data.tokenizer import Ids, Tokenizer, token_type
+from gramian.train.config.config import Data
+
+Int64s = npt.NDArray[np.int64]
+
+VALIDATES_BELOW = 2**64 // 20
+"""A document whose 64-bit hash is below validates, where no validation files are named."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """What a run reads.
+
+    Attributes:
+        train: documents to train on.
+        validation: documents to validate on.
+        read: documents there were, empty ones among them.
+        empty: documents without content; left out of the streams, but for those of token files.
+    """
+
+    train: Stream
+    validation: Stream
+    read: int
+    empty: int
+
+
+def read_documents(data: Data, tokenizer: Tokenizer) -> Documents:
+    """Read and tokenise all documents of a config and split them.
+
+    Text is held as its tokens, 2 or 4 bytes each, and one document as text; token files are memory maps and stay on disk.
+    `data.validation_files` validate; without them each document goes to a side by the hash of its content, 5 % of them to
+    validation, so equal documents are never on both sides and a document keeps its side whatever is read beside it. The
+    embedded corpus has a split of its own, by path.
+
+    Raises:
+        GramianError: one line that names the file, or the field that leaves a side empty.
+    """
+    if data.source == "embedded":
+        return _embedded(data, tokenizer)
+    if data.validation_files:
+        _refuse_common(data)
+        train, read, empty = _read(data, data.files, "data.files", tokenizer)
+        validation, more_read, more_empty = _read(data, data.validation_files, "data.validation_files", tokenizer)
+        if (train.vocabulary, train.end) != (validation.vocabulary, validation.end):
+            raise GramianError(
+                f"data.validation_files: vocabulary {validation.vocabulary}, end {validation.end}; "
+                f"expected {train.vocabulary} and {train.end} as in data.files"
+            )
+        return Documents(train, validation, read + more_read, empty + more_empty)
+    if data.source == "tokens":
+        stream, read, empty = _read(data, data.files, "data.files", tokenizer)
+        validates = stream.document_hashes() < np.uint64(VALIDATES_BELOW)
+        _refuse_empty(int((~validates).sum()), int(validates.sum()))
+        return Documents(stream.select(~validates), stream.select(validates), read, empty)
+    sides = (_Growing(tokenizer), _Growing(tokenizer))
+    for content in _contents(data, find_files(data.files, data.source)):
+        sides[content_hash(content) < VALIDATES_BELOW].add(content)
+    _refuse_empty(sides[0].documents, sides[1].documents)
+    return _both(*sides)
+
+
+def read_stream(data: Data, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
+    """All documents of other files, read as those of `data` are; `field` is named in errors.
+
+    Raises:
+        GramianError: one line that names the file or the field.
+    """
+    return _read(data, files, field, tokenizer)[0]
+
+
+def _read(data: Data, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
+    """The stream of some files, how many documents they have, and how many of them are empty."""
+    if data.source == "embedded":
+        raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
+    found = find_files(files, data.source, field)
+    if data.source == "tokens":
+        return _token_stream(found, data.tokenizer, tokenizer)
+    flat = _Growing(tokenizer)
+    for content in _contents(data, found):
+        flat.add(content)
+    if not flat.documents:
+        raise GramianError(f"{field}: all {flat.empty} documents are empty; expected text")
+    return flat.stream(), flat.documents + flat.empty, flat.empty
+
+
+def _contents(data: Data, files: Iterable[File]) -> Iterator[bytes]:
+    """Documents of text and JSONL files, in UTF-8."""
+    for file in files:
+        if data.source == "text":
+            yield read_text(file)
+        else:
+            yield from read_lines(file.path, data.field)
+
+
+def _embedded(data: Data, tokenizer: Tokenizer) -> Documents:
+    corpus = load_corpus(data.limit_bytes)
+    root = Path(sysconfig.get_path("stdlib"))
+    validation_files = set(corpus.validation_files)
+    sides = (_Growing(tokenizer), _Growing(tokenizer))
+    for name in corpus.files:
+        sides[name in validation_files].add(read_bytes(root / name))
+    return _both(*sides)
+
+
+def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
+    """As `_read`, of token files; a sidecar says what the tokens are, else the tokenizer does."""
+    arrays: list[Ids] = []
+    edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
+    kinds: dict[tuple[int, int], Path] = {}
+    empty = 0
+    for file in files:
+        ids, sidecar = open_tokens(file.path)
+        ours = (tokenizer.vocabulary, tokenizer.end)
+        kind = ours if sidecar is None else (sidecar.vocabulary, sidecar.end)
+        kinds.setdefault(kind, file.path)
+        if len(kinds) > 1:
+            (first, path), *_ = kinds.items()
+            raise GramianError(
+                f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {first[0]} and {first[1]} as in {path}"
+            )
+        if name not in ("auto", "bytes") and kind != ours:
+            raise GramianError(
+                f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {ours[0]} and {ours[1]} as data.tokenizer has"
+            )
+        stops = _stops(ids, *kind, file.path)
+        empty += int((ids[stops[np.diff(stops, prepend=0) == 1] - 1] == kind[1]).sum())
+        edges.append(edges[-1][-1] + stops)
+        arrays.append(ids)
+    vocabulary, end = next(iter(kinds))
+    digest = tokenizer.digest if (vocabulary, end) == (tokenizer.vocabulary, tokenizer.end) else f"{vocabulary}/{end}"
+    stream = Stream(arrays, np.concatenate(edges), vocabulary=vocabulary, end=end, tokenizer=digest)
+    return stream, stream.documents, empty
+
+
+def _stops(ids: Ids, vocabulary: int, end: int, path: Path) -> Int64s:
+    """Where the documents of a token file stop, int64 [documents]; the last one may do without `end`."""
+    stops: list[Int64s] = []
+    for begin in range(0, len(ids), CHUNK):
+        part = ids[begin : begin + CHUNK]
+        outside = np.flatnonzero((part < 0) | (part >= vocabulary))
+        if len(outside):
+            at = int(outside[0])
+            raise GramianError(
+                f"{path}: token {begin + at} is {part[at]}; expected less than the vocabulary of {vocabulary}"
+            )
+        stops.append(np.flatnonzero(part == end) + (begin + 1))
+    if ids[-1] != end:
+        stops.append(np.array([len(ids)]))
+    return np.concatenate(stops)
+
+
+def _refuse_common(data: Data) -> None:
+    train = {file.path.resolve() for file in find_files(data.files, data.source)}
+    for file in find_files(data.validation_files, data.source, "data.validation_files"):
+        if file.path.resolve() in train:
+            raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected other files")
+
+
+def _refuse_empty(train: int, validation: int) -> None:
+    if not validation:
+        raise GramianError(
+            f"data.validation_files: none of {train} documents validates by its hash; expected validation files, "
+            "or more documents"
+        )
+    if not train:
+        raise GramianError(
+            f"data.files: all of {validation} documents validate by their hashes; expected validation files, "
+            "or more documents"
+        )
+
+
+class _Growing:
+    """Tokens of documents, each followed by `end`, in one array that grows by doubling."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = np.empty(1 << 16, dtype=token_type(tokenizer.vocabulary))
+        self._edges = [0]
+        self.empty = 0
+
+    @property
+    def documents(self) -> int:
+        return len(self._edges) - 1
+
+    def add(self, content: bytes) -> None:
+        """Take a document in, unless it is empty."""
+        ids = self._tokenizer.encode(content)
+        if not len(ids):
+            self.empty += 1
+            return
+        begin, stop = self._edges[-1], self._edges[-1] + len(ids) + 1
+        if stop > len(self._tokens):
+            self._tokens.resize(max(stop, 2 * len(self._tokens)), refcheck=False)
+        self._tokens[begin : stop - 1] = ids
+        self._tokens[stop - 1] = self._tokenizer.end
+        self._edges.append(stop)
+
+    def stream(self) -> Stream:
+        """What was taken in; nothing can be added afterwards."""
+        tokenizer, edges, tokens = self._tokenizer, np.array(self._edges, dtype=np.int64), self._tokens
+        tokens.resize(edges[-1], refcheck=False)
+        return Stream([tokens], edges, vocabulary=tokenizer.vocabulary, end=tokenizer.end, tokenizer=tokenizer.digest)
+
+
+def _both(train: _Growing, validation: _Growing) -> Documents:
+    empty = train.empty + validation.empty
+    return Documents(train.stream(), validation.stream(), train.documents + validation.documents + empty, empty)

@@ -1,0 +1,122 @@
+"""The embedded corpus: the source of the running interpreter's standard library, as bytes.
+
+Every Python brings this text along, so the demo and the tests need no download. The vocabulary is the 256 byte values.
+Which files are taken and which of them validate depends on their relative paths alone, through a stable hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+
+VOCABULARY = 256
+VALIDATION_FRACTION = 0.05
+
+# Not the library itself: installed packages, tests and their data, caches.
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# Written per build or per installation: they would make the corpus differ between equal interpreters.
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes to validate on, from disjoint files.
+
+    Attributes:
+        train: uint8 [N], the training files end to end, in the order of their paths.
+        validation: uint8 [M], the validation files likewise.
+        files: Relative posix paths of all files taken, sorted.
+        validation_files: Those of them that validate, sorted.
+        digest: Hex hash of the paths and contents; equal digests mean equal corpora.
+    """
+
+    train: Tensor
+    validation: Tensor
+    files: tuple[str, ...]
+    validation_files: tuple[str, ...]
+    digest: str
+
+
+def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpus:
+    """Read the corpus.
+
+    Args:
+        limit_bytes: Upper bound on the bytes read; files are taken in the order of their hash until the next one
+            would pass it.
+        root: Folder of `*.py` files; default: the standard library of the running interpreter.
+
+    Raises:
+        GramianError: If there is no such folder, it holds no source, or the limit leaves either split empty.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    if not root.is_dir():
+        raise GramianError(
+            f"corpus: {root} is not a folder; accepted: an unpacked standard library with its *.py files"
+        )
+    paths = sorted(_source_files(root), key=lambda path: _path_hash(path, "order"))
+    if not paths:
+        raise GramianError(f"corpus: no *.py files in {root}; accepted: an unpacked standard library with its source")
+
+    contents: dict[str, bytes] = {}
+    total = 0
+    for path in paths:
+        content = (root / path).read_bytes()
+        total += len(content)
+        if total > limit_bytes:
+            break
+        contents[path] = content
+
+    files = tuple(sorted(contents))
+    validation_files = tuple(path for path in files if _validates(path))
+    train = b"".join(contents[path] for path in files if not _validates(path))
+    validation = b"".join(contents[path] for path in validation_files)
+    if not train or not validation:
+        raise GramianError(
+            f"corpus: limit_bytes={limit_bytes} leaves {len(train)} bytes to train and {len(validation)} to validate; "
+            "accepted: a limit that leaves both above 0"
+        )
+    return Corpus(_as_tensor(train), _as_tensor(validation), files, validation_files, _digest(contents))
+
+
+def _source_files(root: Path) -> Iterator[str]:
+    """Relative posix paths of the source files below `root`."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS and not _per_build(name)]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix == ".py" and not _per_build(name) and path.is_file():
+                yield path.relative_to(root).as_posix()
+
+
+def _per_build(name: str) -> bool:
+    return name.startswith(_EXCLUDED_PREFIXES)
+
+
+def _path_hash(path: str, purpose: str) -> int:
+    """64-bit hash of a path, independent between purposes."""
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8, person=purpose.encode()).digest(), "little")
+
+
+def _validates(path: str) -> bool:
+    return _path_hash(path, "split") < VALIDATION_FRACTION * 2**64
+
+
+def _digest(contents: dict[str, bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path, content in sorted(contents.items()):
+        digest.update(f"{path}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

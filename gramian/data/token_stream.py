@@ -1,0 +1,135 @@
+"""Documents end to end as one flat array of tokens, without copying the arrays and files that they lie in."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gramian.data.tokenizer import Ids
+
+Int64s = npt.NDArray[np.int64]
+
+CHUNK = 1 << 22
+"""Tokens that are looked at together in a pass over a stream."""
+
+
+class Stream:
+    """Documents end to end: document d is the tokens `edges[d]` … `edges[d + 1] - 1`, its `end` token among them.
+
+    The tokens are runs of the arrays given; a run is contiguous in its array and holds whole documents. An `np.memmap` is
+    opened again by name in another process, other arrays move to shared memory: a worker never gets a copy.
+
+    Args:
+        arrays: 1-D, of any integer type; their documents follow one another.
+        edges: int64 [documents + 1], increasing, from 0 to the number of tokens; none across two arrays.
+        vocabulary: every token is below it.
+        end: the token that ends a document.
+        tokenizer: digest of what made the tokens.
+    """
+
+    def __init__(self, arrays: Sequence[Ids], edges: Int64s, *, vocabulary: int, end: int, tokenizer: str = "") -> None:
+        self.edges = edges
+        self.vocabulary = vocabulary
+        self.end = end
+        self.tokenizer = tokenizer
+        self._arrays = tuple(_Shared(array) for array in arrays)
+        lengths = [len(array) for array in arrays]
+        # Run r is the tokens _starts[r] … _starts[r + 1] - 1 of the stream, in array _array_of[r] from _begins[r] on.
+        self._starts: Int64s = np.cumsum([0, *lengths], dtype=np.int64)
+        self._array_of: Int64s = np.arange(len(lengths))
+        self._begins: Int64s = np.zeros(len(lengths), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.edges[-1])
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self.edges) - 1
+
+    def read(self, begin: int, stop: int) -> Int64s:
+        """The tokens `begin` … `stop - 1`, int64; O(stop - begin + log runs)."""
+        tokens: Int64s = np.empty(stop - begin, dtype=np.int64)
+        run = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        at = begin
+        while at < stop:
+            until = min(stop, int(self._starts[run + 1]))
+            inside = int(self._begins[run]) + at - int(self._starts[run])
+            array = self._arrays[self._array_of[run]].array
+            tokens[at - begin : until - begin] = array[inside : inside + until - at]
+            at = until
+            run += 1
+        return tokens
+
+    def chunks(self) -> Iterator[Int64s]:
+        """All tokens, in pieces of at most `CHUNK`."""
+        for begin in range(0, len(self), CHUNK):
+            yield self.read(begin, min(len(self), begin + CHUNK))
+
+    def select(self, kept: npt.NDArray[np.bool_]) -> "Stream":
+        """The stream of the documents where `kept` [documents] is true, over the same arrays."""
+        chosen = np.flatnonzero(kept)
+        begins, stops = self.edges[chosen], self.edges[chosen + 1]
+        run = np.searchsorted(self._starts, begins, side="right") - 1
+        first = np.ones(len(chosen), dtype=bool)
+        first[1:] = (np.diff(chosen) != 1) | (np.diff(run) != 0)
+        edges = np.concatenate([[0], np.cumsum(stops - begins)]).astype(np.int64)
+        part = Stream([], edges, vocabulary=self.vocabulary, end=self.end, tokenizer=self.tokenizer)
+        part._arrays = self._arrays
+        part._starts = np.concatenate([edges[:-1][first], edges[-1:]])
+        part._array_of = self._array_of[run[first]]
+        part._begins = self._begins[run[first]] + begins[first] - self._starts[run[first]]
+        return part
+
+    def document_hashes(self) -> npt.NDArray[np.uint64]:
+        """64-bit hash of the tokens of each document, uint64 [documents], without its `end`; a pass over the stream."""
+        hashes = np.empty(self.documents, dtype=np.uint64)
+        first = 0
+        while first < self.documents:
+            # As many documents as a chunk holds, or one that is longer.
+            begin = self.edges[first]
+            last = max(first + 1, int(np.searchsorted(self.edges, begin + CHUNK, side="right")) - 1)
+            tokens = self.read(int(begin), int(self.edges[last]))
+            starts, stops = self.edges[first:last] - begin, self.edges[first + 1 : last + 1] - begin
+            stops = stops - (tokens[stops - 1] == self.end)
+            content = memoryview(tokens.astype("<u4").tobytes())
+            for index, (start, stop) in enumerate(zip((4 * starts).tolist(), (4 * stops).tolist(), strict=True), first):
+                hashes[index] = content_hash(content[start:stop])
+            first = last
+        return hashes
+
+
+def content_hash(content: bytes | memoryview) -> int:
+    """64-bit hash of a document's content."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=b"document").digest(), "little")
+
+
+class _Shared:
+    """A flat array that goes into another process by name: a file is opened again, memory is shared."""
+
+    def __init__(self, array: Ids) -> None:
+        self.array = array
+        self._memory: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = self.array
+        if isinstance(array, np.memmap) and array.filename is not None:
+            return _reopened, (str(array.filename), array.dtype.str, array.offset, len(array))
+        if self._memory is None:
+            self._memory = torch.from_numpy(array).share_memory_()
+            self.array = self._memory.numpy()
+        return _received, (self._memory,)
+
+
+def _reopened(name: str, dtype: str, offset: int, length: int) -> _Shared:
+    return _Shared(np.memmap(name, dtype=dtype, mode="r", offset=offset, shape=(length,)))
+
+
+def _received(memory: Tensor) -> _Shared:
+    shared = _Shared(memory.numpy())
+    shared._memory = memory
+    return shared

@@ -1,0 +1,148 @@
+"""Text to token ids and back: bytes, or a Hugging Face tokenizer from a folder."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from gramian.core.errors import GramianError
+
+Ids = npt.NDArray[Any]
+"""A 1-D array of token ids, of any integer type."""
+
+# What of a tokenizer's folder decides its ids; weights may lie beside it.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_SUFFIXES = (".model", ".tiktoken")
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline asks of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids, `end` among them."""
+
+    @property
+    def end(self) -> int:
+        """The id that ends a document; no text is encoded to it."""
+
+    @property
+    def digest(self) -> str:
+        """Hex hash; equal digests mean equal ids for equal text."""
+
+    def encode(self, text: str | bytes) -> Ids:
+        """The ids of a text, [n] of `token_type(vocabulary)`; bytes are taken as UTF-8."""
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of ids; `end` is left out, what is no UTF-8 is replaced."""
+
+
+def token_type(vocabulary: int) -> np.dtype[Any]:
+    """The narrower of uint16 and uint32 that holds every id below `vocabulary`."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: "bytes" (as "auto" without a model is), or a folder.
+
+    Raises:
+        GramianError: if there is no such folder, or no tokenizer in it.
+    """
+    return ByteTokenizer() if name in ("auto", "bytes") else HuggingFaceTokenizer(name)
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file with a vocabulary; what is wrong with it is said when it is read."""
+    vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt")
+    return any(path.name in vocabularies or path.suffix in _SUFFIXES for path in folder.iterdir())
+
+
+class ByteTokenizer:
+    """Every byte is a token; id 256 ends a document."""
+
+    vocabulary = 257
+    end = 256
+    digest = hashlib.blake2b(b"bytes", digest_size=16).hexdigest()
+
+    def encode(self, text: str | bytes) -> Ids:
+        """The bytes of a text, uint16 [n]."""
+        content = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(content, dtype=np.uint8).astype(token_type(self.vocabulary))
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of ids."""
+        return bytes(int(token) for token in ids if token != self.end).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face tokenizer from a local folder; nothing is downloaded and no code of the folder is run.
+
+    A document that spells a special token, say "<|endoftext|>", is encoded as that spelling: text cannot end a document.
+    `encode` holds one document's ids as a Python list for a moment; a document of gigabytes is better pre-tokenised.
+
+    Args:
+        folder: as written by `save_pretrained`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise GramianError(
+                f'data.tokenizer: {folder} is no folder; expected "bytes" or the folder of a Hugging Face tokenizer'
+            )
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise GramianError(
+                f'data.tokenizer: {folder} needs transformers; expected gramian[hf] installed, or "bytes"'
+            ) from None
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False, split_special_tokens=True
+            )
+        except Exception as problem:  # whatever the library meets in the files
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0].strip()
+            raise GramianError(
+                f"data.tokenizer: {folder} holds no tokenizer that can be read ({reason}); expected tokenizer.json"
+            ) from None
+        if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):  # what is made of a folder that has none
+            raise GramianError(f"data.tokenizer: {folder} has no vocabulary; expected tokenizer.json")
+        if self._tokenizer.eos_token_id is None:
+            raise GramianError(
+                f"data.tokenizer: {folder} has no end-of-text token; expected eos_token in tokenizer_config.json"
+            )
+        self.end = int(self._tokenizer.eos_token_id)
+        self.vocabulary = 1 + max(self.end, *self._tokenizer.get_vocab().values())
+        self.digest = _digest_of(folder)
+
+    def encode(self, text: str | bytes) -> Ids:
+        """The ids of a text, without special tokens around it."""
+        text = text if isinstance(text, str) else text.decode(errors="replace")
+        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return np.asarray(ids, dtype=token_type(self.vocabulary))
+
+    def decode(self, ids: Sequence[int] | Ids) -> str:
+        """The text of ids."""
+        kept = [int(token) for token in ids if token != self.end]
+        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+
+
+def _digest_of(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (path.name in _FILES or path.suffix in _SUFFIXES):
+            content = path.read_bytes()
+            digest.update(f"{path.name}\0{len(content)}\0".encode())
+            digest.update(content)
+    return digest.hexdigest()

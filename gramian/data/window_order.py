@@ -1,0 +1,88 @@
+"""The order of the windows: a keyed permutation an epoch, so that the batch at a position is a pure function of the seed."""
+
+import hashlib
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from gramian.core.errors import GramianError
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+ROUNDS = 12
+"""Fewer show in the order of a handful of windows."""
+
+
+class Permutation:
+    """A permutation of 0 … size - 1 that a key chooses; any part of it is computed without the rest.
+
+    A Feistel network on pairs (l, r), l < a, r < b, where a · b is `size` or little more: in turn
+
+        l ← l + F(r) mod a,    r ← r + F(l) mod b
+
+    with F a keyed 64-bit mix; each line can be undone, so the network permutes 0 … a · b - 1. What falls on `size` or beyond
+    goes through again until it does not (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
+
+    Args:
+        size: at least 1.
+        key: any bytes.
+    """
+
+    def __init__(self, size: int, key: bytes) -> None:
+        if not 1 <= size < 2**62:
+            raise GramianError(f"size: expected at least 1 and less than 2^62, got {size}")
+        self.size = size
+        left = math.isqrt(size - 1) + 1
+        self._left, self._right = np.uint64(left), np.uint64(-(-size // left))
+        self._keys = np.frombuffer(
+            b"".join(hashlib.blake2b(key, digest_size=8, salt=bytes([turn])).digest() for turn in range(ROUNDS)),
+            dtype="<u8",
+        ).astype(np.uint64)
+
+    def __call__(self, index: Int64s) -> Int64s:
+        """Where the indices go: int64 [n] in 0 … size - 1 to int64 [n] of the same range."""
+        places = self._network(index.astype(np.uint64))
+        while len(outside := np.flatnonzero(places >= np.uint64(self.size))):
+            places[outside] = self._network(places[outside])
+        return places.astype(np.int64)
+
+    def _network(self, index: UInt64s) -> UInt64s:
+        left, right = index // self._right, index % self._right
+        for turn, key in enumerate(self._keys):
+            if turn % 2:
+                right = (right + _mix(left ^ key) % self._right) % self._right
+            else:
+                left = (left + _mix(right ^ key) % self._left) % self._left
+        return left * self._right + right
+
+
+def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
+    """The windows of the batch at a data position, int64 [batch]: a pure function.
+
+    An endless sequence goes through all windows once an epoch, in the permutation that (seed, epoch) keys; the batch at
+    position p is its draws p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.
+
+    Args:
+        position: which batch, from 0.
+        size: number of windows.
+        batch: number of draws.
+        seed: of the whole order.
+    """
+    windows: list[Int64s] = []
+    draw, stop = position * batch, (position + 1) * batch
+    while draw < stop:
+        epoch, inside = divmod(draw, size)
+        count = min(stop - draw, size - inside)
+        permutation = Permutation(size, f"{seed}/{epoch}".encode())
+        windows.append(permutation(np.arange(inside, inside + count, dtype=np.int64)))
+        draw += count
+    return np.concatenate(windows)
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """The finaliser of splitmix64; products wrap."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,127 @@
+"""The stream of documents cut into windows: inputs, and the next token of each as its target.
+
+Shape suffixes:
+    B  windows
+    T  tokens of a window that are predicted, `length`
+    S  T + 1: a window's inputs and the target of the last
+"""
+
+import hashlib
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gramian.core.errors import GramianError
+from gramian.data.token_stream import Stream
+
+Int64s = npt.NDArray[np.int64]
+
+NOT_COUNTED = -100
+"""A target that is not predicted; `ignore_index` of torch's cross entropy."""
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Windows of `length` predicted tokens; no token is predicted twice, unless `stride` asks for it.
+
+    Packed, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, whatever documents they are of.
+    Not packed, each document is cut that way by itself. What is missing in a last window is padded: input `end`, target -100.
+    With a stride S, window i begins at token iS instead.
+
+    Isolated, an item also has "documents": which document of the window an input is of, from 0, padding being one more; the
+    target of a document's last input, which is of the next document, is -100. Windows without a counted target are left out.
+
+    Args:
+        stream: the documents.
+        length: T.
+        pack: documents end to end.
+        isolate: packed documents do not see each other.
+        stride: tokens from the beginning of a window to that of the next, at most `length`; 0: `length`.
+    """
+
+    def __init__(
+        self, stream: Stream, length: int, *, pack: bool = True, isolate: bool = False, stride: int = 0
+    ) -> None:
+        if length < 1:
+            raise GramianError(f"data.length: expected at least 1, got {length}")
+        if isolate and not pack:
+            raise GramianError("data.isolate: expected data.pack = true")
+        if not 0 <= stride <= length or (stride and (isolate or not pack)):
+            raise GramianError(f"data.stride: expected at most {length}, packed and not isolated, got {stride}")
+        self.stream = stream
+        self.length = length
+        self.pack = pack
+        self.isolate = isolate
+        self.stride = stride or length
+        # A piece is cut by itself: the whole stream, or a document.
+        self._pieces: Int64s = stream.edges[[0, -1]] if pack else stream.edges
+        predicted = np.maximum(np.diff(self._pieces) - 1, 0)
+        # Piece p gives the windows _firsts[p] … _firsts[p + 1] - 1.
+        after_first = -(-np.maximum(predicted - length, 0) // self.stride)
+        windows = np.where(predicted > 0, after_first + 1, 0)
+        self._firsts: Int64s = np.concatenate([[0], np.cumsum(windows)]).astype(np.int64)
+        counts: Int64s = np.full(self._firsts[-1], length, dtype=np.int64)
+        cut = predicted > 0
+        counts[self._firsts[1:][cut] - 1] = predicted[cut] - after_first[cut] * self.stride
+        # Which windows are left, where some are not.
+        self._kept: Int64s | None = None
+        if isolate and len(counts):
+            crossing = (stream.edges[1:-1] - 1) // length
+            counts -= np.bincount(crossing, minlength=len(counts))
+            if not counts.all():
+                self._kept = np.flatnonzero(counts)
+                counts = counts[self._kept]
+        if not len(counts):
+            raise GramianError(
+                f"data.files: {len(stream)} tokens in {stream.documents} documents make no window; "
+                "expected a document of at least 2 tokens"
+            )
+        self.counts: Int64s = counts
+        """Counted targets of each window, int64 [n]; none is 0."""
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def vocabulary(self) -> int:
+        """Every token is below it."""
+        return self.stream.vocabulary
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex hash of the tokenizer, the tokens, their documents and the way they are cut; a pass over the stream."""
+        digest = hashlib.blake2b(digest_size=16)
+        cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}"
+        digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
+        for tokens in self.stream.chunks():
+            digest.update(tokens.astype("<u4").tobytes())
+        digest.update(self.stream.edges.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One window: int64 [T] "tokens" and "targets", and "documents" where they are isolated."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        return {name: rows[0] for name, rows in self.stack(np.array([index])).items()}
+
+    def stack(self, index: Int64s) -> dict[str, Tensor]:
+        """Windows [B] as rows: int64 [B, T] under the names of an item."""
+        T, stream = self.length, self.stream
+        window = index if self._kept is None else self._kept[index]
+        piece = np.searchsorted(self._firsts, window, side="right") - 1
+        begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
+        stop = np.minimum(begin + T + 1, self._pieces[piece + 1])
+        tokens_BS: Int64s = np.full((len(index), T + 1), stream.end, dtype=np.int64)
+        for row, (first, last) in enumerate(zip(begin.tolist(), stop.tolist(), strict=True)):
+            tokens_BS[row, : last - first] = stream.read(first, last)
+        place_BS = begin[:, None] + np.arange(T + 1)
+        targets_BT = np.where(place_BS[:, 1:] < stop[:, None], tokens_BS[:, 1:], NOT_COUNTED)
+        rows = {"tokens": tokens_BS[:, :-1], "targets": targets_BT}
+        if self.isolate:
+            document_BS = np.searchsorted(stream.edges, place_BS, side="right")
+            targets_BT[document_BS[:, 1:] != document_BS[:, :-1]] = NOT_COUNTED
+            rows["documents"] = document_BS[:, :-1] - document_BS[:, :1]
+        return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in rows.items()}

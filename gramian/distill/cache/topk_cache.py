@@ -1,0 +1,181 @@
+"""Caches of the largest logits, with a curve for the mass of all others at every temperature in a range.
+
+Logits are stored relative to the largest one, which softmax does not notice: then float16 rounds finest where the mass is, by
+at most 2⁻¹¹ of the distance from the largest. The tail is l(u) = log Σ exp(u z) over the ids that are not kept and its slope
+l'(u) = Σ z exp(u z) / Σ exp(u z), u = 1/T, in float32 at Q knots; `tail_at` interpolates. Without slopes, or for the normaliser
+of all ids instead of the tail's, interpolation would be ten to a hundred times worse.
+
+Legend: B windows, T tokens, N tokens together, V vocabulary, K ids kept of a token, Q knots.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_kind import pieces, wide
+from gramian.distill.cache.layout import Column, id_type
+from gramian.distill.cache.storage_errors import Errors, added
+from gramian.distill.loss.head import Head
+from gramian.distill.loss.sparse_tail import tail_at
+from gramian.distill.teacher.signal import Dense, Signal, Sparse, Tail
+
+FURTHEST = -1e4
+"""Logits further below the largest are stored as that far below: their mass is zero in float32 up to T = 96."""
+GONE = -1e30
+"""Stands for −∞ where 0 · z must be 0."""
+BETWEEN = 4
+"""Places in an interval of knots at which the error is measured."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Store the k largest logits of a token and the curve of its tail.
+
+    Per token: k · (2 or 4 + 2) bytes and 8 for each knot; 304 at the defaults and a vocabulary up to 65,536.
+    """
+
+    k: int = 64
+    knots: int = 6
+    temperatures: tuple[float, float] = (1.0, 5.0)
+    """The range in which the tail is right."""
+    vocabulary: int | None = None
+    """Ids from here on do not exist for the cache, such as the padding of a head; None: all of the head."""
+    name = "topk"
+
+    def facts(self, head: Head) -> dict[str, Any]:
+        """k, and the knots themselves."""
+        vocabulary = vocabulary_of(self.vocabulary, head)
+        if not 1 <= self.k <= vocabulary:
+            raise GramianError(f"k: {self.k}; expected 1 to the vocabulary of {vocabulary}")
+        knots = [] if self.k == vocabulary else place_knots(self.knots, *self.temperatures)
+        return {"vocabulary": vocabulary, "k": self.k, "knots": knots, "temperatures": list(self.temperatures)}
+
+    def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
+        """Ids, logits, and the tail's two curves unless everything is kept."""
+        kept = (Column("ids", id_type(facts["vocabulary"]), facts["k"]), Column("logits", "float16", facts["k"]))
+        count = len(facts["knots"])
+        curves = (Column("tail_values", "float32", count), Column("tail_slopes", "float32", count))
+        return kept + (curves if count else ())
+
+    def encode(
+        self, signal: Dense, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
+    ) -> tuple[dict[str, Tensor], Errors]:
+        """Keep the largest, fit the rest.
+
+        Cost: the head's product in float32 and a pass over N × V for every knot; measuring, another for every place measured.
+        """
+        parts: list[dict[str, Tensor]] = []
+        errors = []
+        for _, shifted_NV in _logits(signal, facts["vocabulary"]):
+            kept = shifted_NV.topk(facts["k"])
+            part = {"ids": kept.indices, "logits": kept.values.half()}
+            tail = None
+            if facts["knots"]:
+                rest_NV = shifted_NV.scatter(-1, kept.indices, GONE)
+                part["tail_values"], part["tail_slopes"] = fit_tail(rest_NV, facts["knots"])
+                tail = Tail(part["tail_values"], part["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
+            if measure:
+                errors.append(_measured(Sparse(part["ids"], part["logits"], tail), shifted_NV))
+            parts.append(part)
+        B = len(signal.hidden_BTD)
+        whole = {name: torch.cat([part[name] for part in parts]).unflatten(0, (B, -1)) for name in parts[0]}
+        return whole, added(errors)
+
+    def decode(
+        self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
+    ) -> Sparse:
+        """Logits in float32, relative to the largest; the knots stay on the host, where they are looked at."""
+        tail = None
+        if facts["knots"]:
+            tail = Tail(stored["tail_values"], stored["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
+        return Sparse(stored["ids"], stored["logits"].float(), tail, layers)
+
+    def compare(self, stored: Signal, live: Dense, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
+        """Of the kept logits, the log-normaliser and the tail's mass."""
+        assert isinstance(stored, Sparse)
+        return added(
+            _measured(_part(stored, piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
+        )
+
+
+def vocabulary_of(asked: int | None, head: Head) -> int:
+    """The number of ids that a cache knows.
+
+    Raises:
+        GramianError: if the head has fewer.
+    """
+    rows = int(head.weight_VD.shape[0])
+    if asked is not None and not 1 <= asked <= rows:
+        raise GramianError(f"vocabulary: {asked}; expected 1 to the head's {rows}")
+    return rows if asked is None else asked
+
+
+def place_knots(count: int, lowest: float, highest: float) -> list[float]:
+    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l bends more.
+
+    Raises:
+        GramianError: if there is no such curve.
+    """
+    if count < 2:
+        raise GramianError(f"knots: {count}; expected at least 2")
+    if not 0.0 < lowest < highest < math.inf:
+        raise GramianError(f"temperatures: {lowest:g} to {highest:g}; expected two numbers above 0, the lower first")
+    begin, end = highest**-0.5, lowest**-0.5
+    # As float32, which is what readers see.
+    return [float(torch.tensor((begin + (end - begin) * i / (count - 1)) ** 2)) for i in range(count)]
+
+
+def fit_tail(rest_NV: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """l and l' at the knots, [N, Q] each; ids that are kept have `GONE` in their place."""
+    values, slopes = [], []
+    for u in knots:
+        scaled_NV = rest_NV * u
+        values.append(scaled_NV.logsumexp(-1))
+        slopes.append((scaled_NV.softmax(-1) * rest_NV).sum(-1))
+    return torch.stack(values, -1).float(), torch.stack(slopes, -1).float()
+
+
+def places_between(knots: Sequence[float]) -> list[float]:
+    """u at the knots and inside every interval."""
+    inside = [a + (b - a) * i / BETWEEN for a, b in zip(knots, knots[1:], strict=False) for i in range(BETWEEN)]
+    return [*inside, knots[-1]]
+
+
+def _logits(signal: Dense, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the tokens, and their logits relative to the largest, [N, V]."""
+    head = wide(signal.head)
+    hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
+    for piece in pieces(len(hidden_ND), head.weight_VD.shape[0]):
+        logits_NV = head.logits(hidden_ND[piece])[:, :vocabulary]
+        yield piece, (logits_NV - logits_NV.amax(-1, keepdim=True)).clamp(min=FURTHEST)
+
+
+def _part(stored: Sparse, piece: slice) -> Sparse:
+    """Some tokens of a signal, without a batch dimension."""
+    tail = stored.tail
+    if tail is not None:
+        tail = Tail(tail.values_BTQ.flatten(0, 1)[piece], tail.slopes_BTQ.flatten(0, 1)[piece], tail.knots_Q)
+    return Sparse(stored.ids_BTK.flatten(0, 1)[piece], stored.logits_BTK.flatten(0, 1)[piece], tail)
+
+
+def _measured(stored: Sparse, shifted_NV: Tensor) -> Errors:
+    """Of the kept logits, and at all places of the normaliser log Σ exp(u z) and of the tail's share of the mass."""
+    kept_NK, stored_NK = shifted_NV.gather(-1, stored.ids_BTK), stored.logits_BTK.to(shifted_NV.dtype)
+    found = [Errors.of({"logit": (stored_NK - kept_NK).abs()})]
+    if stored.tail is None:
+        return found[0]
+    rest_NV = shifted_NV.scatter(-1, stored.ids_BTK, GONE)
+    for u in places_between(stored.tail.knots_Q.tolist()):
+        rest_N, told_N = (rest_NV * u).logsumexp(-1), tail_at(stored.tail, u)[0]
+        all_N = torch.logaddexp((kept_NK * u).logsumexp(-1), rest_N)
+        told_all_N = torch.logaddexp((stored_NK * u).logsumexp(-1), told_N)
+        mass_N, told_mass_N = (rest_N - all_N).exp(), (told_N - told_all_N).exp()
+        found.append(
+            Errors.of({"log_normaliser": (told_all_N - all_N).abs(), "tail_mass": (told_mass_N - mass_N).abs()})
+        )
+    return added(found)

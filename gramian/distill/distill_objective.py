@@ -1,0 +1,136 @@
+"""Student and distillation loss as one module: what DDP wraps, so that nothing of the loss slips past its reducer.
+
+Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.distill.loss.feature_loss import FeatureLoss
+from gramian.distill.loss.features import debiased_cka
+from gramian.distill.loss.fused_loss import distill_loss
+from gramian.distill.loss.head import Head
+from gramian.distill.loss.loss_metrics import SUMS
+from gramian.distill.teacher.head_proof import head_of
+from gramian.distill.teacher.language_model import hidden_of, linear_of
+from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse, Tail, refuse_inference
+from gramian.linalg.wide import wide_dtype
+
+IGNORED = -100
+"""A target that does not count."""
+TOLD = ("nats", *SUMS, "feature_loss")
+"""What `DistillObjective` tells beside its loss: sums over tokens; the last over micro-batches, weighted by their tokens."""
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Of `distill_loss`."""
+
+    kd_weight: float = 1.0
+    ce_weight: float = 0.5
+    direction: str = "forward"
+    beta: float = 0.5
+
+
+class DistillObjective(nn.Module):
+    """kd_weight · T² · D(teacher, student) + ce_weight · CE, and a loss on features where one is asked for."""
+
+    def __init__(self, model: nn.Module, options: LossOptions, features: FeatureLoss | None = None) -> None:
+        """Hold the student; its head is looked at once.
+
+        Args:
+            model: of a family that `hidden_of` understands, on its device.
+            options: the weights.
+            features: which layers are held to the teacher's, with projectors to be trained.
+
+        Raises:
+            GramianError: if the student's head is not understood.
+        """
+        super().__init__()
+        self.model, self.features, self._options = model, features, options
+        found = head_of(model)
+        self._scale, self._softcap = found.scale, found.softcap
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        coefficient: float,
+        documents_BT: Tensor | None = None,
+        signal: Signal | None = None,
+        temperature: Tensor | float = 1.0,
+        feature_weight: float = 0.0,
+        compare: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss to go back from, and what it tells.
+
+        Args:
+            tokens_BT: ids.
+            targets_BT: the token after each, or −100.
+            coefficient: of one token's loss in the first result, above 0.
+            documents_BT: for models that keep documents apart.
+            signal: the teacher's; None: the cross-entropy alone, as for evaluation.
+            temperature: T.
+            feature_weight: of the loss on features; 0: it is not computed.
+            compare: look at the final hidden states alone.
+
+        Returns:
+            The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone. To `compare`, the
+            debiased CKA of the student's final hidden states with the teacher's, twice.
+        """
+        # Also while the weight is 0: a compiled forward does not notice hooks that come later.
+        layers = () if self.features is None else self.features.student_layers
+        hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
+        if compare:
+            assert isinstance(signal, Dense)
+            counted_N = (targets_BT != IGNORED).flatten()
+            dtype = wide_dtype(hidden_BTD, signal.hidden_BTD)
+            x_ND, y_NE = (hidden.flatten(0, 1).to(dtype) for hidden in (hidden_BTD, signal.hidden_BTD))
+            similar = debiased_cka(x_ND, y_NE, counted_N)
+            return similar, similar
+        linear = linear_of(self.model)
+        head = Head(linear.weight, linear.bias, self._scale, self._softcap)
+        student = (hidden_BTD.flatten(0, 1), head, targets_BT.flatten())
+        terms = 1.0 / coefficient
+        if signal is None:
+            alone = distill_loss(*student, kd_weight=0.0, ce_weight=1.0, ignore_index=IGNORED, num_terms=terms)
+            return alone.loss, alone.sums[SUMS.index("ce")]
+        out = distill_loss(
+            *student,
+            **_teacher_of(signal),
+            temperature=temperature,
+            kd_weight=self._options.kd_weight,
+            ce_weight=self._options.ce_weight,
+            direction=self._options.direction,
+            beta=self._options.beta,
+            ignore_index=IGNORED,
+            num_terms=terms,
+        )
+        loss, extra = out.loss, torch.zeros((), dtype=torch.float64, device=out.sums.device)
+        if self.features is not None and not feature_weight:  # DDP waits for every parameter
+            loss = loss + sum((0.0 * p.sum() for p in self.features.parameters()), start=loss.new_zeros(()))
+        elif self.features is not None:
+            counted_BT = targets_BT != IGNORED
+            refuse_inference(signal)
+            distance = self.features(streams, signal.layers, counted_BT) * counted_BT.sum()
+            loss = loss + (feature_weight * coefficient) * distance
+            extra = distance.detach().to(torch.float64)
+        nats = out.sums[SUMS.index("ce")]
+        return loss, torch.cat([nats[None], out.sums, extra[None]])
+
+
+def _teacher_of(signal: Signal) -> dict[str, Any]:
+    """The signal as arguments of `distill_loss`, tokens in one row."""
+    match signal:
+        case Dense():
+            return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}
+        case Sparse():
+            tail = signal.tail
+            if tail is not None:
+                tail = Tail(tail.values_BTQ.flatten(0, 1), tail.slopes_BTQ.flatten(0, 1), tail.knots_Q)
+            return {"teacher_topk": (signal.ids_BTK.flatten(0, 1), signal.logits_BTK.flatten(0, 1), tail)}
+        case Sampled():
+            return {"teacher_sampled": (signal.ids_BTK.flatten(0, 1), signal.weights_BTK.flatten(0, 1))}

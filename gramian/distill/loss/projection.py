@@ -1,0 +1,142 @@
+"""The matrix products between hidden states and a vocabulary, for a chunk of tokens at a time.
+
+Legend: N tokens (n of a chunk), D width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.distill.loss.head import Head
+from gramian.kernels.distillation.distill_rows import Squash
+
+ALIGNMENT = 64
+"""Rows of logits begin at multiples of it, and the products run over multiples of it: with 50,257 columns side by side the
+matrix units of a GPU read two bytes at a time."""
+
+ADDMM_INTO_FLOAT32 = (2, 10)
+"""From this torch on addmm adds a product of two-byte matrices to a float32 one in place."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Hidden states and head in the dtype that the products run in."""
+
+    hidden_ND: Tensor
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    squash: Squash
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids."""
+        return self.weight_VD.shape[0]
+
+    def buffer(self, tokens: int) -> Tensor:
+        """Room for the products of so many tokens, [n, V] with aligned rows."""
+        width = -(-self.vocabulary // ALIGNMENT) * ALIGNMENT
+        whole = self.hidden_ND.new_empty((tokens, width))
+        # Not left as found: products in bfloat16 on a CPU read one number beyond an odd row, and take it times 0.
+        whole[:, self.vocabulary :] = 0
+        return whole[:, : self.vocabulary]
+
+    def products_(self, tokens: slice, out_nV: Tensor) -> Tensor:
+        """h Wᵀ + b of some tokens, written into `out_nV`, of which the first rows are returned."""
+        hidden_nD = self.hidden_ND[tokens]
+        out_nV = out_nV[: len(hidden_nD)]
+        for ids in blocks(self.weight_VD):
+            weight_DV = self.weight_VD[ids].mT
+            if self.bias_V is None:
+                torch.mm(hidden_nD, weight_DV, out=out_nV[:, ids])
+            else:
+                torch.addmm(self.bias_V[ids], hidden_nD, weight_DV, out=out_nV[:, ids])
+        return out_nV
+
+
+def projection_of(hidden_ND: Tensor, head: Head | Tensor) -> Projection:
+    """In the dtype that autocast would take where it is on, else in the wider one of the two; float64 stays.
+
+    Cost: a copy of what has another dtype.
+    """
+    head = head if isinstance(head, Head) else Head(head)
+    dtype = torch.promote_types(hidden_ND.dtype, head.weight_VD.dtype)
+    kind = hidden_ND.device.type
+    if dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    bias_V = None if head.bias_V is None else head.bias_V.detach().to(dtype)
+    squash = Squash(head.scale, head.softcap)
+    return Projection(hidden_ND.detach().to(dtype), head.weight_VD.detach().to(dtype), bias_V, squash)
+
+
+def check_sides(hidden_ND: Tensor, head: Head | Tensor, tokens: int, side: str) -> None:
+    """Refuse what cannot be multiplied."""
+    head = head if isinstance(head, Head) else Head(head)
+    for name, tensor, dims in (("hidden", hidden_ND, 2), ("weight", head.weight_VD, 2)):
+        if not isinstance(tensor, Tensor):
+            raise GramianError(f"{side}_{name}: {type(tensor).__name__}; expected a tensor, or a Head for a weight")
+        if tensor.dim() != dims or not tensor.dtype.is_floating_point:
+            raise GramianError(
+                f"{side}_{name}: {tensor.dtype} {list(tensor.shape)}; expected floating point numbers of {dims} dimensions"
+            )
+    if hidden_ND.shape[0] != tokens:
+        raise GramianError(f"{side}_hidden: {hidden_ND.shape[0]} tokens; expected {tokens}, as many as targets")
+    if hidden_ND.shape[1] != head.weight_VD.shape[1]:
+        raise GramianError(
+            f"{side}_weight: width {head.weight_VD.shape[1]}; expected {hidden_ND.shape[1]}, the width of {side}_hidden"
+        )
+    if not len(head.weight_VD):
+        raise GramianError(f"{side}_weight: no rows; expected one for each id of the vocabulary")
+    if head.bias_V is not None and head.bias_V.shape != head.weight_VD.shape[:1]:
+        raise GramianError(f"{side}_weight: bias {list(head.bias_V.shape)}; expected [{len(head.weight_VD)}]")
+
+
+def blocks(weight_VD: Tensor) -> list[slice]:
+    """The ids in one block, or on a GPU those up to a multiple of ALIGNMENT and the few that are left."""
+    vocabulary = len(weight_VD)
+    aligned = vocabulary // ALIGNMENT * ALIGNMENT
+    if not weight_VD.is_cuda or aligned in (0, vocabulary):
+        return [slice(0, vocabulary)]
+    return [slice(0, aligned), slice(aligned, vocabulary)]
+
+
+class Gradients:
+    """Sums over chunks of what dz, the gradient of the products, gives: dz W per token, dzᵀ h and Σ dz over tokens.
+
+    The gradient of the weight is added up in float32 (float64) and rounded by whoever asks for it, once.
+    """
+
+    def __init__(self, side: Projection, wide: torch.dtype, hidden: bool, weight: bool, bias: bool) -> None:
+        self.side = side
+        self.hidden_ND = torch.empty_like(side.hidden_ND) if hidden else None
+        self.weight_VD = torch.zeros_like(side.weight_VD, dtype=wide) if weight else None
+        self.bias_V = side.weight_VD.new_zeros(side.vocabulary, dtype=wide) if bias else None
+
+    def add_(self, tokens: slice, dz_nV: Tensor) -> None:
+        """Take one chunk."""
+        for ids in blocks(self.side.weight_VD):
+            if self.hidden_ND is not None:
+                out_nD, dz_nB, weight_BD = self.hidden_ND[tokens], dz_nV[:, ids], self.side.weight_VD[ids]
+                if ids.start == 0:
+                    torch.mm(dz_nB, weight_BD, out=out_nD)
+                else:
+                    out_nD.addmm_(dz_nB, weight_BD)
+            if self.weight_VD is not None:
+                add_product_(self.weight_VD[ids], dz_nV[:, ids].mT, self.side.hidden_ND[tokens])
+        if self.bias_V is not None:
+            self.bias_V += dz_nV.sum(0, dtype=self.bias_V.dtype)
+
+
+def add_product_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """total += left · right with the total wider than the factors, whose products are not rounded in between."""
+    if left_MK.dtype == total_MN.dtype:
+        total_MN.addmm_(left_MK, right_KN)
+    elif left_MK.is_cuda and total_MN.dtype == torch.float32:
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        if version >= ADDMM_INTO_FLOAT32:
+            torch.addmm(total_MN, left_MK, right_KN, out_dtype=torch.float32, out=total_MN)
+        else:  # one more matrix of the size of the total, for as long as the line runs
+            total_MN += torch.mm(left_MK, right_KN, out_dtype=torch.float32)
+    else:
+        total_MN.addmm_(left_MK.to(total_MN.dtype), right_KN.to(total_MN.dtype))

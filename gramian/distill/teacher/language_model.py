@@ -1,0 +1,180 @@
+"""Reading a language model: its final hidden state, the layer that is its head, and a hash of what it is.
+
+Two families are understood: models with a method `hidden(tokens, documents, layers)` and a linear layer `head` (the reference
+GPT and Goose), and Hugging Face causal language models.
+
+Legend: B windows, T tokens, D width.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.parallel.wrap import blocks_of
+
+_NOT_MEANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+# ---- hidden states ---------------------------------------------------------------------------------------------------------
+
+
+def hidden_of(
+    model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """What the head reads, and the residual stream on the way there. Cost: a forward without the head.
+
+    Args:
+        model: of a family that is understood.
+        tokens_BT: ids.
+        documents_BT: which document a token is of, for models that keep documents apart.
+        layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+
+    Returns:
+        The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]}.
+
+    Raises:
+        GramianError: if there is no such layer, or documents cannot be kept apart.
+    """
+    if is_native(model):
+        check_layers(model, layers)
+        hidden_BTD: Tensor
+        hidden_BTD, streams = model.hidden(tokens_BT, documents_BT, layers)  # type: ignore[operator]
+        return hidden_BTD, streams
+    body = body_of(model)
+    if documents_BT is not None:
+        raise GramianError(
+            f"data.isolate: {type(model).__name__} does not keep documents apart; expected false with this teacher"
+        )
+    check_layers(model, layers)
+    with _streams(blocks_of(body), layers) as streams:
+        found = body(input_ids=tokens_BT, use_cache=False, return_dict=True)
+    return found.last_hidden_state, {layer: streams[layer] for layer in layers}
+
+
+def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
+    """Refuse layers that cannot be read.
+
+    Raises:
+        GramianError: naming the layer.
+    """
+    if not layers:
+        return
+    last = len(blocks_of(model))
+    if not is_native(model) and last != text_config(model).num_hidden_layers:
+        raise GramianError(f"layers: the blocks of {type(model).__name__} are not understood; expected no layers")
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise GramianError(f"layers: {type(model).__name__} has no layer {layer}; expected 0 to {last}")
+    if len(set(layers)) < len(layers):
+        raise GramianError(f"layers: {list(layers)} names one twice; expected each once")
+
+
+@contextmanager
+def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """What enters and leaves the blocks while this lasts.
+
+    Not by `output_hidden_states`: that keeps every layer, gives the last one after the final norm, and knows modules by a class
+    that `fully_shard` replaces.
+    """
+    found: dict[int, Tensor] = {}
+
+    def enters(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found[0] = inputs[0] if inputs else named["hidden_states"]
+
+    def leaves(layer: int, output: Any) -> None:
+        found[layer] = output if isinstance(output, Tensor) else output[0]
+
+    hooks = [blocks[0].register_forward_pre_hook(enters, with_kwargs=True)] if 0 in layers else []
+    for layer in layers:
+        if layer:
+            hooks.append(blocks[layer - 1].register_forward_hook(lambda _, __, out, at=layer: leaves(at, out)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def is_native(model: nn.Module) -> bool:
+    """Whether it has `hidden` and `head`."""
+    return callable(getattr(model, "hidden", None)) and isinstance(getattr(model, "head", None), nn.Module)
+
+
+def body_of(model: nn.Module) -> nn.Module:
+    """The part of a Hugging Face model below its head.
+
+    Raises:
+        GramianError: if it is no such model.
+    """
+    body = getattr(model, str(getattr(model, "base_model_prefix", "")) or "base_model", None)
+    if not hasattr(model, "get_output_embeddings") or not isinstance(body, nn.Module) or body is model:
+        raise GramianError(
+            f"teacher: {type(model).__name__} is not understood; expected the reference GPT, Goose or a Hugging Face causal "
+            "language model"
+        )
+    return body
+
+
+def linear_of(model: nn.Module) -> nn.Linear:
+    """The linear layer that makes logits.
+
+    Raises:
+        GramianError: if there is none.
+    """
+    if not is_native(model):
+        body_of(model)
+    found = model.head if is_native(model) else model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(found, nn.Linear):
+        raise GramianError(
+            f"teacher: the head of {type(model).__name__} is not understood: it is a {type(found).__name__}; expected a "
+            "linear layer"
+        )
+    return found
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of a Hugging Face model, or of its part for text."""
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+# ---- what it is ------------------------------------------------------------------------------------------------------------
+
+
+def teacher_hash(model: nn.Module) -> str:
+    """Hex hash of class, config and weights: equal hashes mean equal signals for equal tokens and arithmetic.
+
+    Tensors are hashed one after another, a sharded one after it is gathered (then all processes call this), so it needs memory
+    for one. Cost: reads every weight once; about a second per GB.
+
+    Args:
+        model: on any device, sharded or not.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):
+        told = {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_MEANT}
+    else:
+        told = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
+    digest = hashlib.sha256(f"{_class_name(model)}\0".encode())
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+        digest.update(f"\0{name.removeprefix('_orig_mod.')}\0{whole.dtype}\0{tuple(whole.shape)}\0".encode())
+        if whole.numel():
+            digest.update(whole.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _class_name(model: nn.Module) -> str:
+    """Without what `fully_shard` puts in front of it."""
+    return type(model).__name__.removeprefix("FSDP")

@@ -1,0 +1,168 @@
+"""A teacher that runs beside the student: frozen, without gradients, ahead of time where a GPU can do it.
+
+Legend: B windows, T tokens, D width, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.distill.teacher.head_proof import check_causal, head_of, stream_width
+from gramian.distill.teacher.language_model import body_of, check_layers, hidden_of, is_native, linear_of, teacher_hash
+from gramian.distill.teacher.signal import Dense, tensors_of
+from gramian.parallel.wrap import blocks_of
+
+
+class LiveTeacher:
+    """A model that is asked for its signal, batch by batch.
+
+    The model is the teacher's from here on: in eval mode, no parameter asks for a gradient, nothing is recomputed. Forwards run
+    under `torch.no_grad` and leave an inference mode around them, so whoever learns may save what they give. An autocast around
+    a call changes nothing: `autocast` alone decides.
+
+    Hidden states come in the dtype of the head's weight. Cost of a call: a forward without the head.
+
+    Args:
+        model: a family that `hidden_of` understands, maybe sharded by `shard_teacher`; then processes call in step.
+        layers: of the residual stream that are given too; 0 is the embedding, l is after block l.
+        device: where it runs; None: where it is.
+        autocast: the dtype of matrix products; None: that of the weights.
+        compile: compile the forward, for one shape of batches.
+
+    Raises:
+        GramianError: if the head or a layer is not understood, the model sees later tokens, or weights were made in inference
+            mode.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[int] = (),
+        *,
+        device: torch.device | str | None = None,
+        autocast: torch.dtype | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        self.model = _frozen(model if device is None or self.sharded else model.to(device))
+        self.layers, self.autocast = tuple(layers), autocast
+        check_layers(model, self.layers)
+        self.head = head_of(model)
+        check_causal(model)
+        self.layer_width = stream_width(model, self.layers) if layers else int(self.head.weight_VD.shape[1])
+        """Channels of `layers`."""
+        self.device = self.head.weight_VD.device
+        self._hidden_of = torch.compile(hidden_of, dynamic=False) if compile else hidden_of
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._ahead: _Ahead | None = None
+        self._hash: str | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of it can learn or drop out, as it was left by the constructor."""
+        return not any(p.requires_grad for p in self.model.parameters()) and not any(
+            module.training for module in self.model.modules()
+        )
+
+    @property
+    def hash(self) -> str:
+        """As `teacher_hash`, once; called by all processes if it is sharded."""
+        if self._hash is None:
+            self._hash = teacher_hash(self.model)
+        return self._hash
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Dense:
+        """The signal of a micro-batch: "tokens" [B, T], maybe "documents" [B, T].
+
+        What `upcoming` has begun for the same tensor of tokens is waited for on the device, not on the host.
+        """
+        ahead = self._ahead
+        if ahead is None or ahead.tokens is not batch["tokens"]:
+            return self._forward(batch)
+        self._ahead = None
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(ahead.ready)
+        for tensor in tensors_of(ahead.signal):
+            tensor.record_stream(current)  # made on the side stream, freed when this one is done with them
+        return ahead.signal
+
+    def upcoming(self, batch: Mapping[str, Tensor]) -> None:
+        """Begin the forward of a batch that will be asked for next, on a stream of its own.
+
+        It waits for what was queued before, which the tokens may come from, and runs beside what is queued later. Its signal
+        occupies memory until it is asked for or another batch is announced. On a CPU nothing happens before the call.
+        """
+        if self._side is None:
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            signal = self._forward(batch)
+            ready = self._side.record_event()
+        for name in ("tokens", "documents"):
+            if name in batch and batch[name].is_cuda:
+                batch[name].record_stream(self._side)
+        self._ahead = _Ahead(batch["tokens"], signal, ready)
+
+    def _forward(self, batch: Mapping[str, Tensor]) -> Dense:
+        if self.model.training:  # a module that contains it was put into training mode
+            self.model.eval()
+        tokens_BT = batch["tokens"].to(self.device, non_blocking=True)
+        documents_BT = batch["documents"].to(self.device, non_blocking=True) if "documents" in batch else None
+        kind, enabled = self.device.type, self.autocast is not None
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, dtype=self.autocast, enabled=enabled):
+            hidden_BTD, streams = self._hidden_of(self.model, tokens_BT, documents_BT, self.layers)
+            return Dense(hidden_BTD.to(self.head.weight_VD.dtype), self.head, streams)
+
+
+class _Ahead(NamedTuple):
+    tokens: Tensor
+    signal: Dense
+    ready: torch.cuda.Event
+
+
+def shard_teacher(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Spread a teacher's weights over processes by FSDP2: every block a unit, the rest another, gathered when it is used.
+
+    The head's weight stays whole on every process, with the embedding that it may be tied to: the loss reads all of it in every
+    micro-batch, long after the forward. That costs V·D numbers per process, and no communication.
+
+    Args:
+        model: of a family that `hidden_of` understands, on its device, with the same weights on every process.
+        mesh: one-dimensional; None: all processes.
+
+    Returns:
+        The same model.
+
+    Raises:
+        GramianError: if it is sharded already, or not understood.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise GramianError("teacher: is sharded already; expected a whole model")
+    whole = set(linear_of(model).parameters())
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    # A forward that is not the root's would not gather the root's weights: the root is what `hidden_of` calls.
+    root = model if is_native(model) else body_of(model)
+    fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    if is_native(model):
+        register_fsdp_forward_method(model, "hidden")
+    return model
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise GramianError(
+                f"teacher: {name} was made in inference mode, and nothing can learn from it; expected torch.no_grad"
+            )
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()  # type: ignore[operator]
+    if hasattr(model, "checkpoint_blocks"):
+        model.checkpoint_blocks = 0  # type: ignore[assignment]
+    return model.eval().requires_grad_(False)

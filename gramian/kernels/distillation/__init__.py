@@ -1,0 +1,1 @@
+"""Kernels for the distillation loss over rows of logits."""

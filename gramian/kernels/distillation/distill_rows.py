@@ -1,0 +1,260 @@
+"""The distillation loss of tokens from the logits of student and teacher, and its gradient in place of the student's.
+
+Legend: N tokens, V vocabulary (of either side), C the ids that both have, R what is known of a token (`ROWS`).
+p = softmax(t/T) and q = softmax(s/T) over C, q₁ = softmax(s) over the student's V.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.kernels.distillation.divergence import DIRECTIONS, divergence, log_probabilities
+from gramian.kernels.launch import on_device, takes_kernel, wide_dtype
+
+ROWS = ("terms", "kl", "ce", "agreement", "teacher_entropy", "student_entropy", "gold", "teacher_gold", "slope")
+"""terms: 1 for a token that counts, and everything is 0 for the others. kl: the divergence at T, without T². agreement:
+1 where a largest logit of one side is a largest of the other. The entropies are those of p and q. gold: 1 where the
+teacher knows the target, teacher_gold: its log-probability at T = 1. slope: d(T² · divergence)/dT."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is added up for a token: kd_weight · T² · divergence + ce_weight · cross entropy."""
+
+    direction: str = "forward"
+    beta: float = 0.5
+    kd_weight: float = 1.0
+    ce_weight: float = 0.5
+    ignore_index: int = -100
+
+
+@dataclass(frozen=True)
+class Squash:
+    """From what the matrix product gives to logits: z = softcap · tanh(scale · x / softcap), or scale · x."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The logits."""
+        if self.scale != 1.0:
+            x = x * self.scale
+        return x if self.softcap is None else self.softcap * (x / self.softcap).tanh()
+
+    def derivative(self, z: Tensor) -> Tensor | float:
+        """dz/dx as a function of z."""
+        return self.scale if self.softcap is None else self.scale * (1 - (z / self.softcap).square())
+
+
+PLAIN = Squash()
+
+
+def distill_rows(
+    student_NV: Tensor,
+    teacher_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    objective: Objective,
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
+    *,
+    gradient: bool,
+    out_RN: Tensor | None = None,
+) -> Tensor:
+    """What `ROWS` names, for every token; with `gradient`, the student's products become d(sum of losses)/d(products).
+
+    For the forward direction, which is the plain case, with z = s:
+
+        dz = kd_weight · T · (q − p) + ce_weight · (q₁ − onehot(target)).
+
+    A token whose target is ignore_index has zeros in all rows and in its gradient, whatever its logits hold. A target
+    outside the student's vocabulary gives a loss that is not a number.
+
+    Cost: the kernel reads both logits twice and writes one of them; thrice for "reverse" and "jsd". Logits of two bytes
+    are read as they are and everything is computed in float32.
+
+    Args:
+        student_NV: The matrix product of hidden states and head, bias included; adjacent columns.
+        teacher_NV: Likewise. The vocabularies may differ in length: the divergence is over the ids that both have.
+        targets_N: Integers.
+        temperature: 0-dim, on the device of the logits.
+        objective: What is added up.
+        student: From products to logits.
+        teacher: Likewise.
+        gradient: Whether to write it.
+        out_RN: Where to write the rows.
+
+    Returns:
+        [R, N] in float32; in float64 if logits are.
+    """
+    on_cuda = targets_N.is_cuda and temperature.is_cuda
+    adjacent = student_NV.stride(1) == teacher_NV.stride(1) == 1
+    function = (
+        distill_rows_kernel if takes_kernel(student_NV, teacher_NV) and on_cuda and adjacent else distill_rows_twin
+    )
+    return function(
+        student_NV, teacher_NV, targets_N, temperature, objective, student, teacher, gradient=gradient, out_RN=out_RN
+    )
+
+
+@torch.no_grad()
+def distill_rows_twin(
+    student_NV: Tensor,
+    teacher_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    objective: Objective,
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
+    *,
+    gradient: bool,
+    out_RN: Tensor | None = None,
+) -> Tensor:
+    """`distill_rows` in plain torch."""
+    wide = wide_dtype(student_NV, teacher_NV)
+    z_NV, t_NC = student(student_NV.to(wide)), teacher(teacher_NV.to(wide))
+    common = min(z_NV.shape[1], t_NC.shape[1])
+    z_NC, t_NC = z_NV[:, :common], t_NC[:, :common]
+    temperature = temperature.to(wide)
+    between = divergence(z_NC / temperature, t_NC / temperature, z_NC, t_NC, objective.direction, objective.beta)
+    best_N = (z_NC == z_NC.amax(1, keepdim=True)) & (t_NC == t_NC.amax(1, keepdim=True))
+    known_N = (targets_N >= 0) & (targets_N < common)
+    teacher_gold_N = t_NC.gather(1, targets_N.clamp(0, common - 1)[:, None])[:, 0] - t_NC.logsumexp(1)
+    log_q1_NV = log_probabilities(z_NV)
+    ce_N = -log_q1_NV.gather(1, targets_N.clamp(0, z_NV.shape[1] - 1)[:, None])[:, 0]
+    out_RN = assemble_rows(
+        targets_N, objective, z_NV.shape[1], temperature, out_RN,
+        ce=ce_N, kl=between.value_N, agreement=best_N.any(1), teacher_entropy=between.teacher_entropy_N,
+        student_entropy=between.student_entropy_N, known=known_N, teacher_gold=teacher_gold_N, slope=between.slope_N,
+    )  # fmt: skip
+    if gradient:
+        _write_gradient_(
+            student_NV, between.gradient_NK, targets_N, objective, log_q1_NV, temperature, student.derivative(z_NV)
+        )
+    return out_RN
+
+
+def assemble_rows(
+    targets_N: Tensor,
+    objective: Objective,
+    vocabulary: int,
+    temperature: Tensor,
+    out_RN: Tensor | None,
+    *,
+    ce: Tensor,
+    kl: Tensor,
+    agreement: Tensor,
+    teacher_entropy: Tensor,
+    student_entropy: Tensor,
+    known: Tensor,
+    teacher_gold: Tensor,
+    slope: Tensor,
+) -> Tensor:
+    """The rows in their order, zero where a token does not count; `slope` is dD/du."""
+    counts_N = targets_N != objective.ignore_index
+    inside_N = (targets_N >= 0) & (targets_N < vocabulary)
+    ce_N = torch.where(inside_N, ce, torch.nan)
+    rows = (
+        torch.ones_like(ce_N), kl, ce_N, agreement, teacher_entropy, student_entropy, known,
+        torch.where(known, teacher_gold, 0.0), 2 * temperature * kl - slope,
+    )  # fmt: skip
+    if out_RN is None:
+        out_RN = ce_N.new_empty((len(ROWS), len(ce_N)))
+    for row_N, value_N in zip(out_RN, rows, strict=True):
+        row_N.copy_(torch.where(counts_N, value_N, 0))
+    return out_RN
+
+
+def _write_gradient_(
+    student_NV: Tensor,
+    kd_NC: Tensor,
+    targets_N: Tensor,
+    objective: Objective,
+    log_q1_NV: Tensor,
+    temperature: Tensor,
+    derivative: Tensor | float,
+) -> None:
+    """Overwrite the student's products by kd_weight · T · kd + ce_weight · (q₁ − onehot), times the squash's derivative."""
+    dz_NV = objective.ce_weight * log_q1_NV.exp()
+    places_N1 = targets_N.clamp(0, dz_NV.shape[1] - 1)[:, None]
+    dz_NV.scatter_add_(1, places_N1, torch.full_like(places_N1, -objective.ce_weight, dtype=dz_NV.dtype))
+    dz_NV[:, : kd_NC.shape[1]] += objective.kd_weight * temperature * kd_NC
+    counts_N1 = (targets_N != objective.ignore_index)[:, None]
+    student_NV.copy_(torch.where(counts_N1, dz_NV * derivative, 0))
+
+
+@torch.no_grad()
+def distill_rows_kernel(
+    student_NV: Tensor,
+    teacher_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    objective: Objective,
+    student: Squash = PLAIN,
+    teacher: Squash = PLAIN,
+    *,
+    gradient: bool,
+    out_RN: Tensor | None = None,
+    block: int = 1024,
+    warps: int = 8,
+    stages: int = 4,
+) -> Tensor:
+    """`distill_rows` in Triton: one program per token.
+
+    Sums are kept lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
+    multiprocessor; eight take 179.
+
+    Args:
+        student_NV: As in `distill_rows`.
+        teacher_NV: As in `distill_rows`.
+        targets_N: As in `distill_rows`.
+        temperature: As in `distill_rows`; taken in float32.
+        objective: As in `distill_rows`.
+        student: As in `distill_rows`.
+        teacher: As in `distill_rows`.
+        gradient: As in `distill_rows`.
+        out_RN: As in `distill_rows`.
+        block: Ids read at once, a power of two, at least 16.
+        warps: Of a program.
+        stages: Blocks on their way at once.
+    """
+    from gramian.kernels.distillation import _triton_distill_rows as triton_kernels
+
+    tokens, vocabulary = student_NV.shape
+    if out_RN is None:
+        out_RN = student_NV.new_empty((len(ROWS), tokens), dtype=torch.float32)
+    if not tokens:
+        return out_RN
+    common = min(vocabulary, teacher_NV.shape[1])
+    with on_device(student_NV):
+        triton_kernels.distill_rows[(tokens,)](
+            out_RN,
+            student_NV,
+            teacher_NV,
+            targets_N,
+            temperature.to(torch.float32),
+            objective.kd_weight,
+            objective.ce_weight,
+            objective.beta,
+            student.scale,
+            student.softcap or 1.0,
+            teacher.scale,
+            teacher.softcap or 1.0,
+            vocabulary,
+            common,
+            common // 16 * 16,
+            objective.ignore_index,
+            out_RN.stride(0),
+            student_NV.stride(0),
+            teacher_NV.stride(0),
+            targets_N.stride(0),
+            DIRECTION=DIRECTIONS.index(objective.direction),
+            GRADIENT=gradient,
+            STUDENT_CAP=student.softcap is not None,
+            TEACHER_CAP=teacher.softcap is not None,
+            BLOCK=block,
+            STAGES=stages,
+            num_warps=warps,
+        )
+    return out_RN

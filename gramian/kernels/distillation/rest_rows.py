@@ -1,0 +1,205 @@
+"""What the student gives to the ids that nobody named, token by token, and the gradient of it in their place.
+
+Legend: N tokens, V vocabulary, S what is known of a row (`REST`). An id is left out by a product of −inf. u = 1/T.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.kernels.distillation.distill_rows import PLAIN, Squash
+from gramian.kernels.launch import on_device, takes_kernel, wide_dtype
+
+REST = ("largest", "lse", "mean", "lse_at_one")
+"""Of the logits z that are not left out: the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z)."""
+
+
+def rest_rows(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
+    """What `REST` names, for every row.
+
+    Cost: one read of the products.
+
+    Args:
+        products_NV: Of hidden states and head, adjacent columns; −inf leaves an id out, at least one must stay in.
+        temperature: 0-dim, on the same device.
+        squash: From products to logits.
+
+    Returns:
+        [S, N] in float32; in float64 if the products are.
+    """
+    if takes_kernel(products_NV, temperature.float()) and products_NV.stride(1) == 1:
+        return rest_rows_kernel(products_NV, temperature, squash)
+    return rest_rows_twin(products_NV, temperature, squash)
+
+
+def rest_gradient_(
+    products_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    factor_N: Tensor,
+    lse_N: Tensor,
+    lse_at_one_N: Tensor,
+    ce_weight: float,
+    ignore_index: int,
+    squash: Squash = PLAIN,
+) -> None:
+    """Overwrite every product by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot(target))) · dz/dx.
+
+    0 where an id was left out, and in all of a row whose target is ignore_index.
+
+    Cost: one read and one write of the products.
+
+    Args:
+        products_NV: As in `rest_rows`.
+        targets_N: Integers.
+        temperature: As in `rest_rows`.
+        factor_N: What an id of this row gets in proportion to exp(u z − lse).
+        lse_N: Of whatever ids the shares are meant.
+        lse_at_one_N: Of the whole vocabulary.
+        ce_weight: Of the cross entropy.
+        ignore_index: The target of tokens that do not count.
+        squash: As in `rest_rows`.
+    """
+    on_cuda = takes_kernel(products_NV, factor_N, lse_N, lse_at_one_N) and targets_N.is_cuda and temperature.is_cuda
+    function = rest_gradient_kernel_ if on_cuda and products_NV.stride(1) == 1 else rest_gradient_twin_
+    function(products_NV, targets_N, temperature, factor_N, lse_N, lse_at_one_N, ce_weight, ignore_index, squash)
+
+
+@torch.no_grad()
+def rest_rows_twin(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
+    """`rest_rows` in plain torch."""
+    x_NV = products_NV.to(wide_dtype(products_NV))
+    left_out_NV = x_NV == -torch.inf
+    z_NV = squash(x_NV).masked_fill_(left_out_NV, -torch.inf) if squash.softcap else squash(x_NV)
+    temperature, largest_N = temperature.to(z_NV.dtype), z_NV.amax(1)
+    z_NV = z_NV - largest_N[:, None]  # the normaliser is then small, and so is its rounding
+    scaled_NV = z_NV / temperature
+    lse_N = scaled_NV.logsumexp(1)
+    share_NV = (scaled_NV - lse_N[:, None]).exp_()
+    mean_N = (share_NV * z_NV.masked_fill(left_out_NV, 0.0)).sum(1)
+    return torch.stack([largest_N, largest_N / temperature + lse_N, largest_N + mean_N, largest_N + z_NV.logsumexp(1)])
+
+
+@torch.no_grad()
+def rest_gradient_twin_(
+    products_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    factor_N: Tensor,
+    lse_N: Tensor,
+    lse_at_one_N: Tensor,
+    ce_weight: float,
+    ignore_index: int,
+    squash: Squash = PLAIN,
+) -> None:
+    """`rest_gradient_` in plain torch."""
+    x_NV = products_NV.to(factor_N.dtype)
+    left_out_NV = x_NV == -torch.inf
+    z_NV = squash(x_NV.masked_fill(left_out_NV, 0.0))
+    dz_NV = (z_NV / temperature.to(z_NV.dtype) - lse_N[:, None]).exp_().mul_(factor_N[:, None])
+    dz_NV += ce_weight * (z_NV - lse_at_one_N[:, None]).exp_()
+    places_N1 = targets_N.clamp(0, z_NV.shape[1] - 1)[:, None]
+    dz_NV.scatter_add_(1, places_N1, torch.full_like(places_N1, -ce_weight, dtype=dz_NV.dtype))
+    nothing_NV = left_out_NV | (targets_N == ignore_index)[:, None]
+    products_NV.copy_((dz_NV * squash.derivative(z_NV)).masked_fill_(nothing_NV, 0.0))
+
+
+@torch.no_grad()
+def rest_rows_kernel(
+    products_NV: Tensor,
+    temperature: Tensor,
+    squash: Squash = PLAIN,
+    *,
+    block: int = 2048,
+    warps: int = 8,
+    stages: int = 3,
+) -> Tensor:
+    """`rest_rows` in Triton: one program per row.
+
+    Args:
+        products_NV: As in `rest_rows`.
+        temperature: As in `rest_rows`.
+        squash: As in `rest_rows`.
+        block: Ids read at once, a power of two, at least 16.
+        warps: Of a program.
+        stages: Blocks on their way at once.
+    """
+    from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
+
+    tokens, vocabulary = products_NV.shape
+    out_SN = products_NV.new_empty((len(REST), tokens), dtype=torch.float32)
+    if tokens:
+        with on_device(products_NV):
+            triton_kernels.rest_rows[(tokens,)](
+                out_SN,
+                products_NV,
+                temperature.to(torch.float32),
+                squash.scale,
+                squash.softcap or 1.0,
+                vocabulary,
+                vocabulary // 16 * 16,
+                out_SN.stride(0),
+                products_NV.stride(0),
+                CAP=squash.softcap is not None,
+                BLOCK=block,
+                STAGES=stages,
+                num_warps=warps,
+            )
+    return out_SN
+
+
+@torch.no_grad()
+def rest_gradient_kernel_(
+    products_NV: Tensor,
+    targets_N: Tensor,
+    temperature: Tensor,
+    factor_N: Tensor,
+    lse_N: Tensor,
+    lse_at_one_N: Tensor,
+    ce_weight: float,
+    ignore_index: int,
+    squash: Squash = PLAIN,
+    *,
+    block: int = 2048,
+    warps: int = 4,
+) -> None:
+    """`rest_gradient_` in Triton: one program per block of a row.
+
+    Args:
+        products_NV: As in `rest_gradient_`.
+        targets_N: As in `rest_gradient_`.
+        temperature: As in `rest_gradient_`.
+        factor_N: As in `rest_gradient_`.
+        lse_N: As in `rest_gradient_`.
+        lse_at_one_N: As in `rest_gradient_`.
+        ce_weight: As in `rest_gradient_`.
+        ignore_index: As in `rest_gradient_`.
+        squash: As in `rest_gradient_`.
+        block: Ids of a program, a power of two, at least 16.
+        warps: Of a program.
+    """
+    from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
+
+    tokens, vocabulary = products_NV.shape
+    if not tokens:
+        return
+    rows_3N = torch.stack([factor_N, lse_N, lse_at_one_N]).to(torch.float32)
+    aligned = vocabulary // 16 * 16
+    with on_device(products_NV):
+        triton_kernels.rest_gradient[(max(1, -(-aligned // block)), tokens)](
+            products_NV,
+            targets_N,
+            temperature.to(torch.float32),
+            rows_3N,
+            ce_weight,
+            squash.scale,
+            squash.softcap or 1.0,
+            vocabulary,
+            aligned,
+            ignore_index,
+            rows_3N.stride(0),
+            products_NV.stride(0),
+            targets_N.stride(0),
+            CAP=squash.softcap is not None,
+            BLOCK=block,
+            num_warps=warps,
+        )

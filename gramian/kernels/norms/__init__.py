@@ -1,0 +1,1 @@
+"""Kernels for the squared norms of per-sample gradients."""

@@ -1,0 +1,134 @@
+"""Squared Frobenius norms of per-sample gradients LᵀR through Gram matrices over tokens, for lefts that share a right.
+
+B samples, T tokens, M and N features; s and t run over tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import Tiles, cheapest, on_device, operand, takes_kernel, wants_descriptors, wide_dtype
+from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
+
+MOST_LEFTS = 4
+
+_HALF = (
+    Tiles(rows=128, columns=128, depth=64, warps=8, stages=4, cost=1.0),
+    Tiles(rows=64, columns=64, depth=64, warps=4, stages=4, cost=0.5),
+)
+_SINGLE = (
+    Tiles(rows=128, columns=128, depth=16, warps=16, stages=3, cost=1.0),
+    Tiles(rows=64, columns=64, depth=32, warps=8, stages=2, cost=0.5),
+)
+
+
+def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Tensor]:
+    """‖L₁ᵀR‖² + … + ‖L_KᵀR‖² of every sample, without forming a gradient or a T×T matrix.
+
+    squares_b = Σ_st (r_s·r_t) Σ_k (l_ks·l_kt) and diagonal_b = Σ_t ‖r_t‖² Σ_k ‖l_kt‖², the part of it with s = t: the
+    squared norms if every token were a sample.
+
+    Cost: T(T + 128)(N + Σ M_k) FLOPs per sample, half of what two full Gram matrices take; (T/128)² floats written.
+
+    Args:
+        lefts: One to four tensors [B, T, M_k], of any strides; half precision whose rows do not begin on 16 bytes
+            is copied once.
+        right_BTN: What they share, likewise.
+
+    Returns:
+        squares [B] and diagonal [B], in float32; in float64 if an input is.
+    """
+    if not 1 <= len(lefts) <= MOST_LEFTS:
+        raise GramianError(f"lefts: {len(lefts)} tensors, accepted are 1 to {MOST_LEFTS}")
+    for left in lefts:
+        if left.shape[:2] != right_BTN.shape[:2]:
+            raise GramianError(f"lefts: {list(left.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
+    if takes_kernel(right_BTN, *lefts):
+        return gram_squares_kernel(lefts, right_BTN)
+    return gram_squares_twin(lefts, right_BTN)
+
+
+@torch.no_grad()
+def gram_squares_twin(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Tensor]:
+    """`gram_squares` in plain torch: the Gram matrices, some rows of one sample at a time."""
+    wide = wide_dtype(right_BTN, *lefts)
+    samples, tokens = right_BTN.shape[:2]
+    squares_B = right_BTN.new_zeros(samples, dtype=wide)
+    diagonal_B = right_BTN.new_zeros(samples, dtype=wide)
+    rows = max(1, CHUNK_ELEMENTS // max(1, tokens))
+    for b in range(samples):
+        right_TN = right_BTN[b].to(wide)
+        lefts_TM = [left[b].to(wide) for left in lefts]
+        energy_T = torch.stack([left.square().sum(1) for left in lefts_TM]).sum(0)
+        diagonal_B[b] = (right_TN.square().sum(1) * energy_T).sum()
+        for start in range(0, tokens, rows):
+            some = slice(start, start + rows)
+            s_left = sum((left[some] @ left.T for left in lefts_TM[1:]), start=lefts_TM[0][some] @ lefts_TM[0].T)
+            squares_B[b] += (right_TN[some] @ right_TN.T).mul_(s_left).sum()
+    return squares_B, diagonal_B
+
+
+@torch.no_grad()
+def gram_squares_kernel(
+    lefts: Sequence[Tensor],
+    right_BTN: Tensor,
+    *,
+    tiles: Tiles | None = None,
+    group: int = 8,
+    descriptor: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`gram_squares` in Triton: one program per sample and pair of token tiles on or above the diagonal.
+
+    S_right and then Σ_k S_left of the pair accumulate in registers, are multiplied there and summed to one float; torch sums
+    these. Pairs off the diagonal count twice.
+
+    Args:
+        lefts: As in `gram_squares`.
+        right_BTN: As in `gram_squares`.
+        tiles: Square tiles; by default the cheapest for the shape.
+        group: Tile columns that are walked together.
+        descriptor: Read by bulk copies (TMA), by default half precision where the device has them.
+    """
+    from gramian.kernels.norms import _triton_gram_squares as triton_kernels
+
+    samples, tokens = right_BTN.shape[:2]
+    operands = [right_BTN, *lefts]
+    if tiles is None:
+        choices = _HALF if all(tensor.element_size() == 2 for tensor in operands) else _SINGLE
+        tiles = cheapest([(choice, samples * _pairs(tokens, choice.rows)) for choice in choices], right_BTN)
+    if descriptor is None:
+        descriptor = wants_descriptors(*operands)
+    pairs = _pairs(tokens, tiles.rows)
+    sums_2BP = right_BTN.new_empty((2, samples, pairs), dtype=torch.float32)
+    if sums_2BP.numel():
+        given = [operand(tensor, descriptor, tiles.rows, tiles.depth) for tensor in operands]
+        shapes: list[Any] = [(*tensor.stride(), tensor.shape[2]) for tensor in operands]
+        unused = MOST_LEFTS - len(lefts)
+        with on_device(right_BTN):
+            triton_kernels.gram_squares[(samples * pairs,)](
+                sums_2BP[0],
+                sums_2BP[1],
+                *given,
+                *[given[0]] * unused,
+                tokens,
+                -(-tokens // tiles.rows),
+                pairs,
+                *[number for shape in shapes + [shapes[0]] * unused for number in shape],
+                LEFTS=len(lefts),
+                TILE=tiles.rows,
+                DEPTH=tiles.depth,
+                GROUP=group,
+                DESCRIPTOR=descriptor,
+                **tiles.options,
+            )
+    squares_B, diagonal_B = sums_2BP.sum(2, dtype=torch.float64).float()
+    return squares_B, diagonal_B
+
+
+def _pairs(tokens: int, tile: int) -> int:
+    """Pairs of tiles on and above the diagonal."""
+    tiles = -(-tokens // tile)
+    return tiles * (tiles + 1) // 2

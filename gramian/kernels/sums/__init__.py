@@ -1,0 +1,1 @@
+"""Kernels for sums over tokens and for weighted sums over samples."""

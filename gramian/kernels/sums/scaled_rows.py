@@ -1,0 +1,54 @@
+"""A batch with every sample multiplied by its weight, rounded once to the batch's own dtype.
+
+B samples, of any shape.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.kernels.launch import on_device, takes_kernel
+
+
+def scaled_rows(x_B: Tensor, weights_B: Tensor) -> Tensor:
+    """c_b x_b in the dtype of x.
+
+    Cost: one read and one write of x.
+
+    Args:
+        x_B: [B, …], of any strides; the kernel takes contiguous ones.
+        weights_B: c, [B].
+
+    Returns:
+        A new contiguous tensor like x.
+    """
+    if takes_kernel(x_B) and weights_B.is_cuda and x_B.is_contiguous() and x_B.numel():
+        return scaled_rows_kernel(x_B, weights_B)
+    return scaled_rows_twin(x_B, weights_B)
+
+
+@torch.no_grad()
+def scaled_rows_twin(x_B: Tensor, weights_B: Tensor) -> Tensor:
+    """`scaled_rows` in plain torch."""
+    out_B = torch.empty_like(x_B, memory_format=torch.contiguous_format)
+    return torch.mul(x_B, weights_B.reshape(-1, *[1] * (x_B.dim() - 1)), out=out_B)
+
+
+@torch.no_grad()
+def scaled_rows_kernel(x_B: Tensor, weights_B: Tensor, *, block: int = 4096) -> Tensor:
+    """`scaled_rows` in Triton: one program per block of a row.
+
+    Args:
+        x_B: contiguous.
+        weights_B: As in `scaled_rows`; taken in float32.
+        block: Elements of a program, a power of two.
+    """
+    from gramian.kernels.sums import _triton_scaled_rows as triton_kernels
+
+    out_B = torch.empty_like(x_B)
+    samples, width = len(x_B), x_B.numel() // max(1, len(x_B))
+    weights_B = weights_B.to(torch.float32).contiguous()
+    with on_device(x_B):
+        triton_kernels.scaled_rows[(-(-width // block), samples)](
+            out_B, x_B, weights_B, width, BLOCK=block, num_warps=8
+        )
+    return out_B

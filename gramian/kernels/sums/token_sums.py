@@ -1,0 +1,146 @@
+"""Per-sample gradients of biases and of normalisation layers: sums over the tokens of a sample.
+
+B samples, T tokens, N or D features.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import on_device, processors, takes_kernel, wide_dtype
+
+WIDEST_NORMED = 16384
+"""A program of `normed_sums` holds whole rows; wider ones are left to the twin."""
+
+
+def token_sums(g_BTN: Tensor) -> Tensor:
+    """Σ_t g_bt, which is the gradient of a bias for every sample.
+
+    Cost: one read of g.
+
+    Args:
+        g_BTN: Of any strides.
+
+    Returns:
+        [B, N] in float32; in float64 if g is.
+    """
+    return token_sums_kernel(g_BTN) if takes_kernel(g_BTN) else token_sums_twin(g_BTN)
+
+
+def normed_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """Σ_t g_bt ⊙ x̂_bt and Σ_t g_bt, the gradients of weight and bias of a normalisation layer for every sample.
+
+    x̂ = (x − mean) / √(var + eps) if centred (layer norm), else x / √(mean x² + eps) (RMS norm), over D for each token.
+
+    Cost: one read of x and of g.
+
+    Args:
+        x_BTD: The layer's input, of any strides.
+        g_BTD: The gradient of its output, of any strides.
+        eps: As in the layer.
+        centred: Layer norm rather than RMS norm.
+
+    Returns:
+        [B, D] and [B, D] in float32; in float64 if an input is.
+    """
+    if x_BTD.shape != g_BTD.shape:
+        raise GramianError(f"x: {list(x_BTD.shape)} beside g {list(g_BTD.shape)}, the shapes must agree")
+    if takes_kernel(x_BTD, g_BTD) and x_BTD.shape[2] <= WIDEST_NORMED:
+        return normed_sums_kernel(x_BTD, g_BTD, eps, centred)
+    return normed_sums_twin(x_BTD, g_BTD, eps, centred)
+
+
+@torch.no_grad()
+def token_sums_twin(g_BTN: Tensor) -> Tensor:
+    """`token_sums` in plain torch."""
+    return g_BTN.sum(1, dtype=wide_dtype(g_BTN))
+
+
+@torch.no_grad()
+def normed_sums_twin(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    """`normed_sums` in plain torch."""
+    wide = wide_dtype(x_BTD, g_BTD)
+    x_BTD, g_BTD = x_BTD.to(wide), g_BTD.to(wide)
+    if centred:
+        x_BTD = x_BTD - x_BTD.mean(2, keepdim=True)
+    normed_BTD = x_BTD / (x_BTD.square().mean(2, keepdim=True) + eps).sqrt()
+    return (g_BTD * normed_BTD).sum(1), g_BTD.sum(1)
+
+
+@torch.no_grad()
+def token_sums_kernel(g_BTN: Tensor, *, chunk: int | None = None, rows: int = 8, columns: int = 512) -> Tensor:
+    """`token_sums` in Triton: one program per sample, chunk of tokens and block of columns; torch sums the chunks.
+
+    Args:
+        g_BTN: As in `token_sums`.
+        chunk: Tokens that one program sums; by default such that the programs fill the device.
+        rows: Tokens read at once, a power of two.
+        columns: Columns of a program, a power of two.
+    """
+    from gramian.kernels.sums import _triton_token_sums as triton_kernels
+
+    samples, tokens, width = g_BTN.shape
+    if not g_BTN.numel():
+        return g_BTN.new_zeros((samples, width), dtype=torch.float32)
+    blocks = -(-width // columns)
+    chunk = chunk or _chunk(samples * blocks, tokens, 8 * processors(g_BTN))
+    chunks = -(-tokens // chunk)
+    partials_BCN = g_BTN.new_empty((samples, chunks, width), dtype=torch.float32)
+    with on_device(g_BTN):
+        triton_kernels.token_sums[(samples * chunks, blocks)](
+            partials_BCN, g_BTN, tokens, width, chunks, chunk, *g_BTN.stride(), ROWS=rows, COLUMNS=columns, num_warps=4
+        )
+    return partials_BCN[:, 0] if chunks == 1 else partials_BCN.sum(1)
+
+
+@torch.no_grad()
+def normed_sums_kernel(
+    x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool, *, chunk: int | None = None, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """`normed_sums` in Triton: one program per sample and chunk of tokens, whole rows in registers; torch sums the chunks.
+
+    Args:
+        x_BTD: As in `normed_sums`.
+        g_BTD: As in `normed_sums`.
+        eps: As in `normed_sums`.
+        centred: As in `normed_sums`.
+        chunk: Tokens that one program sums; by default such that the programs fill the device.
+        rows: Tokens read at once, a power of two; by default about 2048 elements.
+    """
+    from gramian.kernels.sums import _triton_token_sums as triton_kernels
+
+    samples, tokens, width = x_BTD.shape
+    if not x_BTD.numel():
+        nothing_BD = x_BTD.new_zeros((samples, width), dtype=torch.float32)
+        return nothing_BD, nothing_BD.clone()
+    columns = 1 << (width - 1).bit_length()
+    rows = rows or max(1, 2048 // columns)
+    chunk = chunk or _chunk(samples, tokens, 8 * processors(x_BTD))
+    chunks = -(-tokens // chunk)
+    partials_BCD = x_BTD.new_empty((2, samples, chunks, width), dtype=torch.float32)
+    with on_device(x_BTD):
+        triton_kernels.normed_sums[(samples * chunks,)](
+            partials_BCD[0],
+            partials_BCD[1],
+            x_BTD,
+            g_BTD,
+            eps,
+            tokens,
+            width,
+            chunks,
+            chunk,
+            *x_BTD.stride(),
+            *g_BTD.stride(),
+            CENTRED=centred,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=min(32, max(4, rows * columns // 512)),
+        )
+    products_BD, sums_BD = partials_BCD.sum(2)
+    return products_BD, sums_BD
+
+
+def _chunk(others: int, tokens: int, programs: int) -> int:
+    """Tokens per program such that about `programs` run, but no fewer than 32: what is written stays small beside g."""
+    chunks = max(1, programs // max(1, others))
+    return max(32, -(-tokens // chunks))

@@ -1,0 +1,141 @@
+"""The weighted sum of per-sample gradients LᵀR as one product, with the weights kept in float32.
+
+B samples, T tokens, M and N features.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.kernels.launch import (
+    DTYPES,
+    Tiles,
+    cheapest,
+    on_device,
+    operand,
+    processors,
+    takes_kernel,
+    wants_descriptors,
+    wide_dtype,
+)
+
+_HALF = (
+    Tiles(rows=128, columns=128, depth=64, warps=8, stages=4, cost=1.0),
+    Tiles(rows=64, columns=64, depth=64, warps=4, stages=4, cost=0.5),
+)
+_SINGLE = (
+    Tiles(rows=128, columns=128, depth=16, warps=8, stages=3, cost=1.0),
+    Tiles(rows=64, columns=64, depth=32, warps=8, stages=2, cost=0.5),
+)
+
+
+def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Σ_b c_b L_bᵀR_b, rounded once: each sample's product is scaled by c_b before it joins the sum, both in float32.
+
+    A sample of weight exactly 0 adds nothing, whatever it holds.
+
+    Cost: 2·B·T·M·N FLOPs, one read of both sides per band of tiles, one write of [M, N]; where that is too few tiles to fill
+    the device, up to B·T·M·N/2²⁵ more float32 [M, N] are written and summed.
+
+    Args:
+        left_BTM: Of any strides; half precision whose rows do not begin on 16 bytes is copied once.
+        right_BTN: Likewise.
+        weights_B: c, taken in float32 (in float64 if a side is).
+        out_dtype: Of the result.
+
+    Returns:
+        [M, N].
+    """
+    samples = len(left_BTM)
+    if left_BTM.shape[:2] != right_BTN.shape[:2]:
+        raise GramianError(f"left: {list(left_BTM.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
+    if weights_B.shape != (samples,):
+        raise GramianError(f"weights: shape {list(weights_B.shape)}, accepted is one for each of the {samples} samples")
+    if takes_kernel(left_BTM, right_BTN) and weights_B.is_cuda and out_dtype in DTYPES:
+        return weighted_product_kernel(left_BTM, right_BTN, weights_B, out_dtype)
+    return weighted_product_twin(left_BTM, right_BTN, weights_B, out_dtype)
+
+
+@torch.no_grad()
+def weighted_product_twin(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """`weighted_product` in plain torch: sample after sample."""
+    wide = wide_dtype(left_BTM, right_BTN)
+    total_MN = left_BTM.new_zeros((left_BTM.shape[2], right_BTN.shape[2]), dtype=wide)
+    weights_B = weights_B.to(wide)
+    for left_TM, right_TN, weight in zip(left_BTM, right_BTN, weights_B, strict=True):
+        product_MN = (left_TM.to(wide).mT @ right_TN.to(wide)).mul_(weight)
+        total_MN += product_MN.masked_fill_(weight == 0, 0)
+    return total_MN.to(out_dtype)
+
+
+@torch.no_grad()
+def weighted_product_kernel(
+    left_BTM: Tensor,
+    right_BTN: Tensor,
+    weights_B: Tensor,
+    out_dtype: torch.dtype,
+    *,
+    tiles: Tiles | None = None,
+    parts: int | None = None,
+    group: int = 8,
+    descriptor: bool | None = None,
+) -> Tensor:
+    """`weighted_product` in Triton: one program per tile of the result and part of the tokens.
+
+    Args:
+        left_BTM: As in `weighted_product`.
+        right_BTN: As in `weighted_product`; if the dtypes differ, both are copied to the wider.
+        weights_B: As in `weighted_product`.
+        out_dtype: As in `weighted_product`.
+        tiles: By default the cheapest for the shape.
+        parts: Into how many ranges of tokens, of all samples one after another, the sum is cut; by default as many as fill
+            the device with programs of at least 16 steps.
+        group: Tile rows that are walked together.
+        descriptor: Read by bulk copies (TMA), by default half precision where the device has them.
+    """
+    from gramian.kernels.sums import _triton_weighted_product as triton_kernels
+
+    common = torch.promote_types(left_BTM.dtype, right_BTN.dtype)
+    left_BTM, right_BTN = left_BTM.to(common), right_BTN.to(common)
+    samples, tokens, rows = left_BTM.shape
+    columns = right_BTN.shape[2]
+    if not (samples and tokens and rows and columns):
+        return left_BTM.new_zeros((rows, columns), dtype=out_dtype)
+    if tiles is None:
+        choices = _HALF if common.itemsize == 2 else _SINGLE
+        tiles = cheapest([(choice, choice.over(rows, columns)) for choice in choices], left_BTM)
+    if descriptor is None:
+        descriptor = wants_descriptors(left_BTM, right_BTN)
+    steps_per_sample = -(-tokens // tiles.depth)
+    steps = samples * steps_per_sample
+    programs = tiles.over(rows, columns)
+    if parts is None:
+        parts = max(1, min(processors(left_BTM) // programs, steps // 16))
+    steps_per_part = -(-steps // parts)
+    parts = -(-steps // steps_per_part)
+    out_PMN = left_BTM.new_empty((parts, rows, columns), dtype=out_dtype if parts == 1 else torch.float32)
+    with on_device(left_BTM):
+        triton_kernels.weighted_product[(programs, parts)](
+            out_PMN,
+            operand(left_BTM, descriptor, tiles.depth, tiles.rows),
+            operand(right_BTN, descriptor, tiles.depth, tiles.columns),
+            weights_B.to(torch.float32).contiguous(),
+            tokens,
+            steps_per_sample,
+            steps,
+            steps_per_part,
+            -(-rows // tiles.rows),
+            -(-columns // tiles.columns),
+            *out_PMN.stride()[:2],
+            *left_BTM.stride(),
+            rows,
+            *right_BTN.stride(),
+            columns,
+            ROWS=tiles.rows,
+            COLUMNS=tiles.columns,
+            DEPTH=tiles.depth,
+            GROUP=group,
+            DESCRIPTOR=descriptor,
+            **tiles.options,
+        )
+    return out_PMN[0] if parts == 1 else out_PMN.sum(0).to(out_dtype)

@@ -1,0 +1,1 @@
+"""Symmetric positive semi-definite factors under one contract, and the decompositions they rest on."""

@@ -1,0 +1,165 @@
+"""Solving a small symmetric system that ought to be positive definite, and saying what it took."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.linalg.factors.eigendecomposition import eigendecompose
+from gramian.linalg.wide import padded
+
+LARGEST_JITTER = 1e-1
+"""Relative to the mean diagonal; a matrix that needs more is decomposed instead."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a factorisation."""
+
+    jitter: float
+    """What was added to the diagonal, absolute."""
+    result: str
+    """"ok", "not positive definite", or the name of the fallback."""
+
+
+class Cholesky:
+    """M = L Lᵀ for a symmetric M [n, n], with a way out whenever M is not quite positive definite.
+
+    The factorisation is launched at once; whether it worked is looked at on first use, so that a GPU can be handed many of
+    them before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
+    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter, and to what rounding
+    can tell from zero. Every try is in `attempts`. Cost: n³/3 FLOPs for each.
+    """
+
+    def __init__(self, matrix: Tensor, first_jitter: float) -> None:
+        """Launch the plain factorisation.
+
+        Args:
+            matrix: M, symmetric, float32 or float64. It is kept until the first use.
+            first_jitter: relative to the mean diagonal.
+        """
+        self._matrix: Tensor | None = matrix
+        self._first_jitter = first_jitter
+        self._attempts: list[Attempt] = []
+        self._eigen: tuple[Tensor, Tensor] | None = None
+        self._inverse: Tensor | None = None
+        self._logdet: Tensor | None = None
+        self._factorise(matrix)
+
+    def _factorise(self, matrix: Tensor) -> None:
+        self._lower: Tensor | None
+        self._lower, info = torch.linalg.cholesky_ex(matrix)
+        self._good = (info == 0) & self._lower.diagonal().isfinite().all()
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[Attempt]) -> "Cholesky":
+        """A factorisation that was made elsewhere: its `parts` and its `attempts`."""
+        found = cls.__new__(cls)
+        found._matrix = found._inverse = found._logdet = None
+        found._attempts = list(attempts)
+        found._lower = parts[0] if len(parts) == 1 else None
+        found._eigen = None if len(parts) == 1 else (parts[0], parts[1])
+        return found
+
+    def parts(self) -> list[Tensor]:
+        """L, or eigenvalues and eigenvectors where it came to these; to be asked for before the first `solve`.
+
+        Raises:
+            GramianError: if M holds NaN or infinity.
+        """
+        self._settle()
+        if self._eigen is not None:
+            return list(self._eigen)
+        assert self._lower is not None
+        return [self._lower]
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """What was tried, the last one with success."""
+        self._settle()
+        return tuple(self._attempts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        held = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
+        return sum(t.nbytes for t in held if t is not None)
+
+    def solve(self, y_NK: Tensor) -> Tensor:
+        """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs.
+
+        With many columns as L⁻ᵀ(L⁻¹ Y), L⁻¹ being formed once (n³/3 FLOPs) and kept in place of L: plain products are several
+        times as fast as triangular solves on a GPU, and as accurate, since L has the square root of M's condition number.
+        """
+        self._settle()
+        if self._eigen is not None:
+            values, vectors = self._eigen
+            return vectors @ ((vectors.mT @ y_NK.to(vectors.dtype)) / values[:, None])
+        if self._lower is not None and 2 * y_NK.shape[1] < len(self._lower):
+            return torch.cholesky_solve(y_NK.to(self._lower.dtype), self._lower)
+        if self._inverse is None:
+            assert self._lower is not None
+            eye = torch.eye(len(self._lower), dtype=self._lower.dtype, device=self._lower.device)
+            self._logdet = self.logdet()
+            inverse = torch.linalg.solve_triangular(self._lower, eye, upper=False)
+            self._inverse, self._lower = padded(inverse)[:, : len(inverse)], None
+        return self._inverse.mT @ (self._inverse @ y_NK.to(self._inverse.dtype))
+
+    def logdet(self) -> Tensor:
+        """log det M."""
+        self._settle()
+        if self._eigen is not None:
+            return self._eigen[0].log().sum()
+        if self._logdet is not None:
+            return self._logdet
+        assert self._lower is not None
+        return 2 * self._lower.diagonal().log().sum()
+
+    def _settle(self, good: bool | None = None) -> None:
+        """Look at the result, unless somebody has, and go on until there is one.
+
+        Raises:
+            GramianError: if M holds NaN or infinity.
+        """
+        if self._matrix is None:
+            return
+        self._attempts = []
+        if not self._succeeded(0.0, good):
+            self._repair(self._matrix)
+        self._matrix = None
+
+    def _repair(self, matrix: Tensor) -> None:
+        if not bool(matrix.isfinite().all()):
+            raise GramianError("cholesky: the matrix holds NaN or infinity; expected finite numbers")
+        scale = float(matrix.diagonal().double().abs().mean()) or 1.0
+        jitter = self._first_jitter
+        while jitter <= LARGEST_JITTER:
+            shifted = matrix.clone()
+            shifted.diagonal().add_(jitter * scale)
+            self._factorise(shifted)
+            if self._succeeded(jitter * scale):
+                return
+            jitter *= 10
+        values, vectors, where = eigendecompose(matrix)
+        limits = torch.finfo(values.dtype)
+        floor = max(self._first_jitter * scale, limits.eps * float(values.abs().max()), limits.tiny)
+        self._eigen, self._lower = (values.clamp(min=floor), vectors), None
+        self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
+
+    def _succeeded(self, jitter: float, good: bool | None = None) -> bool:
+        good = bool(self._good) if good is None else good
+        self._attempts.append(Attempt(jitter, "ok" if good else "not positive definite"))
+        return good
+
+
+def settle_all(systems: Sequence[Cholesky]) -> None:
+    """Look at the results of many factorisations, waiting for the device once."""
+    waiting = [system for system in systems if system._matrix is not None]
+    by_device: dict[torch.device, list[Cholesky]] = {}
+    for system in waiting:
+        by_device.setdefault(system._good.device, []).append(system)
+    for together in by_device.values():
+        for system, good in zip(together, torch.stack([s._good for s in together]).tolist(), strict=True):
+            system._settle(good)

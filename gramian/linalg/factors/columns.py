@@ -1,0 +1,201 @@
+"""Thin products with a stored U [n, r], a block of rows at a time: in wide precision one copy of a block, never of U.
+
+Products are written for the rows of U that lie here; three hooks say how they become those of all rows. Here all rows do.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.factors.stored import HALF, Loaded, Others, Source, Stored, join_columns, store_columns
+from gramian.linalg.pinned import blocks_on
+from gramian.linalg.wide import pieces, wide_mm, wide_norms
+
+
+class Columns:
+    """U and its products."""
+
+    others: Others | None = None
+    """Who holds the rows that do not lie here; None: nobody."""
+
+    def __init__(self, stored: Stored) -> None:
+        """Keep the stored matrix: the rows of U that lie here."""
+        self.stored = stored
+        self.count = stored.body.shape[1]
+        self._gram: Tensor | None = None
+        self._exact = False
+
+    # ---- where rows lie --------------------------------------------------------------------------------------------
+
+    @property
+    def dim(self) -> int:
+        """n."""
+        return self.stored.body.shape[0]
+
+    def whole(self) -> "Columns":
+        """All rows."""
+        return self
+
+    def alike(self, columns: "Columns") -> "Columns":
+        """Columns of as many rows, held as these are."""
+        return columns
+
+    def _with(self, stored: Stored) -> "Columns":
+        """Other columns, held as these are."""
+        return Columns(stored)
+
+    def _rows(self, y: Tensor) -> Tensor:
+        """What meets the rows here, of a tensor that the caller gives."""
+        return y
+
+    def _added(self, part: Tensor) -> Tensor:
+        """A sum over all rows, of the sum over those here."""
+        return part
+
+    def _given(self, rows: Tensor) -> Tensor:
+        """What the caller gets, of a result's rows here."""
+        return rows
+
+    # ---- products --------------------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of U and of the kept Gram."""
+        return self.stored.nbytes + (0 if self._gram is None else self._gram.nbytes)
+
+    def blocks(self) -> Iterator[slice]:
+        """Slices of rows."""
+        return pieces(self.stored.body.shape[0], self.count)
+
+    def _loaded(self, dtype: torch.dtype, device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
+        """Blocks of rows of U on a device, widened there."""
+        for rows, body in blocks_on(self.stored.body, self.blocks(), device):
+            yield rows, self.stored.widen(body, rows, dtype)
+
+    def transposed_times(self, y_NK: Tensor) -> Tensor:
+        """Uᵀ Y, [r, k], in Y's dtype and on its device. 2·n·r·k FLOPs."""
+        y_NK = self._rows(y_NK)
+        total = y_NK.new_zeros(self.count, y_NK.shape[1])
+        for rows, block in self._loaded(y_NK.dtype, y_NK.device):
+            total.addmm_(block.mT, y_NK[rows])
+        return self._added(total)
+
+    def times(self, c_RK: Tensor) -> Tensor:
+        """U C, [n, k], in C's dtype and on its device. 2·n·r·k FLOPs."""
+        return self._given(self._times(c_RK))
+
+    def _times(self, c_RK: Tensor) -> Tensor:
+        out = c_RK.new_empty(self.stored.body.shape[0], c_RK.shape[1])
+        for rows, block in self._loaded(c_RK.dtype, c_RK.device):
+            torch.mm(block, c_RK, out=out[rows])
+        return out
+
+    def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
+        """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
+
+        Args:
+            weights_N: None: 1.
+            exact: multiply in float64. Else a half-precision U on a GPU goes through the tensor cores, whose float32
+                accumulators cost up to 1e-4 of an entry: no more than having been stored in half precision did.
+        """
+        if weights_N is not None:
+            return self._summed_gram(self._rows(weights_N).double(), False)
+        return self.kept_gram(exact).clone()
+
+    def kept_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, kept until `forget`: to be read, not written to."""
+        coarse = not exact and self.stored.body.is_cuda and self.stored.body.dtype in HALF
+        if self._gram is None or not (self._exact or coarse):
+            self._gram, self._exact = self._summed_gram(None, coarse), not coarse
+        return self._gram
+
+    def taken_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, the caller's own and no longer kept here."""
+        gram = self.kept_gram(exact)
+        self.forget()
+        return gram
+
+    def _summed_gram(self, weights: Tensor | None, coarse: bool) -> Tensor:
+        body = self.stored.body
+        where = self.stored.home or body.device
+        total = torch.zeros(self.count, self.count, dtype=torch.float64, device=where)
+        if coarse:
+            for rows in self.blocks():
+                total += wide_mm(body[rows].mT, body[rows])
+            scale_R = total.new_ones(self.count) if self.stored.right is None else self.stored.right.double()
+            total *= scale_R[:, None]
+            total *= scale_R[None, :]
+        else:
+            weights = None if weights is None else weights.to(where)
+            for rows, block in self._loaded(torch.float64, where):
+                total.addmm_(block.mT, block if weights is None else block * weights[rows, None])
+        return self._added(total.to(body.device))
+
+    def forget(self) -> None:
+        """Let the kept Gram go; it is formed again when it is asked for."""
+        self._gram = None
+
+    def squared(self) -> Tensor:
+        """U Uᵀ, [n, n], of columns that all lie here. 2·n²·r FLOPs."""
+        source = Loaded(self.stored, self.stored.dtype)
+        total = torch.zeros(self.dim, self.dim, dtype=source.dtype, device=source.device)
+        for columns in pieces(self.count, self.dim):
+            piece = source.piece(columns)
+            total.addmm_(piece, piece.mT)
+        return total
+
+    def squares_N(self) -> Tensor:
+        """Squared norms of the rows, [n], float64."""
+        return self._given(self._squares())
+
+    def square(self) -> Tensor:
+        """‖U‖_F², 0-dim float64."""
+        return self._added(self._squares().sum())
+
+    def _squares(self) -> Tensor:
+        device = self.stored.body.device
+        parts = [wide_norms(block).square_() for _, block in self._loaded(torch.float64, self.stored.home)]
+        return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.float64, device=device)
+
+    # ---- other columns from these ----------------------------------------------------------------------------------
+
+    def scaled(self, factor: float) -> "Columns":
+        """factor·U, nothing rounded a second time."""
+        return self._with(self.stored.scaled(factor))
+
+    def select(self, chosen: Tensor, scale: float) -> "Columns":
+        """Some of the columns, times a factor."""
+        return self._with(self.stored.select(chosen, scale))
+
+    def join(self, other: "Columns") -> "Columns":
+        """[U, U'] side by side, held as the one of them is whose rows are spread, and stored as U is."""
+        mine = other.alike(self)
+        return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
+
+    def mixed(self, c_RK: Tensor) -> "Columns":
+        """U C, stored as U is. 2·n·r·k FLOPs, twice where it is rounded: a piece of U C at a time."""
+        return self._with(store_columns(_Product(self, c_RK), self.stored.body.dtype, self.others))
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Columns":
+        """Every tensor moved; `home`: where products are made from now on."""
+        return self._with(self.stored.moved(move, home))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Columns":
+        """Moved, or stored again."""
+        stored = self.stored
+        if dtype is not None and dtype != stored.body.dtype:
+            stored = store_columns(Loaded(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
+        return self._with(stored.to(device))
+
+
+class _Product(Source):
+    """U C, of the rows that lie here."""
+
+    def __init__(self, columns: Columns, c_RK: Tensor) -> None:
+        self._columns, self._c_RK = columns, c_RK
+        self.dtype, self.device = columns.stored.dtype, columns.stored.body.device
+        self.shape = (columns.stored.body.shape[0], c_RK.shape[1])
+
+    def piece(self, columns: slice) -> Tensor:
+        return self._columns._times(self._c_RK[:, columns]).to(self.dtype)

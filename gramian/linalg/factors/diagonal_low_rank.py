@@ -1,0 +1,354 @@
+"""M = diag(d) ± U Uᵀ: the exact Fisher of a softmax head (minus), a tied embedding and head (plus).
+
+Woodbury with a diagonal that varies: S = I ± Uᵀ D_λ⁻¹ U with D_λ = d + λ, and
+(M+λI)⁻¹Y = D_λ⁻¹Y ∓ D_λ⁻¹U S⁻¹ UᵀD_λ⁻¹Y. For the softmax head S is nearly singular (M·1 = 0), so it is formed in float64.
+Exact: p = ±1 (and all integers), trace, Frobenius norm, log det. Other powers are sums of shifted
+inverses, and shifts that differ by column are solved by conjugate gradients; `work.error_bound` says how well.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.linalg.factors.cholesky import Cholesky
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.dense import Dense
+from gramian.linalg.factors.diagonal import Diagonal
+from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
+from gramian.linalg.factors.low_rank import LowRank
+from gramian.linalg.factors.rational_power import rational_power
+from gramian.linalg.factors.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.wide import by_columns
+
+CG_STEPS = 1000
+CG_TOLERANCE = 1e-12
+
+
+class DiagonalLowRank(AtRest, Factor):
+    """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
+
+    def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
+        """Keep d and U.
+
+        Args:
+            values_N: d, all of it.
+            columns: U [n, r].
+            sign: +1 or -1.
+        """
+        self.values_N, self.sign = values_N, sign
+        self.columns = Columns(columns) if isinstance(columns, Stored) else columns
+        self.stored = self.columns.stored
+        self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
+        self.dim = len(values_N)
+        self.work = Work()
+        self._small: dict[float, Cholesky] = {}
+        self._whole: Dense | None = None
+
+    @classmethod
+    def of(
+        cls, values_N: Tensor, columns_NR: Tensor, sign: int, storage: torch.dtype | None = None
+    ) -> "DiagonalLowRank":
+        """Store U; d stays as it is."""
+        return cls(values_N, store_columns(columns_NR, storage or columns_NR.dtype), sign)
+
+    @classmethod
+    def softmax(cls, weighted_p_NR: Tensor | Source, storage: torch.dtype, scale: float = 1.0) -> "DiagonalLowRank":
+        """`softmax_of` columns that are stored here, each meant times a number."""
+        stored = store_columns(weighted_p_NR, storage)
+        return cls.softmax_of(Columns(stored if scale == 1.0 else stored.scaled(scale)))
+
+    @classmethod
+    def softmax_of(cls, columns: Columns) -> "DiagonalLowRank":
+        """Σ_t (p̃_t-scaled diagonal) − U Uᵀ for columns u_t = √w_t p_t, positive semi-definite also after rounding.
+
+        diag(q)(1ᵀq) − qqᵀ is positive semi-definite for every q ≥ 0, so d is summed from the stored columns:
+        d = Σ_t q_t (1ᵀq_t). For exact columns with Σ_k p_k = 1 that is Σ_t w_t p_t. It stays in float64: M is what is left
+        of d, and for confident columns that is little.
+        """
+        return cls(_row_sums(columns), columns, -1)
+
+    @property
+    def rank(self) -> int:
+        """Columns of U."""
+        return self.columns.count
+
+    @property
+    def nbytes(self) -> int:
+        """d, U and the small system."""
+        whole = 0 if self._whole is None else self._whole.nbytes
+        return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self._small.values()) + whole
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """Twice that of U, relative to U Uᵀ."""
+        return 2 * self.columns.stored.relative_error
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """d ⊙ Y ± U(UᵀY). 4·n·r·k FLOPs."""
+        y_NK = y_NK.to(self.dtype)
+        return self._shifted_matvec(y_NK, self.values_N.to(y_NK)[:, None])
+
+    def _shifted_matvec(self, y_NK: Tensor, d_N1: Tensor) -> Tensor:
+        return d_N1 * y_NK + self.sign * self.columns.times(self.columns.transposed_times(y_NK))
+
+    def trace(self) -> Tensor:
+        """Σ d ± ‖U‖²."""
+        return self.values_N.double().sum() + self.sign * self.columns.square()
+
+    def diagonal(self) -> Tensor:
+        """d ± squared row norms of U."""
+        return (self.values_N.double() + self.sign * self.columns.squares_N()).to(self.dtype)
+
+    def frobenius(self) -> Tensor:
+        """√(‖d‖² ± 2 Σ d_i‖u_i‖² + ‖UᵀU‖²)."""
+        d_N = self.values_N.double()
+        cross = (d_N * self.columns.squares_N()).sum()
+        return (
+            (d_N.square().sum() + 2 * self.sign * cross + self.columns.kept_gram().square().sum()).clamp(min=0).sqrt()
+        )
+
+    def largest_bound(self) -> Tensor:
+        """max d, plus ‖UᵀU‖_F where U adds."""
+        top = self.values_N.max().double()
+        if self.sign < 0:
+            return top
+        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
+        return top + norm
+
+    def eigenvalues(self) -> Tensor:
+        """From the matrix written out.
+
+        Raises:
+            GramianError: if the side is wider than `WIDEST_DENSE`.
+        """
+        values: Tensor = torch.linalg.eigvalsh(self.to_dense().double())
+        return values.clamp(min=0).to(self.dtype)
+
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """Integers exactly; the fractional rest q in (-1, 0) by shifted inverses; an active clip on the matrix written out."""
+        given = torch.promote_types(self.dtype, y_NK.dtype)
+        if not self.clips_nothing(damping, max_condition) and self.dim <= WIDEST_DENSE:
+            return self.written_out().power(y_NK, p, damping, max_condition)
+        asked, damping = damping, self._clipped_damping(damping, max_condition)
+        bound = 0.0
+        if damping > asked:
+            bound = abs((1 + damping / asked) ** p - 1) if asked else float("inf")
+        whole = -int(-p // 1)  # ceiling
+        fraction, out = p - whole, y_NK.to(torch.float64)
+        if fraction:
+            fit = rational_power(fraction, damping, self.bound() + damping)
+            total = fit.constant * out
+            for weight, shift in zip(fit.weights, fit.shifts, strict=True):
+                total = total + weight * self._solve(out, damping + shift, keep=False)
+            out, bound = total, bound + fit.error
+        for _ in range(whole):
+            out = self._shifted_matvec(out, (self.values_N.double() + damping).to(out.device)[:, None])
+        for _ in range(-whole):
+            out = self._solve(out, damping, keep=True)
+        if bound:
+            self.work.error_bound = bound
+        return out.to(given)
+
+    def power_by_column(self, y_NK: Tensor, p: float, scales_K: Tensor, damping: float) -> Tensor:
+        """(s_j M + λI)^p y_j for every column j, for the joint damping of a Kronecker product.
+
+        p = -1 by conjugate gradients with the diagonal as preconditioner, in float64, until no column's residual exceeds
+        `CG_TOLERANCE`. `work.error_bound` is that of the worst column: ‖x − x*‖ ≤ ‖residual‖/λ, carried through every step.
+        """
+        whole = -int(-p // 1)
+        fraction, out, scales = p - whole, y_NK.to(torch.float64), scales_K.to(y_NK.device, torch.float64)
+        top_K = self.bound() * scales + damping
+        error_K, bound = torch.zeros_like(scales), 0.0
+        if fraction:
+            fit = rational_power(fraction, damping, float(top_K.max()))
+            total, bound = fit.constant * out, fit.error
+            for weight, shift in zip(fit.weights, fit.shifts, strict=True):
+                part, error = self._conjugate_gradients(out, scales, damping + shift)
+                total, error_K = total + weight * part, error_K + abs(weight) * error
+            out = total
+        for _ in range(whole):
+            out = scales * self._shifted_matvec(out, self.values_N.to(out)[:, None]) + damping * out
+            error_K = error_K * top_K
+        for _ in range(-whole):
+            out, error = self._conjugate_gradients(out, scales, damping)
+            error_K = error_K / damping + error
+        relative_K = error_K / out.norm(dim=0).clamp(min=torch.finfo(torch.float64).tiny)
+        self.work.error_bound = bound + float(relative_K.max()) if len(relative_K) else bound
+        return out.to(self.dtype)
+
+    def _conjugate_gradients(self, b_NK: Tensor, scales_K: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+        """X and what its columns are off by at most, [k]."""
+        d_N1 = self.values_N.to(b_NK)[:, None]
+        conditioner = 1.0 / (self.diagonal().clamp(min=0).to(b_NK)[:, None] * scales_K + damping)
+        x = torch.zeros_like(b_NK)
+
+        def system(v: Tensor) -> Tensor:
+            return scales_K * self._shifted_matvec(v, d_N1) + damping * v
+
+        r = b_NK - system(x)
+        z = conditioner * r
+        direction, rz = z, (r * z).sum(0)
+        target = CG_TOLERANCE * b_NK.norm(dim=0)
+        for _ in range(CG_STEPS):
+            if bool((r.norm(dim=0) <= target).all()):
+                break
+            image = system(direction)
+            step = rz / (direction * image).sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+            x, r = x + step * direction, r - step * image
+            z = conditioner * r
+            rz_next = (r * z).sum(0)
+            direction = z + (rz_next / rz.clamp(min=torch.finfo(torch.float64).tiny)) * direction
+            rz = rz_next
+        return x, (b_NK - system(x)).norm(dim=0) / damping
+
+    def written_out(self) -> Dense:
+        """M as a dense factor, kept; what is done with it is on this one's record."""
+        if self._whole is None:
+            self._whole = Dense.of(self.to_dense())
+            self._whole.work = self.work
+        return self._whole
+
+    def _clipped_damping(self, damping: float, max_condition: float | None) -> float:
+        """λ, or the clip's floor where single eigenvalues would have to be raised.
+
+        Raising λ to the floor moves every eigenvalue to at most twice what the clip gives it, as far as the bound on σ_max,
+        from which the floor is taken, is σ_max.
+        """
+        if self.clips_nothing(damping, max_condition):
+            return damping
+        assert max_condition is not None
+        raised_to = (self.bound() + damping) / max_condition
+        self.work.clip_note = (
+            f"damping raised to the clip's floor {raised_to:.3g}, from a bound on the largest eigenvalue"
+        )
+        return raised_to
+
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """Nothing, where the bound shows it; else from the matrix written out, or all, by raising the damping."""
+        if self.clips_nothing(damping, max_condition):
+            return Clip(0, self.dim, 0.0, (self.bound() + damping) / max_condition)
+        if self.dim <= WIDEST_DENSE:
+            return self.written_out().clip(damping, max_condition)
+        floor = self._clipped_damping(damping, max_condition)
+        return Clip(self.dim, self.dim, self.dim * (floor - damping), floor)
+
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
+        """Launch the factorisation of S; one damping is kept."""
+        if damping not in self._small:
+            self._small = {damping: self._system(damping, first_jitter)}
+
+    def _system(self, damping: float, first_jitter: float) -> Cholesky:
+        small = self.columns.gram(1.0 / (self.values_N.double() + damping)) * self.sign
+        small.diagonal().add_(1.0)
+        return Cholesky(small, first_jitter)
+
+    def pending(self) -> list[Cholesky]:
+        """The launched ones."""
+        return list(self._small.values())
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
+        """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
+        self.prepare_solve(damping, first_jitter)
+        given = torch.promote_types(self.dtype, y_NK.dtype)
+        return by_columns(y_NK, self.dim, lambda y: self._solve(y.to(torch.float64), damping, keep=True), given)
+
+    def _solve(self, y_NK: Tensor, damping: float, keep: bool) -> Tensor:
+        if keep:
+            self.prepare_solve(damping, 1e-12)
+        system = self._small[damping] if keep else self._system(damping, 1e-12)
+        d_N1 = (self.values_N.double() + damping).to(y_NK.device)[:, None]
+        scaled = y_NK / d_N1
+        inner = system.solve(self.columns.transposed_times(scaled).to(self.device)).to(scaled)
+        if keep:
+            self.work.attempts = [vars(attempt) for attempt in system.attempts]
+        return self.columns.times(inner).div_(d_N1).mul_(-self.sign).add_(scaled)
+
+    def logdet(self, damping: float) -> Tensor:
+        """Σ log(d + λ) + log det S."""
+        return (self.values_N.double() + damping).log().sum() + self._system(damping, 1e-14).logdet()
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Diagonals add, columns stand side by side.
+
+        Raises:
+            GramianError: if the signs differ or the other has a form that does not fit.
+        """
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        if isinstance(other, Diagonal):
+            total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
+            return DiagonalLowRank(total, self.columns.scaled(mine**0.5), self.sign)
+        if isinstance(other, Dense):
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
+        zero = torch.zeros_like(self.values_N)
+        if isinstance(other, DiagonalLowRank) and other.sign == self.sign:
+            d_N, columns = other.values_N, other.columns
+        elif isinstance(other, LowRank) and self.sign > 0:
+            d_N, columns = zero, other.columns
+        else:
+            raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
+        if self.rank + columns.count >= self.dim <= WIDEST_DENSE:
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
+        total = mine * self.values_N + theirs * d_N.to(self.values_N)
+        both = self.columns.scaled(mine**0.5).join(columns.scaled(theirs**0.5))
+        if columns.stored.body.dtype != self.storage_dtype:
+            both = _within(total, both, self.sign)
+        return DiagonalLowRank(total, both, self.sign)
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""
+        low = LowRank(self.columns).compress(rank, energy)
+        assert isinstance(low.factor, LowRank)
+        columns = _within(self.values_N, low.factor.columns, self.sign)
+        return Compressed(DiagonalLowRank(self.values_N, columns, self.sign), low.discarded_trace)
+
+    def thin(self, chosen: Tensor) -> "DiagonalLowRank":
+        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices.
+
+        Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
+        semi-definite.
+        """
+        columns = self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5)
+        d_N = self.values_N
+        if self.sign < 0:
+            rest = self.values_N.double() - _row_sums(self.columns)
+            d_N = rest.clamp(min=0) + _row_sums(columns)
+        return DiagonalLowRank(d_N, columns, self.sign)
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "DiagonalLowRank":
+        """d and U moved."""
+        return DiagonalLowRank(move(self.values_N), self.columns.moved(move, home), self.sign)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DiagonalLowRank":
+        """Moved, or stored again."""
+        columns = self.columns.to(device, dtype)
+        if dtype is None or dtype == self.storage_dtype:
+            return DiagonalLowRank(self.values_N.to(device=device), columns, self.sign)
+        values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, columns.stored.dtype))
+        return DiagonalLowRank(values_N, _within(values_N, columns, self.sign), self.sign)
+
+    def dense(self) -> Tensor:
+        """diag(d) ± U Uᵀ."""
+        whole = self.columns.whole().squared().mul_(self.sign)
+        whole.diagonal().add_(self.values_N.to(whole))
+        return whole
+
+
+def _within(values_N: Tensor, columns: Columns, sign: int) -> Columns:
+    """U, a little smaller where rounding it made diag(d) − U Uᵀ indefinite. 2·n·r² FLOPs.
+
+    It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.
+    """
+    if sign > 0 or not columns.count:
+        return columns
+    d_N = values_N.double()
+    largest = float(torch.linalg.eigvalsh(columns.gram(torch.where(d_N > 0, 1 / d_N, 0.0))).max())
+    return columns.scaled(largest**-0.5) if largest > 1 + 1e-14 else columns
+
+
+def _row_sums(columns: Columns) -> Tensor:
+    """Σ_t u_t (1ᵀu_t), [n], float64: the diagonal that makes diag − U Uᵀ positive semi-definite for every U ≥ 0."""
+    one_N1 = torch.ones(columns.dim, 1, dtype=torch.float64, device=columns.stored.body.device)
+    return columns.times(columns.transposed_times(one_N1))[:, 0]

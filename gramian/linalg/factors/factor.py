@@ -1,0 +1,365 @@
+"""The contract of every factor: a symmetric positive semi-definite matrix M [n, n], never formed where it need not be.
+
+Legend: n side of M, r stored directions, k columns of a right-hand side Y [n, k], λ damping, κ the largest condition number
+that is let through.
+
+The clip (κ given): eigenvalues of M + λI below (σ_max+λ)/κ are raised to it, those of the unstored complement too.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.linalg.factors.cholesky import Cholesky
+from gramian.linalg.factors.stored import HALF
+from gramian.linalg.wide import exact_float32, tensor_float32
+
+WIDEST_DENSE = 16_384
+"""Sides wider than this are never held, or formed, as n×n."""
+TENSOR_FLOAT = 2.0**-11
+"""Rounding of operands in TF32 products."""
+COARSE = 0.1
+"""Largest relative error ε·κ that such products may cost a factor whose storage cost as much."""
+TRUSTED = {True: 1e-3, False: 1e-6}
+"""Largest relative error ε·κ that float32 products may cost a factor stored in half precision (True) or not (False); above
+it the algebra runs in float64. The other side of a block multiplies the error by its own κ."""
+
+
+@dataclass
+class Work:
+    """What was done with a factor since it was made; goes into the record."""
+
+    attempts: list[dict[str, float | str]] = field(default_factory=list)
+    """Cholesky attempts: jitter and result."""
+    decomposed: str = ""
+    """Precision and device of the eigendecomposition, if there was one."""
+    fallback: str = ""
+    """What was used instead, and why, where something failed."""
+    error_bound: float = 0.0
+    """Relative error bound of the last approximate function of the matrix; 0: exact up to rounding."""
+    clip_note: str = ""
+    """Where the clip could not be applied to single eigenvalues: what was done instead."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How many eigenvalues of M + λI were raised to the floor, of how many, and by how much in all."""
+
+    count: int
+    total: int
+    mass: float
+    floor: float
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A factor of lower rank, and the trace it lost."""
+
+    factor: "Factor"
+    discarded_trace: float
+
+
+class Factor(ABC):
+    """A symmetric positive semi-definite matrix M."""
+
+    kind: str
+    """Name of the representation."""
+    dim: int
+    """n."""
+    work: Work
+    _bound: float | None = None
+    _trace: float | None = None
+    _told_trace: Tensor | None = None
+    """Where it was found before the factor moved."""
+
+    # ---- what each representation answers --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Stored directions: an upper bound of the rank of what is not diagonal."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of results: float64 where stored so, else float32."""
+
+    @property
+    @abstractmethod
+    def storage_dtype(self) -> torch.dtype:
+        """Dtype at rest."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it is stored."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held, decompositions included."""
+
+    @property
+    @abstractmethod
+    def quantisation_error(self) -> Tensor:
+        """Relative error of M in the Frobenius norm from being stored (a bound for factored forms), 0-dim."""
+
+    @abstractmethod
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """M Y."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """tr M, 0-dim float64."""
+
+    @abstractmethod
+    def frobenius(self) -> Tensor:
+        """‖M‖_F, 0-dim float64."""
+
+    @abstractmethod
+    def largest_bound(self) -> Tensor:
+        """A number that σ_max certainly does not exceed, 0-dim float64; exact once M is decomposed."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal of M, [n]."""
+
+    @abstractmethod
+    def eigenvalues(self) -> Tensor:
+        """All n eigenvalues, ascending, zeros counted."""
+
+    @abstractmethod
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """(M + λI)^p Y for any real p, with the clip if `max_condition` is given; float64 where M or Y is."""
+
+    @abstractmethod
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
+        """Launch what `solve` of a Y of this dtype needs at this damping, and wait for nothing."""
+
+    @abstractmethod
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """(M + λI)⁻¹ Y by Cholesky, without an eigendecomposition and without the clip; float64 where M or Y is."""
+
+    @abstractmethod
+    def logdet(self, damping: float) -> Tensor:
+        """log det(M + λI), 0-dim float64."""
+
+    @abstractmethod
+    def merge(self, other: "Factor", mine: float, theirs: float) -> "Factor":
+        """mine·M + theirs·M'."""
+
+    @abstractmethod
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Keep `rank` directions, or as few as hold the share `energy` of the trace."""
+
+    @abstractmethod
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> Self:
+        """The same matrix with every tensor moved; `home`: the GPU that goes on making its products."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
+        """The same matrix stored elsewhere or otherwise."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """M written out, [n, n]; use `to_dense`."""
+
+    @abstractmethod
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """What the clip does at this damping."""
+
+    def extremes(self) -> tuple[float, float] | None:
+        """Smallest and largest eigenvalue of M, where they are known without more work."""
+        return None
+
+    # ---- what follows ----------------------------------------------------------------------------------------------
+
+    def to_dense(self) -> Tensor:
+        """M written out, [n, n], for tests and small sides.
+
+        Raises:
+            GramianError: if the side is wider than `WIDEST_DENSE`.
+        """
+        if self.dim > WIDEST_DENSE:
+            raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
+        return self.dense()
+
+    def bound(self) -> float:
+        """`largest_bound` as a number, read from the device once; exact once M is decomposed."""
+        known = self.extremes()
+        if known is not None:
+            return known[1]
+        if self._bound is None:
+            self._bound = float(self.largest_bound())
+        return self._bound
+
+    def _known_bound(self) -> float:
+        """`bound` where it was asked for before, else the trace, which costs no product."""
+        if self._bound is None and self._trace is None:
+            self._trace = float(self.trace())
+        return self._bound if self._bound is not None else float(self._trace or 0.0)
+
+    def clips_nothing(self, damping: float, max_condition: float | None) -> bool:
+        """True if a bound on σ_max shows that no eigenvalue of M + λI would be raised."""
+        return max_condition is None or damping * max_condition >= self.bound() + damping
+
+    def condition(self, damping: float, max_condition: float | None) -> tuple[float, bool]:
+        """κ of the damped, clipped matrix, and True; where nothing was decomposed a bound of it, and False."""
+        known = self.extremes()
+        low, high = (0.0, self._known_bound()) if known is None else known
+        if not low + damping > 0:
+            return (float("inf") if max_condition is None else max_condition), known is not None
+        kappa = (high + damping) / (low + damping)
+        return (kappa if max_condition is None else min(kappa, max_condition)), known is not None
+
+    def condition_bound(self, damping: float) -> float:
+        """A number that the condition of M + λI does not exceed."""
+        return self.bound() / damping + 1.0 if damping > 0 else float("inf")
+
+    def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
+        """The dtype of products for the power p at this damping: ε·κ^|p| decides."""
+        if self.dtype == torch.float64:
+            return torch.float64
+        allowed = TRUSTED[self.storage_dtype in HALF] / torch.finfo(torch.float32).eps
+        trusted = abs(p) * math.log(self.condition_bound(damping)) <= math.log(allowed)
+        return torch.float32 if trusted else torch.float64
+
+    def coarse(self, damping: float) -> bool:
+        """True if tensor cores may multiply where this factor is applied at this damping.
+
+        Being stored in half precision has rounded M by 2⁻¹¹ or so, and a solve multiplies that by up to κ. Products that round
+        their operands alike (TF32), and a Gram summed with float32 accumulators, cost of the same order again; they are used
+        while κ·2⁻¹¹ stays below `COARSE`.
+        """
+        half = self.storage_dtype in HALF and self.device.type == "cuda"
+        return half and TENSOR_FLOAT * self.condition_bound(damping) <= COARSE
+
+    def products(self, damping: float) -> AbstractContextManager[None]:
+        """The precision of float32 products while this factor is applied at this damping: TF32 or float32 proper."""
+        return tensor_float32() if self.coarse(damping) else exact_float32()
+
+    def pending(self) -> list[Cholesky]:
+        """Factorisations that were launched and not looked at."""
+        return []
+
+
+class Spectral(Factor):
+    """A factor with known eigenvectors: M = Q diag(σ) Qᵀ, and zero on the complement of Q."""
+
+    @property
+    @abstractmethod
+    def spectrum(self) -> Tensor:
+        """σ [r], not negative, float64 or the working dtype; decomposes on first use."""
+
+    @abstractmethod
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Qᵀ Y, [r, k]."""
+
+    @abstractmethod
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """Q C, [n, k]."""
+
+    @property
+    def complete(self) -> bool:
+        """True if Q spans everything."""
+        return len(self.spectrum) == self.dim
+
+    def eigenvalues(self) -> Tensor:
+        """σ and zeros, ascending."""
+        values = self.spectrum
+        return torch.cat([values.new_zeros(self.dim - len(values)), values.sort().values])
+
+    def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
+        """f₀Y + Q (f(σ) − f₀) C with C = QᵀY: exact for every p. 4·n·r·k FLOPs.
+
+        f₀ = f(0) is subtracted before Q is applied: directions whose σ is far below λ, which a thin Q knows badly, then
+        count for as little as they should.
+
+        Raises:
+            GramianError: for a negative power of a singular matrix without damping.
+        """
+        floor = self._floor(damping, max_condition)
+        lowest = max(damping, floor)
+        if p < 0 and lowest <= 0 and not self.complete:
+            raise GramianError(f"damping: expected more than 0 for the power {p} of a singular matrix, got {damping}")
+        given = torch.promote_types(self.dtype, y_NK.dtype)
+        y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))
+        c_RK = self.to_basis(y_NK)  # first: the spectrum is then as exact as the basis
+        f_R = raised(self.spectrum.double() + damping, floor).pow(p).to(y_NK)
+        if self.complete:
+            return self.from_basis(f_R[:, None] * c_RK).to(given)
+        outside = float(lowest**p)
+        return (outside * y_NK + self.from_basis((f_R - outside)[:, None] * c_RK)).to(given)
+
+    def clip(self, damping: float, max_condition: float) -> Clip:
+        """Count on the spectrum and its complement."""
+        floor = self._floor(damping, max_condition)
+        values = self.spectrum.double() + damping
+        low = values < floor
+        count, mass = int(low.sum()), float((floor - values[low]).sum())
+        missing = self.dim - len(values)
+        if missing and damping < floor:
+            count, mass = count + missing, mass + missing * (floor - damping)
+        return Clip(count, self.dim, mass, floor)
+
+    def _floor(self, damping: float, max_condition: float | None) -> float:
+        if max_condition is None:
+            return 0.0
+        top = float(self.spectrum.max()) if len(self.spectrum) else 0.0
+        return (top + damping) / max_condition
+
+
+def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
+    """{id of a factor: its trace}, waiting for each device once; what was read before is not read again."""
+    by_device: dict[torch.device, list[tuple[Factor, Tensor]]] = {}
+    for factor in {id(factor): factor for factor in factors if factor._trace is None}.values():
+        trace = factor.trace() if factor._told_trace is None else factor._told_trace
+        by_device.setdefault(trace.device, []).append((factor, trace.double()))
+    for together in by_device.values():
+        for (factor, _), number in zip(together, torch.stack([t for _, t in together]).tolist(), strict=True):
+            factor._trace, factor._told_trace = number, None
+    return {id(factor): factor._trace for factor in factors if factor._trace is not None}
+
+
+def fetch_bounds(factors: Sequence[Factor]) -> None:
+    """Read the bounds of many factors, waiting for each device once."""
+    unknown = [factor for factor in factors if factor._bound is None and factor.extremes() is None]
+    by_device: dict[torch.device, list[Factor]] = {}
+    for factor in unknown:
+        by_device.setdefault(factor.device, []).append(factor)
+    for together in by_device.values():
+        bounds = torch.stack([factor.largest_bound().double() for factor in together]).tolist()
+        for factor, bound in zip(together, bounds, strict=True):
+            factor._bound = bound
+
+
+def raised(values: Tensor, floor: float) -> Tensor:
+    """Values, none below the floor."""
+    return values.clamp(min=floor) if floor > 0 else values
+
+
+def kept_rank(descending: Tensor, rank: int | None, energy: float | None) -> int:
+    """How many leading eigenvalues `compress` keeps.
+
+    Raises:
+        GramianError: unless exactly one of rank and energy is given and sensible.
+    """
+    if (rank is None) == (energy is None):
+        raise GramianError("compress: expected either rank= or energy=")
+    if rank is not None:
+        if rank < 1:
+            raise GramianError(f"rank: expected at least 1, got {rank}")
+        return min(rank, len(descending))
+    assert energy is not None
+    if not 0 < energy <= 1:
+        raise GramianError(f"energy: expected a share of the trace in (0, 1], got {energy}")
+    descending = descending.double()
+    reached = descending.cumsum(0) >= energy * descending.sum() * (1 - 1e-12)
+    return int((~reached).sum().clamp(max=len(descending) - 1)) + 1 if len(descending) else 0

@@ -1,0 +1,77 @@
+"""Factorisations that one holder of a factor makes for all others: what was made, as tensors, and taking it over.
+
+A factor is used through one of two things: the Cholesky factor of its system at one damping ("solve"), or its eigenpairs
+("eigen"). Both are small beside the work: n² numbers for n³ operations.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.factors.cholesky import Attempt, Cholesky
+from gramian.linalg.factors.dense import Dense
+from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank
+from gramian.linalg.factors.factor import Factor
+from gramian.linalg.factors.low_rank import LowRank
+
+What = Literal["solve", "eigen"]
+
+
+def side(factor: Factor) -> int:
+    """n of the matrix that is factorised."""
+    return factor.dim if isinstance(factor, Dense) else factor.rank
+
+
+def flops(factor: Factor, what: What) -> float:
+    """About n³/3 for a Cholesky factorisation, 9n³ for eigenpairs."""
+    return side(factor) ** 3 * (9.0 if what == "eigen" else 1 / 3)
+
+
+def decompose(factor: Dense | LowRank, dtype: torch.dtype) -> None:
+    """Find eigenpairs for products in this dtype."""
+    if isinstance(factor, Dense):
+        factor._decomposed(dtype)
+    else:
+        factor._decomposed()
+
+
+def prepare_power(
+    factor: Dense | LowRank, p: float, damping: float, max_condition: float | None, dtype: torch.dtype
+) -> None:
+    """Find the eigenpairs that `power` of a Y of this dtype will use."""
+    lowest = max(damping, factor._floor(damping, max_condition))
+    decompose(factor, torch.promote_types(factor.working_dtype(lowest, p), dtype))
+
+
+def forget_system(factor: Factor) -> None:
+    """Let go of a Cholesky factorisation that was made before."""
+    if isinstance(factor, DiagonalLowRank):
+        factor._small = {}
+    else:
+        assert isinstance(factor, Dense | LowRank)
+        factor._cholesky = {}
+
+
+def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
+    """What was made last: its tensors, and what the record says of it (as JSON can)."""
+    if what == "eigen":
+        assert isinstance(factor, Dense | LowRank) and factor._eigen is not None
+        return list(factor._eigen), {"decomposed": factor.work.decomposed, "fallback": factor.work.fallback}
+    (system,) = factor.pending()
+    return system.parts(), {"attempts": [[attempt.jitter, attempt.result] for attempt in system.attempts]}
+
+
+def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], about: dict[str, Any]) -> None:
+    """Put what another holder made where this one would have."""
+    if what == "eigen":
+        assert isinstance(factor, Dense | LowRank)
+        factor._eigen = (tensors[0], tensors[1])
+        factor.work.decomposed, factor.work.fallback = about["decomposed"], about["fallback"]
+        return
+    system = Cholesky.of_parts(tensors, [Attempt(*attempt) for attempt in about["attempts"]])
+    if isinstance(factor, DiagonalLowRank):
+        factor._small = {damping: system}
+    else:
+        assert isinstance(factor, Dense | LowRank)
+        factor._cholesky = {(damping, tensors[0].dtype): system}

@@ -1,0 +1,210 @@
+"""M = U Uᵀ with fewer columns than rows: the Woodbury form, with thin eigenpairs on demand.
+
+U is what is stored, at whatever precision; everything else follows from K = UᵀU [r, r] in float64, so the algebra is that of
+the stored U exactly. K = V diag(σ) Vᵀ gives the eigenvectors Q = U V σ^(-1/2), which are applied as two thin products and
+never written down. Powers, any λ, log det and merging need nothing else.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.linalg.factors.cholesky import Cholesky
+from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.dense import Dense
+from gramian.linalg.factors.eigendecomposition import eigendecompose, singular_pairs
+from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
+from gramian.linalg.factors.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.wide import by_columns
+
+
+class LowRank(AtRest, Spectral):
+    """M = U Uᵀ, U [n, r]. Bytes: n·r at rest and r² once used. First use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigen) FLOPs."""
+
+    kind = "low rank"
+
+    def __init__(self, columns: Stored | Columns) -> None:
+        """Keep the columns; nothing is computed."""
+        self.columns = Columns(columns) if isinstance(columns, Stored) else columns
+        self.stored, self.dim = self.columns.stored, self.columns.dim
+        self.work = Work()
+        self._eigen: tuple[Tensor, Tensor] | None = None
+        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
+        self._largest: Tensor | None = None
+
+    @classmethod
+    def of(cls, columns_NR: Tensor | Source, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
+        """Store U.
+
+        Args:
+            columns_NR: U, one column per direction (token).
+            storage: dtype at rest; None: its own.
+            scale: what U is meant to be multiplied by.
+
+        Raises:
+            GramianError: if it is not a matrix.
+        """
+        if not isinstance(columns_NR, Tensor | Source) or len(columns_NR.shape) != 2:
+            raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
+        stored = store_columns(columns_NR, storage or columns_NR.dtype)
+        return cls(stored if scale == 1.0 else stored.scaled(scale))
+
+    @property
+    def rank(self) -> int:
+        """Columns of U."""
+        return self.columns.count
+
+    @property
+    def nbytes(self) -> int:
+        """U and the small decompositions."""
+        held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
+        return self.columns.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+
+    @property
+    def quantisation_error(self) -> Tensor:
+        """‖UUᵀ − U_qU_qᵀ‖/‖UUᵀ‖ ≤ √r(2e + e²) with e the error of U; the bound's leading part 2e is reported."""
+        return 2 * self.columns.stored.relative_error
+
+    def matvec(self, y_NK: Tensor) -> Tensor:
+        """U(UᵀY). 4·n·r·k FLOPs."""
+        y_NK = y_NK.to(self.dtype)
+        return self.columns.times(self.columns.transposed_times(y_NK))
+
+    def trace(self) -> Tensor:
+        """‖U‖_F²."""
+        return self.columns.square()
+
+    def diagonal(self) -> Tensor:
+        """Squared norms of U's rows."""
+        return self.columns.squares_N().to(self.dtype)
+
+    def frobenius(self) -> Tensor:
+        """‖UᵀU‖_F."""
+        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
+        return norm
+
+    def largest_bound(self) -> Tensor:
+        """σ_max where it is known, else ‖UᵀU‖_F."""
+        if self._eigen is not None:
+            return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
+        if self._largest is None:
+            norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram(exact=False))
+            self._largest = norm * (1 + 1e-3)  # the Gram may be off by 1e-4
+        return self._largest
+
+    def extremes(self) -> tuple[float, float] | None:
+        """Once decomposed; 0 is an eigenvalue unless the columns span everything."""
+        if self._eigen is None or not len(self._eigen[0]):
+            return None
+        values = self._eigen[0]
+        return (float(values.min()) if self.complete else 0.0), float(values.max())
+
+    @property
+    def spectrum(self) -> Tensor:
+        """σ of the directions that rounding lets one tell from zero."""
+        return self._decomposed()[0]
+
+    def to_basis(self, y_NK: Tensor) -> Tensor:
+        """Wᵀ(UᵀY) with W = Vσ^(-1/2)."""
+        return self._decomposed()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
+
+    def from_basis(self, c_RK: Tensor) -> Tensor:
+        """U(WC)."""
+        return self.columns.times(self._decomposed()[1].to(c_RK) @ c_RK)
+
+    def _decomposed(self) -> tuple[Tensor, Tensor]:
+        """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
+
+        Both are in float64, as K is: what rounding W to float32 does to Y in the span of U is multiplied by σ/λ.
+        """
+        if self._eigen is None:
+            gram = self.columns.taken_gram()
+            try:
+                values, vectors, self.work.decomposed = eigendecompose(gram)
+            except GramianError as error:
+                if "NaN" in str(error):
+                    raise
+                values, vectors = singular_pairs(gram)
+                self.work.fallback = f"singular values in place of eigenvalues: {error}"
+            noise = torch.finfo(torch.float64).eps * max(self.dim, self.rank) * (values.max() if self.rank else 0.0)
+            kept = int((values > noise).sum())
+            values, vectors = values[len(values) - kept :], vectors[:, len(values) - kept :]
+            if kept > self.dim:
+                values, vectors = values[-self.dim :], vectors[:, -self.dim :]
+            self._eigen = (values, vectors / values.sqrt())
+        return self._eigen
+
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
+        """Launch the Cholesky factorisation of K + λI; one damping is kept."""
+        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
+        if key in self._cholesky:
+            return
+        gram = self.columns.taken_gram(exact=not self.coarse(damping))
+        gram.diagonal().add_(damping)
+        gram = gram.to(key[1])
+        self._cholesky = {key: Cholesky(gram, first_jitter)}
+
+    def pending(self) -> list[Cholesky]:
+        """The launched ones."""
+        return list(self._cholesky.values())
+
+    def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
+        """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""
+        self.prepare_solve(damping, first_jitter, y_NK.dtype)
+        (_, dtype), system = next(iter(self._cholesky.items()))
+
+        def solved(y_NC: Tensor) -> Tensor:
+            wide = y_NC.to(dtype)
+            inner = system.solve(self.columns.transposed_times(wide).to(self.device))
+            return self.columns.times(inner.to(wide)).neg_().add_(wide).div_(damping)
+
+        solution = by_columns(y_NK, self.dim, solved, torch.promote_types(self.dtype, y_NK.dtype))
+        self.work.attempts = [vars(attempt) for attempt in system.attempts]
+        return solution
+
+    def logdet(self, damping: float) -> Tensor:
+        """Σ log(σ + λ) + (n − s) log λ where σ is known, else log det(K + λI) + (n − r) log λ."""
+        log_damping = torch.log(torch.tensor(damping, dtype=torch.float64, device=self.device))
+        if self._eigen is not None:
+            values = self._eigen[0]
+            return (values + damping).log().sum() + (self.dim - len(values)) * log_damping
+        gram = self.columns.gram()
+        gram.diagonal().add_(damping)
+        return Cholesky(gram, 1e-12).logdet() + (self.dim - self.rank) * log_damping
+
+    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
+        """Columns side by side, √weight each; whole once they would be as many as the rows."""
+        if other.dim != self.dim:
+            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
+        if not isinstance(other, LowRank):
+            return other.merge(self, theirs, mine)
+        if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
+            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
+        return LowRank(self.columns.scaled(mine**0.5).join(other.columns.scaled(theirs**0.5)))
+
+    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
+        """Q√σ = U W √σ for the leading directions. 2·n·r·s FLOPs."""
+        values, small = self._decomposed()
+        descending = values.flip(0)
+        kept = kept_rank(descending, rank, energy)
+        columns = self.columns.mixed((small * values.sqrt()).flip(1)[:, :kept].contiguous())
+        lost = float(descending[kept:].double().sum())
+        return Compressed(LowRank(columns), lost)
+
+    def thin(self, chosen: Tensor) -> "LowRank":
+        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices."""
+        return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
+
+    def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "LowRank":
+        """U moved."""
+        return LowRank(self.columns.moved(move, home))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
+        """Moved, or stored again."""
+        return LowRank(self.columns.to(device, dtype))
+
+    def dense(self) -> Tensor:
+        """U Uᵀ. 2·n²·r FLOPs."""
+        return self.columns.whole().squared()

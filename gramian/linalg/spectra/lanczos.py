@@ -1,0 +1,239 @@
+"""Extreme eigenvalues of a symmetric map that is known by its products: block Lanczos with thick restarts.
+
+Legend: n side, m vectors of the basis V, b vectors of a block, k eigenvalues asked for. See `krylov` for the recurrence.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.linalg.spectra.krylov import KrylovBasis, Ritz
+from gramian.linalg.spectra.operator import Operator, basis_device_of, check_counts, check_numbers, check_operator
+
+Which = Literal["LA", "SA", "LM", "BE"]
+"""Largest, smallest, largest in magnitude, both ends."""
+
+SMALL = 512
+"""Sides up to which a basis may fill the whole space."""
+
+MISSED = 1e-6
+"""Probability, at each end of the spectrum, that a search for further copies ends although there is one."""
+
+
+@dataclass(frozen=True)
+class LanczosSpectrum:
+    """Some eigenvalues of a symmetric map, and how well they are known.
+
+    Attributes:
+        eigenvalues: [k], float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; for
+            "BE" all of them descending.
+        residual_bounds: [k], at least ‖Mx − θx‖ for every Ritz pair: an eigenvalue of M lies within it. Rounding counted.
+        eigenvectors: [n, k], orthonormal, where asked for.
+        converged: no bound exceeds tol·‖M‖ plus rounding.
+        complete: what is orthogonal to the eigenvectors was searched and holds no eigenvalue that is wanted more: repeated
+            eigenvalues are there as often as they should be.
+        iterations: blocks of products; `matvecs`: products.
+        restarts: how often the basis was cut down.
+        breakdowns: how often a Krylov space was exhausted, and a random vector went on.
+        smallest: smallest Ritz value met; `largest`: the largest. The spectrum reaches at least that far on both sides,
+            whatever was asked for: a `smallest` below zero by more than `rounding` proves a negative eigenvalue.
+        rounding: length below which a residual is rounding.
+        asymmetry: ‖H − T‖_F / ‖M‖: what the products lack to be those of one symmetric matrix. Rounding, unless the map changes
+            from call to call.
+        basis_bytes: of the basis and the block that follows it, the memory that grows with n·m.
+    """
+
+    eigenvalues: Tensor
+    residual_bounds: Tensor
+    eigenvectors: Tensor | None
+    converged: bool
+    complete: bool
+    iterations: int
+    matvecs: int
+    restarts: int
+    breakdowns: int
+    smallest: float
+    largest: float
+    rounding: float
+    asymmetry: float
+    basis_bytes: int
+
+
+def lanczos(
+    operator: Operator,
+    k: int = 10,
+    which: Which = "LA",
+    *,
+    tol: float | None = None,
+    max_iterations: int | None = None,
+    max_basis: int | None = None,
+    block_size: int = 1,
+    search_copies: bool = True,
+    eigenvectors: bool = False,
+    basis_device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> LanczosSpectrum:
+    """k eigenvalues of a symmetric map, positive or not, at one end of its spectrum or at both.
+
+    A Krylov space holds one direction of every eigenspace (b of them for blocks of b). When the wanted pairs have converged,
+    their vectors stay in the basis, a random vector orthogonal to them starts anew, and so on until a search changes nothing
+    and either the best value outside has converged as well, or no wanted one can be there but with probability 10⁻⁶:
+    λ ≤ θ + ε(λ_max − λ_min), ε = (ln(1.648 √n / 10⁻⁶)/(2j − 1))² after j products from a random start
+    (Kuczyński and Woźniakowski 1992).
+
+    Cost for i products: the products, up to 8·i·max_basis·n FLOPs of reorthogonalisation (twice, against the whole basis, sums
+    in float64), and (max_basis + b)·n numbers.
+
+    Args:
+        operator: symmetric; nothing else is assumed.
+        k: how many; fewer come back where the map has fewer.
+        which: "LA" largest, "SA" smallest, "LM" largest in magnitude, "BE" from both ends by turns, starting above.
+        tol: for residuals, relative to ‖M‖; by default eps^(2/3) of the operator's dtype. Eigenvalues are usually twice as
+            many digits exact.
+        max_iterations: blocks of products, all searches together; by default 40·max_basis products.
+        max_basis: most vectors kept; by default all n up to 512, else 2k + 20 + 12b; k + 2b at least, and the
+            more the faster.
+        block_size: b, columns of a product.
+        search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
+        eigenvectors: hand them back.
+        basis_device: where the basis is kept; by default on the operator's device.
+        generator: of the random vectors; by default a fresh one with seed 0. The global one is never touched.
+
+    Raises:
+        GramianError: if an argument makes no sense, or a product is not finite.
+    """
+    check_operator(operator)
+    check_counts(k=k, block_size=block_size)
+    if max_iterations is not None:
+        check_counts(max_iterations=max_iterations)
+    if max_basis is not None:
+        check_counts(max_basis=max_basis)
+    if which not in ("LA", "SA", "LM", "BE"):
+        raise GramianError(f'which: is {which!r}; expected "LA", "SA", "LM" or "BE"')
+    if tol is not None:
+        check_numbers(tol=tol)
+        if tol < 0:
+            raise GramianError(f"tol: is {tol}; expected 0 or more")
+    n = operator.dim
+    k, block_size = min(k, n), min(block_size, n)
+    if max_basis is None:
+        max_basis = n if n <= SMALL else 2 * k + 20 + 12 * block_size
+    room = min(n, max_basis)
+    if room < min(n, k + 2 * block_size):
+        raise GramianError(f"max_basis: is {max_basis}; expected {k + 2 * block_size} or more")
+    limit = 40 * room // max(1, block_size) if max_iterations is None else max_iterations
+    basis = KrylovBasis(operator, room, block_size, basis_device_of(operator, basis_device), generator)
+    if tol is None:
+        tol = float(torch.finfo(operator.dtype).eps ** (2 / 3))
+
+    iterations = restarts = 0
+    steps, counting = 0, True  # blocks since a random start, up to the first restart
+    found_K: Tensor | None = None  # the wanted values when a search began; none in the first Krylov space
+    complete = False
+    ritz = basis.ritz()
+    wanted = _ranked(ritz.values_M, k, which)[:k]
+    smallest, largest = math.inf, -math.inf
+    while not complete and basis.size < n and iterations < limit:
+        basis.multiply()
+        iterations, steps = iterations + 1, steps + counting
+        crowded = basis.size + basis.waiting > room
+        if not (crowded or basis.size == n or iterations == limit) and iterations % (1 + basis.size // 64):
+            continue  # a look at T costs m³
+        ritz = basis.ritz()
+        ranking = _ranked(ritz.values_M, k, which)
+        wanted = ranking[:k]
+        smallest, largest = min(smallest, float(ritz.values_M[0])), max(largest, float(ritz.values_M[-1]))
+        level = tol / 10 * basis.scale + basis.rounding
+        settled = len(wanted) == k and bool((ritz.couplings_M[wanted] <= level).all())
+        if settled and not search_copies:
+            break
+        if settled and found_K is not None and _same(ritz.values_M[wanted], found_K, which, level):
+            complete = _nothing_outside(ritz, ranking, k, which, level, _hidden_share(n, steps))
+        elif settled and basis.size < n and iterations < limit:
+            found_K = ritz.values_M[wanted]
+            basis.restart(ritz, wanted, anew=True)
+            restarts, steps, counting = restarts + 1, 0, True
+            continue
+        if crowded and basis.size < n and not complete and iterations < limit:
+            basis.restart(ritz, ranking[: k + (room - k - block_size) // 2], anew=False)
+            restarts, counting = restarts + 1, False
+    complete = complete or basis.size == n
+    if which == "BE":
+        wanted = wanted[ritz.values_M[wanted].argsort(descending=True)]
+    bounds_K = (ritz.couplings_M + ritz.losses_M + basis.rounding)[wanted]
+    allowed = tol * basis.scale + 2 * basis.rounding
+    if complete and bool((bounds_K > allowed).any()):  # many searches have added up: look at the residuals themselves
+        bounds_K = basis.residuals(ritz.values_M[wanted], ritz.vectors_MM[:, wanted]) + basis.rounding
+    return LanczosSpectrum(
+        eigenvalues=ritz.values_M[wanted],
+        residual_bounds=bounds_K,
+        eigenvectors=basis.combined(ritz.vectors_MM[:, wanted]) if eigenvectors else None,
+        converged=len(wanted) == k and bool((bounds_K <= allowed).all()),
+        complete=complete,
+        iterations=iterations,
+        matvecs=basis.matvecs,
+        restarts=restarts,
+        breakdowns=basis.breakdowns,
+        smallest=smallest if n else 0.0,
+        largest=largest if n else 0.0,
+        rounding=basis.rounding,
+        asymmetry=ritz.asymmetry / basis.scale if basis.scale else 0.0,
+        basis_bytes=basis.nbytes,
+    )
+
+
+def _ranked(values_M: Tensor, k: int, which: Which) -> Tensor:
+    """Indices of ascending values: the k wanted ones, then the others from the ends that more of them could come from."""
+    ascending = torch.arange(len(values_M))
+    if which == "SA":
+        return ascending
+    if which == "LA":
+        return ascending.flip(0)
+    if which == "LM":
+        magnitude = values_M.abs().argsort(descending=True, stable=True)
+        others = magnitude[k:].sort().values
+        return torch.cat([magnitude[:k], _inwards(others)])
+    return _inwards(ascending)
+
+
+def _inwards(indices_M: Tensor) -> Tensor:
+    """Last, first, last but one, second, and so on."""
+    return torch.stack([indices_M.flip(0), indices_M], dim=1).flatten()[: len(indices_M)]
+
+
+def _same(values_K: Tensor, others_K: Tensor, which: Which, level: float) -> bool:
+    """True if values are wanted as much as others, one by one."""
+    if which == "LM":
+        values_K, others_K = values_K.abs(), others_K.abs()
+    return bool(((values_K.sort().values - others_K.sort().values).abs() <= level).all())
+
+
+def _hidden_share(n: int, steps: int) -> float:
+    """ε: but with probability `MISSED`, no eigenvalue lies above the largest Ritz value by more than ε(λ_max − λ_min)."""
+    return (math.log(1.648 * math.sqrt(n) / MISSED) / (2 * steps - 1)) ** 2
+
+
+def _nothing_outside(ritz: Ritz, ranking: Tensor, k: int, which: Which, level: float, share: float) -> bool:
+    """True if no eigenvalue beside the first k is wanted more than they are."""
+    values, outside = ritz.values_M, ranking[k:].sort().values
+    if not len(outside):
+        return False
+    low, high = int(outside[0]), int(outside[-1])
+    wanted = [float(value) for value in values[ranking[:k]]]
+    above, below = {
+        "LA": (min(wanted), -math.inf),
+        "SA": (math.inf, max(wanted)),
+        "LM": (min(map(abs, wanted)), -min(map(abs, wanted))),
+        "BE": (min(wanted[::2]), max(wanted[1::2], default=-math.inf)),
+    }[which]
+    known_above, known_below = (bool(ritz.couplings_M[end] <= level) for end in (high, low))
+    seen = float(values[high] - values[low])  # λ_max − λ_min outside is at most this over 1 − ε for every end not known
+    unknown = 2 - known_above - known_below
+    reach = share / (1 - unknown * share) * seen if unknown * share < 1 else math.inf
+    quiet_above = known_above or above == math.inf or float(values[high]) + reach <= above
+    quiet_below = known_below or below == -math.inf or float(values[low]) - reach >= below
+    return quiet_above and quiet_below

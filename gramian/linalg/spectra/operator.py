@@ -1,0 +1,195 @@
+"""A symmetric linear map that is known by its products only; what spectra are computed from.
+
+Legend: n side, k columns of Y [n, k].
+"""
+
+import math
+from abc import ABC, abstractmethod
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+
+
+class Operator(ABC):
+    """A symmetric matrix M [n, n], positive or not."""
+
+    dim: int
+    """n."""
+    dtype: torch.dtype
+    """Of its products."""
+    device: torch.device
+    """Where its products are made."""
+
+    @abstractmethod
+    def matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y, [n, k]."""
+
+    def matvec(self, y_N: Tensor) -> Tensor:
+        """M y, [n].
+
+        Raises:
+            GramianError: unless y is [n].
+        """
+        check_vector(y_N, self.dim)
+        return self.matmat(y_N[:, None])[:, 0]
+
+    def to_dense(self) -> Tensor:
+        """M written out, [n, n], for tests: one product with the identity."""
+        return self.matmat(torch.eye(self.dim, dtype=self.dtype, device=self.device))
+
+    def to_scipy(self) -> Any:
+        """This map as a `scipy.sparse.linalg.LinearOperator`; vectors travel through host memory."""
+        from scipy.sparse.linalg import LinearOperator
+
+        def matmat(y_NK: Any) -> Any:
+            y = torch.as_tensor(y_NK).to(device=self.device, dtype=self.dtype)
+            return self.matmat(y.reshape(self.dim, -1)).cpu().double().numpy().reshape(y_NK.shape)
+
+        return LinearOperator(
+            (self.dim, self.dim), matvec=matmat, rmatvec=matmat, matmat=matmat, rmatmat=matmat, dtype="f8"
+        )
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """Of the vectors that a recurrence keeps: float32 where products are half precision, else that of products.
+
+        Raises:
+            GramianError: unless products are floating-point and real.
+        """
+        if not self.dtype.is_floating_point:
+            raise GramianError(
+                f"{type(self).__name__}: products are {self.dtype}; expected real floating-point numbers"
+            )
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def rounding(self) -> float:
+        """Length, relative to ‖M‖, below which what a recurrence leaves of a product cannot be told from zero."""
+        return float(torch.finfo(self.dtype).eps + 20 * torch.finfo(self.working_dtype).eps)
+
+    def checked_matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y where and as products are made, from a Y of any device and dtype.
+
+        Raises:
+            GramianError: if the product has another shape than Y, or is not finite.
+        """
+        product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))
+        if product_NK.shape != y_NK.shape:
+            raise GramianError(
+                f"{type(self).__name__}: a product has shape {[*product_NK.shape]}; expected {[*y_NK.shape]}"
+            )
+        if not bool(product_NK.isfinite().all()):
+            raise GramianError(f"{type(self).__name__}: a product holds NaN or infinity; expected finite numbers")
+        return product_NK
+
+
+def parts(rows: int, n: int, device: torch.device) -> list[slice]:
+    """Columns of a [rows, n] matrix that are widened to float64 at a time: what a cache holds, or 2²⁶ numbers on a GPU."""
+    width = max(1, (2**17 if device.type == "cpu" else 2**26) // max(1, rows))
+    return [slice(begin, begin + width) for begin in range(0, n, width)]
+
+
+def check_counts(**counts: Any) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        GramianError: naming the first one.
+    """
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise GramianError(f"{name}: is {value!r}; expected a whole number, 1 or more")
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse what is no finite real number.
+
+    Raises:
+        GramianError: naming the first one.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+            raise GramianError(f"{name}: is {value!r}; expected a finite number")
+
+
+def check_operator(operator: Any) -> None:
+    """Refuse what is no operator.
+
+    Raises:
+        GramianError: saying what it is.
+    """
+    if not isinstance(operator, Operator):
+        raise GramianError(
+            f"operator: is of type {type(operator).__name__}; expected an Operator such as DenseOperator(matrix)"
+        )
+
+
+def check_vector(y: Any, n: int, columns: bool = False) -> None:
+    """Refuse what is no tensor [n], or with columns [n, k].
+
+    Raises:
+        GramianError: saying what it is.
+    """
+    if not isinstance(y, Tensor) or y.dim() != 1 + columns or len(y) != n:
+        raise GramianError(f"vector: {seen(y)}; expected {f'[{n}, k]' if columns else f'[{n}]'}")
+
+
+def seen(value: Any) -> str:
+    """What a message says of an argument that does not fit: a tensor's shape, another thing's type."""
+    return f"has shape {[*value.shape]}" if isinstance(value, Tensor) else f"is of type {type(value).__name__}"
+
+
+def basis_device_of(operator: Operator, given: Any) -> torch.device:
+    """Where a basis is kept: the given device, or the operator's for None.
+
+    Raises:
+        GramianError: if it is no device that holds numbers here.
+    """
+    if given is None:
+        return torch.device(operator.device)
+    try:
+        held = torch.zeros(1, device=given)
+        held.cpu()
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise GramianError(f'basis_device: is {given!r}; expected a device such as "cpu"') from error
+    return held.device
+
+
+def seeded(operator: Operator, given: Any = None) -> torch.Generator:
+    """The given generator; of those who bring none seed 0 on the operator's device: the global one is never touched.
+
+    Raises:
+        GramianError: if it is no generator.
+    """
+    if isinstance(given, torch.Generator):
+        return given
+    if given is not None:
+        raise GramianError(f"generator: is {given!r}; expected a torch.Generator")
+    return torch.Generator(device=operator.device).manual_seed(0)
+
+
+class DenseOperator(Operator):
+    """A symmetric matrix that is there."""
+
+    def __init__(self, matrix_NN: Tensor) -> None:
+        """Take it as it is.
+
+        Raises:
+            GramianError: unless it is square.
+        """
+        if not isinstance(matrix_NN, Tensor) or matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1]:
+            raise GramianError(f"matrix: {seen(matrix_NN)}; expected a square one")
+        self.matrix_NN = matrix_NN
+        self.dim, self.dtype, self.device = len(matrix_NN), matrix_NN.dtype, matrix_NN.device
+
+    def matmat(self, y_NK: Tensor) -> Tensor:
+        """M Y, in the matrix' dtype and on its device.
+
+        Raises:
+            GramianError: unless Y is [n, k].
+        """
+        check_vector(y_NK, self.dim, columns=True)
+        return self.matrix_NN @ y_NK.to(self.matrix_NN)

@@ -1,0 +1,218 @@
+"""Are the spikes alive: firing rates, dead and saturated channels, entropy, per layer and site.
+
+Counts are taken by forward hooks on the spikes, which are there only while a recorder is open. Every site counts its own
+tokens, so that a segment that is recomputed in the backward, and so counted twice, changes no rate: activation
+checkpointing stays on.
+
+Legend: N tokens, C channels of a site.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.models.goose.goose import Goose
+from gramian.models.goose.spike import Spike
+
+DEAD = 0.001
+"""A channel that fires on fewer tokens is dead. It takes several thousand tokens to tell."""
+SATURATED = 0.999
+"""A channel that fires on more tokens is saturated."""
+MAX_ENTROPY = math.log2(3)
+"""Of a ternary spike, in bits."""
+
+
+@dataclass(frozen=True)
+class SiteHealth:
+    """The spikes in front of one matrix."""
+
+    layer: int
+    """Block, counted from 1."""
+    site: str
+    """The matrix: "key", "value", "receptance", "memory_out", "fc" or "mlp_out"."""
+    tokens: int
+    channels: int
+    firing: float
+    """Share of spikes that are not 0."""
+    dead: float
+    """Share of channels that fire on less than 0.1 % of tokens."""
+    saturated: float
+    """Share of channels that fire on more than 99.9 % of tokens."""
+    entropy: float
+    """Bits of a channel's spike over tokens, mean over channels; at most log2 3 = 1.585."""
+
+
+@dataclass(frozen=True)
+class SpikeHealth:
+    """All sites of a model, in the order of the forward."""
+
+    sites: tuple[SiteHealth, ...]
+
+    @property
+    def firing(self) -> float:
+        """Share of spikes that are not 0, over all sites."""
+        return self._mean("firing")
+
+    @property
+    def dead(self) -> float:
+        """Share of dead channels, over all sites."""
+        return self._mean("dead")
+
+    @property
+    def saturated(self) -> float:
+        """Share of saturated channels, over all sites."""
+        return self._mean("saturated")
+
+    @property
+    def entropy(self) -> float:
+        """Mean bits of a channel's spike."""
+        return self._mean("entropy")
+
+    def events(self, dead: float = 0.05, saturated: float = 0.10) -> list[str]:
+        """One line for each site with more dead or saturated channels than these shares, with a hint."""
+        told = []
+        for s in self.sites:
+            where = f"layer {s.layer} {s.site}"
+            if s.dead > dead:
+                told.append(
+                    f"{where}: {s.dead:.1%} of channels are dead (above {dead:.1%}); a lower learning rate leaves fewer, and "
+                    "thresholds learn their way back, by about the sum of learning rates at most"
+                )
+            if s.saturated > saturated:
+                told.append(
+                    f"{where}: {s.saturated:.1%} of channels always fire (above {saturated:.1%}); they say nothing but their "
+                    "sign: a lower learning rate, or weight decay on what feeds them"
+                )
+        return told
+
+    def table(self) -> str:
+        """Plain text, one row per site."""
+        rows = [
+            f"{'layer':>5}  {'site':<10}  {'firing':>7}  {'dead':>6}  {'saturated':>9}  entropy of {MAX_ENTROPY:.3f} bit"
+        ]
+        rows += [
+            f"{s.layer:>5}  {s.site:<10}  {s.firing:>7.1%}  {s.dead:>6.1%}  {s.saturated:>9.1%}  {s.entropy:.3f}"
+            for s in self.sites
+        ]
+        return "\n".join(rows)
+
+    def to_json(self) -> str:
+        """All numbers."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpikeHealth":
+        """What `to_json` wrote."""
+        return cls(tuple(SiteHealth(**site) for site in json.loads(text)["sites"]))
+
+    def _mean(self, field: str) -> float:
+        channels = sum(s.channels for s in self.sites)
+        return sum(float(getattr(s, field)) * s.channels for s in self.sites) / channels
+
+
+class SpikeRecorder:
+    """Sums of spikes per channel, on the model's device; nothing is read back before `health`."""
+
+    def __init__(self, spikes: Mapping[tuple[int, str], Spike]) -> None:
+        """Start from zero.
+
+        Args:
+            spikes: {(layer, site): module}.
+        """
+        self._counts = {
+            place: torch.zeros(3, spike.log_alpha.shape[0], dtype=torch.int64, device=spike.log_alpha.device)
+            for place, spike in spikes.items()
+        }
+
+    def add(self, place: tuple[int, str], spikes: Tensor) -> None:
+        """Count the spikes [..., C] of a site."""
+        spikes_NC = spikes.detach().flatten(0, -2)
+        positive_C, negative_C = (spikes_NC > 0).sum(dim=0), (spikes_NC < 0).sum(dim=0)
+        self._counts[place] += torch.stack([positive_C, negative_C, torch.full_like(positive_C, len(spikes_NC))])
+
+    def each(self, change: Callable[[Tensor], Any]) -> None:
+        """Let something act on the counts in place, such as a sum over processes."""
+        for counts_3C in self._counts.values():
+            change(counts_3C)
+
+    def health(self) -> SpikeHealth:
+        """What was seen so far.
+
+        Raises:
+            GramianError: if there was no forward, or a compiled one, which passes hooks by.
+        """
+        counts = {place: found.cpu().double() for place, found in self._counts.items()}
+        if any(not found_3C[2].all() for found_3C in counts.values()):
+            raise GramianError("spikes: none were seen; expected a forward that is not compiled, on at least one token")
+        return SpikeHealth(tuple(_site(place, found_3C) for place, found_3C in counts.items()))
+
+
+@contextmanager
+def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
+    """Count spikes in every forward inside the context that is not compiled. Cost: one more read of each spike tensor.
+
+    Raises:
+        GramianError: for a dense twin, which has none.
+    """
+    spikes = spikes_of(model)
+    if not spikes:
+        raise GramianError("model: has no spikes; expected a Goose with spikes=True")
+    recorder = SpikeRecorder(spikes)
+
+    def hook(place: tuple[int, str]) -> Any:
+        return lambda module, inputs, output: recorder.add(place, output)
+
+    handles = [spike.register_forward_hook(hook(place)) for place, spike in spikes.items()]
+    try:
+        yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
+    """Health over batches of token ids [B, T], in evaluation mode; the training mode is restored. Cost: one forward each."""
+    was_training = model.training
+    model.eval()
+    try:
+        with record_spikes(model) as recorder:
+            for tokens_BT in batches:
+                model.hidden(tokens_BT)  # not the call of the module, which may be compiled
+    finally:
+        model.train(was_training)
+    return recorder.health()
+
+
+def spikes_of(model: nn.Module) -> dict[tuple[int, str], Spike]:
+    """{(layer, site): module} of a Goose."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Spike):
+            layer, site = name.rsplit(".", 3)[-3:-1]  # blocks.LAYER.SITE.spike
+            found[int(layer) + 1, site] = module
+    return found
+
+
+def _site(place: tuple[int, str], counts_3C: Tensor) -> SiteHealth:
+    tokens_C = counts_3C[2]
+    shares_3C = torch.stack([counts_3C[0], counts_3C[1], tokens_C - counts_3C[0] - counts_3C[1]]) / tokens_C
+    fires_C = shares_3C[0] + shares_3C[1]
+    bits_C = -torch.xlogy(shares_3C, shares_3C).sum(dim=0) / math.log(2)
+    return SiteHealth(
+        layer=place[0],
+        site=place[1],
+        tokens=int(tokens_C[0]),
+        channels=len(fires_C),
+        firing=float(fires_C.mean()),
+        dead=float((fires_C < DEAD).double().mean()),
+        saturated=float((fires_C > SATURATED).double().mean()),
+        entropy=float(bits_C.mean()),
+    )

@@ -1,0 +1,1 @@
+"""Optimizers, and hooks on optimizers, that use the captured curvature."""

@@ -1,0 +1,130 @@
+"""A preconditioner in front of any optimizer: the same optimizer object, with a hook before its step."""
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.persist import curvature_record
+from gramian.taps.model.user_names import named_parameters, unwrap
+
+KL_CLIP = 1e-3
+"""Default trust region, nats per step; docs/concepts/damping.md says how it was chosen."""
+_taken: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+def precondition(
+    optimizer: Optimizer, model: nn.Module, kfac: KFACNaturalGradient, kl_clip: float | None = KL_CLIP
+) -> Optimizer:
+    """Let an optimizer step along natural gradients.
+
+    Before each step every `p.grad` is replaced by (F + damping)⁻¹ p.grad, and all of them are scaled by
+    min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves
+    the model's predictions.
+
+    Args:
+        optimizer: whose step is preconditioned; it stays the same object.
+        model: whose parameters it steps.
+        kfac: brings the curvature; the user wraps the backward in `kfac.capture`.
+        kl_clip: bound on that estimate; None: no bound.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        GramianError: if it is preconditioned already, its step cannot do without a closure (LBFGS), or kl_clip is not positive.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise GramianError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if _needs_closure(optimizer):
+        raise GramianError(
+            f"optimizer: {type(optimizer).__name__} computes gradients itself, in a closure, after they were to be "
+            "preconditioned; expected an optimizer whose step() takes no closure, such as SGD or AdamW"
+        )
+    number = isinstance(kl_clip, int | float) and not isinstance(kl_clip, bool)
+    if kl_clip is not None and not (number and kl_clip > 0):
+        raise GramianError(f"kl_clip: expected a number above 0 or None, got {kl_clip!r}")
+    if not isinstance(model, nn.Module):
+        raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(kfac, KFACNaturalGradient):
+        raise GramianError(f"kfac: expected a KFACNaturalGradient, got {type(kfac).__name__}")
+    if optimizer in _taken:
+        raise GramianError("optimizer: is preconditioned already; expected one that is not")
+    _taken.add(optimizer)
+
+    def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
+            raise GramianError(
+                "closure: would bring its gradients after they were to be preconditioned; "
+                "expected step() after a backward inside kfac.capture"
+            )
+        rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
+        trained = {
+            n: p
+            for n, p in named_parameters(unwrap(model))
+            if id(p) in rates and p.grad is not None and p.requires_grad
+        }
+        gradients = {name: p.grad for name, p in _first_names(trained).items() if p.grad is not None}
+        if not gradients:
+            return
+        if kfac.dropped and not kfac.kfac_factors:  # a first batch that came to nothing: there is no step to take yet
+            curvature_record.log_no_step(kfac.dropped[-1]["reason"])
+            for p in trained.values():
+                p.grad = None
+            return
+        natural = kfac.compute_natural_gradient(model, gradients=gradients)
+        scale = 1.0 if kl_clip is None else _scale(stepping, trained, gradients, natural, rates, kl_clip)
+        for name, step in natural.items():
+            gradient = trained[name].grad
+            assert gradient is not None
+            gradient.copy_(step * scale)
+
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
+def _scale(
+    optimizer: Optimizer,
+    trained: Mapping[str, nn.Parameter],
+    gradients: Mapping[str, Tensor],
+    natural: Mapping[str, Tensor],
+    rates: Mapping[int, Any],
+    kl_clip: float,
+) -> float | Tensor:
+    """√(kl_clip/KL), at most 1; a 0-dim tensor, so that nobody waits for the device."""
+    parts = [
+        float(rates[id(trained[name])]) ** 2 * whole((gradients[name].double() * natural[name].double()).sum())
+        for name in gradients
+    ]
+    kl = 0.5 * torch.stack([part.to(parts[0].device) for part in parts]).sum().clamp(min=0)
+    loss_scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+    if loss_scale is not None:
+        kl = kl / loss_scale.double().to(kl.device) ** 2
+    return (kl_clip / kl.clamp(min=torch.finfo(torch.float64).tiny)).sqrt().clamp(max=1.0)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step()` is an error: it has an argument without a default."""
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps the instance's
+    return any(
+        given.default is given.empty and given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)
+        for given in arguments
+    )
+
+
+def _first_names(trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """A tied parameter once."""
+    seen: set[int] = set()
+    found = {}
+    for name, p in trained.items():
+        if id(p) not in seen:
+            seen.add(id(p))
+            found[name] = p
+    return found

@@ -1,0 +1,315 @@
+"""How much privacy was spent: a history of steps, and ε of it through Opacus' accountants.
+
+Opacus' numbers are for normal noise, ours is bounded: they are asked for the δ that is left when the tails have had their part.
+
+The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is handed in, so a replay counts
+once and nothing is refunded.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from gramian.core.errors import GramianError
+from gramian.privacy.noise.element_noise import MOST_ELEMENTS, TAIL_MASS, tail_delta
+
+MECHANISMS = ("prv", "rdp", "gdp")
+
+PRV_LIMIT = 200.0
+"""ε of "rdp" above which "prv" is not evaluated: its grid grows with ε, to minutes and then to all memory."""
+
+PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP = 1e-11, 1e-14
+"""δ below which "prv" is not evaluated: its transforms round in float64, and the more steps, the more."""
+
+PRV_SEARCH_LIMIT = 50.0
+"""Largest target ε of a search with "prv", whose bisection passes through several times as much."""
+
+MOST_NOISE, TOLERANCE = 1e6, 0.01
+"""Largest σ that a search looks at, and how far below its target ε may lie."""
+
+History = tuple[tuple[float, float, int], ...]
+"""(noise multiplier, sample rate, steps), in order."""
+
+
+class Accounting:
+    """The steps of a run, in runs of equal (noise multiplier, sample rate), and their ε.
+
+    "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is an upper bound that is looser; "gdp"
+    rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` says so, and so does a
+    warning. Where "rdp" already says more than 200, "prv" gives that bound instead of its own, with a warning. All are of the
+    Poisson-subsampled Gaussian mechanism under add/remove of one record.
+
+    Args:
+        mechanism: "prv", "rdp" or "gdp".
+    """
+
+    def __init__(self, mechanism: str = "prv") -> None:
+        _check_mechanism(mechanism)
+        self.mechanism = mechanism
+        self._history: list[tuple[float, float, int]] = []
+        if self.approximate:
+            warnings.warn(
+                "accountant: gdp is an approximation that can understate epsilon; expected prv or rdp for a guarantee",
+                stacklevel=2,
+            )
+
+    @property
+    def approximate(self) -> bool:
+        """Whether ε is an approximation instead of an upper bound."""
+        return self.mechanism == "gdp"
+
+    @property
+    def history(self) -> History:
+        """(noise multiplier, sample rate, steps) of every run of equal steps that has any."""
+        return tuple(run for run in self._history if run[2])
+
+    @property
+    def steps(self) -> int:
+        """Steps counted so far."""
+        return sum(steps for _, _, steps in self._history)
+
+    def record(self, noise_multiplier: float, sample_rate: float) -> None:
+        """Say of which kind the steps are from now on; those counted before stay as they are.
+
+        After a resume call `set_steps` with the counter's mark first: releases begun after the checkpoint were of the old kind.
+
+        Args:
+            noise_multiplier: σ, standard deviation of the noise over the clipping norm; 0 = no privacy.
+            sample_rate: probability of a record to take part, in (0, 1].
+        """
+        _check_kind(noise_multiplier, sample_rate)
+        kind = (float(noise_multiplier), float(sample_rate))
+        if self._history and self._history[-1][2] == 0:
+            self._history.pop()
+        if not self._history or self._history[-1][:2] != kind:
+            self._history.append((*kind, 0))
+
+    def set_steps(self, spent: int) -> None:
+        """Count up to the high-water mark; what is new is of the kind recorded last. A lower mark changes nothing.
+
+        Args:
+            spent: `ReleaseCounter.spent`.
+        """
+        new = spent - self.steps
+        if new <= 0:
+            return
+        if not self._history:
+            raise GramianError(
+                f"accounting: {new} steps of no kind; expected record(noise_multiplier, sample_rate) first"
+            )
+        noise_multiplier, sample_rate, steps = self._history[-1]
+        self._history[-1] = (noise_multiplier, sample_rate, steps + new)
+
+    def epsilon(self, delta: float, steps: int | None = None) -> float:
+        """ε spent so far at this δ. 0 without steps, infinite if one had no noise, or too little for the tails to fit into δ.
+
+        Cost: seconds at worst for "prv" (an FFT of some 10⁶ points per kind), kept for the same question; no time for the rest.
+
+        Args:
+            delta: δ, in (0, 1).
+            steps: of the first so many alone; None: of all.
+
+        Returns:
+            ε.
+        """
+        history = self.history if steps is None else _first(self.history, steps)
+        return _epsilon(self.mechanism, history, _check_delta("delta", delta))
+
+    def catch_up(self, about: Any) -> None:
+        """Take over a later account of the same run: what a release counter kept beside its mark, or this object knew before.
+
+        Args:
+            about: a `state_dict`, or None.
+        """
+        if about is None:
+            return
+        later = Accounting(self.mechanism) if not self.approximate else object.__new__(Accounting)
+        later.mechanism, later._history = self.mechanism, []
+        later.load_state_dict(about)
+        if later.steps >= self.steps:
+            self._history = later._history
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history, in plain values."""
+        return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a history. The mechanism stays: a history may be read by any accountant."""
+        history = state.get("history") if isinstance(state, Mapping) else None
+        if not isinstance(history, list | tuple) or not all(map(_is_run, history)):
+            raise GramianError(
+                "accounting: the state has no history; expected (noise_multiplier, sample_rate, steps) of every run"
+            )
+        runs = [(float(sigma), float(rate), steps) for sigma, rate, steps in history]
+        for sigma, rate, steps in runs:
+            _check_kind(sigma, rate)
+            if steps < 0:
+                raise GramianError(f"accounting: {steps} steps in the history; expected at least 0")
+        self._history = runs
+
+    def __repr__(self) -> str:
+        return f'Accounting("{self.mechanism}", {self.steps} steps)'
+
+
+def find_noise_multiplier(
+    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, mechanism: str = "prv"
+) -> float:
+    """The noise multiplier σ with ε(σ) in (target_epsilon - 0.01, target_epsilon], by bisection.
+
+    A target of hundreds may lie below the ε of the smallest σ whose tails fit into δ; that σ is given then.
+
+    Cost: some 10 to 20 evaluations of ε.
+
+    Args:
+        target_epsilon: ε, more than 0.
+        target_delta: δ, in (0, 1).
+        sample_rate: probability of a record to take part, in (0, 1].
+        steps: how many.
+        mechanism: "prv", "rdp" or "gdp".
+
+    Returns:
+        σ.
+    """
+    _check_mechanism(mechanism)
+    _check_delta("target_delta", target_delta)
+    _check_kind(1.0, sample_rate)
+    if not (math.isfinite(target_epsilon) and target_epsilon > 0):
+        raise GramianError(f"target_epsilon: {target_epsilon}; expected a finite number of more than 0")
+    if mechanism == "prv" and target_epsilon > PRV_SEARCH_LIMIT:
+        raise GramianError(f"target_epsilon: {target_epsilon}; expected at most {PRV_SEARCH_LIMIT} with prv, or rdp")
+    if steps < 1:
+        raise GramianError(f"steps: {steps}; expected at least 1")
+    if mechanism == "prv":
+        _check_resolved("target_delta", target_delta, target_delta, steps)
+
+    def epsilon(sigma: float) -> float:
+        return _epsilon(mechanism, ((sigma, float(sample_rate), steps),), float(target_delta))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the small σ that are tried
+        low, high = 0.0, 20.0
+        while (spent := epsilon(high)) > target_epsilon:
+            low, high = high, 2 * high
+            if high > MOST_NOISE:
+                raise GramianError(
+                    f"accountant: {mechanism} has no answer for target_epsilon {target_epsilon} (it is {spent:.3g} at the "
+                    f"noise_multiplier {low:.0f}); expected a larger target, or prv"
+                )
+        while target_epsilon - spent > TOLERANCE and high - low > 1e-6 * high:  # at the edge of the tails ε jumps
+            middle = (low + high) / 2
+            if (found := epsilon(middle)) < target_epsilon:
+                high, spent = middle, found
+            else:
+                low = middle
+    return high
+
+
+def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
+    """Raise where PRV's Fourier transforms have no digits left: below, ε falls with δ, differently on every machine."""
+    least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
+    if left < least:
+        tails = f", and the noise's tails take {delta - left:.0e}" if left < delta else ""
+        raise GramianError(
+            f"accountant: prv has no answer for {field} {delta} (its digits end at {least:.0e} over {steps} steps{tails}); "
+            "expected another delta, or rdp"
+        )
+
+
+def _left_for_normal_noise(history: History, delta: float) -> float:
+    """The δ' at which the ε of normal noise is valid, at δ, for the noise that is drawn: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
+
+    A record takes part with probability q, and δ₀ is what that costs (`tail_delta`) if the larger data set is the one that
+    is observed. If it is the smaller one, its noise may lie where the larger one's cannot: probability δ₀ in every step, and
+    the ratio there is 1/(1 - q) at most, so that the excess is below min(1, q/(1 - q))·δ₀ ≤ 2q·δ₀. z = (1 - 2⁻⁶⁴)^(pairs·steps)
+    is the mass that all densities inside the bound are divided by.
+    """
+    tails = sum(min(1.0, 2 * rate) * steps * tail_delta(sigma) for sigma, rate, steps in history)
+    return (delta - tails) * (1 - sum(steps for _, _, steps in history) * (MOST_ELEMENTS / 2) * TAIL_MASS)
+
+
+def _is_run(run: Any) -> bool:
+    """Two numbers and an integer; True and False are none."""
+    if not isinstance(run, list | tuple) or len(run) != 3 or any(isinstance(value, bool) for value in run):
+        return False
+    return all(isinstance(value, int | float) for value in run[:2]) and isinstance(run[2], int)
+
+
+def _first(history: History, steps: int) -> History:
+    """The runs of equal steps that the first so many belong to."""
+    found: list[tuple[float, float, int]] = []
+    for sigma, rate, count in history:
+        if steps > 0:
+            found.append((sigma, rate, min(count, steps)))
+        steps -= count
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _epsilon(mechanism: str, history: History, delta: float) -> float:
+    if not history:
+        return 0.0
+    if any(sigma == 0 for sigma, _, _ in history):
+        return math.inf
+    if mechanism == "gdp" and len(history) > 1:
+        raise GramianError(f"accountant: gdp over {len(history)} kinds of steps; expected one, or prv or rdp")
+    left = _left_for_normal_noise(history, delta)
+    if mechanism == "prv":
+        _check_resolved("delta", delta, left if left > 0 else delta, sum(steps for _, _, steps in history))
+    if left <= 0:
+        warnings.warn(
+            f"accountant: the noise's tails alone take more than delta {delta}; expected a larger noise_multiplier",
+            stacklevel=3,
+        )
+        return math.inf
+    if mechanism == "prv" and (bound := _epsilon("rdp", history, delta)) > PRV_LIMIT:
+        warnings.warn(f"accountant: epsilon {bound:.0f} is the bound of rdp; expected less for prv", stacklevel=3)
+        return bound
+
+    def evaluate() -> float:
+        from opacus.accountants import create_accountant
+
+        accountant = create_accountant(mechanism)
+        accountant.history = list(history)
+        return max(0.0, float(accountant.get_epsilon(delta=left)))  # a δ near 1 would make it negative
+
+    return _through_opacus(mechanism, f"delta {delta}", "another delta, or rdp", evaluate)
+
+
+def _through_opacus(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
+    """A number from Opacus; what it cannot compute is one line.
+
+    Its warnings are left out: those of the import concern other parts of it, that of the RDP orders says that the bound could
+    be tighter, and that of GDP is given once, by `Accounting`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = compute()
+    except ImportError as reason:
+        raise GramianError(f"accountant: {reason}; expected opacus installed") from None
+    except (ArithmeticError, ValueError, RuntimeError, MemoryError) as reason:
+        first = (str(reason).strip() or type(reason).__name__).splitlines()[0].rstrip(".")
+        raise GramianError(f"accountant: {mechanism} has no answer for {what} ({first}); expected {instead}") from None
+    if not math.isfinite(value):
+        raise GramianError(f"accountant: {mechanism} gives {value} for {what}; expected {instead}")
+    return value
+
+
+def _check_mechanism(mechanism: str) -> None:
+    if mechanism not in MECHANISMS:
+        raise GramianError(f'accountant: "{mechanism}"; expected one of {", ".join(MECHANISMS)}')
+
+
+def _check_kind(noise_multiplier: float, sample_rate: float) -> None:
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise GramianError(f"noise_multiplier: {noise_multiplier}; expected a finite number of at least 0")
+    if not 0 < sample_rate <= 1:
+        raise GramianError(f"sample_rate: {sample_rate}; expected a probability in (0, 1]")
+
+
+def _check_delta(field: str, delta: float) -> float:
+    if not isinstance(delta, int | float) or not 0 < delta < 1:
+        raise GramianError(f"{field}: {delta}; expected a probability in (0, 1)")
+    return float(delta)

@@ -1,0 +1,1 @@
+"""Checks at run time that the privacy guarantee rests on."""

@@ -1,0 +1,148 @@
+"""Gradients that no noise would cover: those that reach a trained parameter past its tap, and those of other parameters.
+
+Both are an error, on every step, before anything is added to `p.grad` of a trained parameter.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gramian.core.errors import GramianError
+from gramian.taps.model.user_names import named_parameters
+from gramian.taps.passes import accumulates
+
+
+class Bypass:
+    """Watches the parameters, and under FSDP2 the unsharded tensors that stand for them in a forward."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], listens: Callable[[], bool] = lambda: True) -> None:
+        """Put a hook on every parameter.
+
+        Args:
+            trained: the parameters.
+            listens: False while a proof runs the model untapped.
+        """
+        self._names, self._listens = set(trained), listens
+        self._watched: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        for name, p in trained.items():
+            self.watch(name, p)
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """See what reaches this tensor, too."""
+        if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
+            self._watched[id(tensor)] = tensor
+            self._handles.append(tensor.register_hook(partial(self._refuse, name)))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.clear()
+
+    def _refuse(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None or not self._listens():  # a compiled backward calls hooks of weights that get nothing, too
+            return
+        raise GramianError(
+            f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight "
+            'to be used through its own module only, or max_physical_batch=1 with clipping="keep"'
+        )
+
+
+class Outside:
+    """Other parameters that train on the same backward, such as a head behind the private module, or a model in front of it.
+
+    A plain `loss.backward()` shows nobody the graph behind the loss. Candidates are therefore looked for where they can be
+    seen: behind the inputs of the private module, behind the loss of `engine.backward`, and in every optimizer that takes a
+    step while the model is private. A backward that reaches the private model is refused if autograd is about to add to
+    `.grad` of a candidate. So a head with an optimizer of its own is refused at the second backward at the latest; one
+    that is updated by hand is not seen.
+    """
+
+    def __init__(
+        self, root: nn.Module, trained: Mapping[str, nn.Parameter], optimizer: Optimizer, unreleased: Callable[[], bool]
+    ) -> None:
+        """See the steps of all optimizers from now on, until `remove`.
+
+        Args:
+            root: the private module.
+            trained: its parameters that the private optimizer steps.
+            optimizer: that one.
+            unreleased: tells whether `p.grad` holds sums without noise.
+        """
+        self._root, self._optimizer = weakref.ref(root), weakref.ref(optimizer)
+        self._trained = {id(p): name for name, p in trained.items()}
+        self._unreleased = unreleased
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._behind: Any = WeakIdKeyDictionary()
+        """Parameters behind inputs and losses."""
+        self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_any_step))
+
+    def remove(self) -> None:
+        """See no more steps."""
+        self._handle.remove()
+
+    def look_behind(self, tensors: Any) -> None:
+        """Note the parameters that a backward through these tensors, in any structure, would reach.
+
+        Cost: nothing for tensors that need no gradient, else a walk through the graph behind them.
+        """
+        for tensor in pytree.tree_leaves(tensors):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                for p in _parameters_behind(tensor):
+                    self._behind[p] = True
+
+    def refuse(self) -> None:
+        """Called inside a backward that reached the private model.
+
+        Raises:
+            GramianError: if another parameter gets a gradient in it.
+        """
+        stepped = [p for optimizer in self._others for group in optimizer.param_groups for p in group["params"]]
+        for p in (*self._behind.keys(), *stepped):
+            if id(p) not in self._trained and p.requires_grad and accumulates(get_gradient_edge(p).node):
+                raise GramianError(
+                    f"{self._name(p)}: gets an ordinary gradient in the backward of the private model, which has no noise; "
+                    "expected all that trains in the module and the optimizer of make_private, and the rest frozen or detached"
+                )
+
+    def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._optimizer():
+            return
+        self._others.add(optimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in self._trained and p.grad is not None and self._unreleased():
+                raise GramianError(
+                    f"{self._trained[id(p)]}: {type(optimizer).__name__} is about to step it while its .grad has no noise yet; "
+                    "expected the step of make_private's optimizer before, and one optimizer for each parameter"
+                )
+
+    def _name(self, p: Tensor) -> str:
+        root = self._root()
+        names = {id(q): name for name, q in named_parameters(root)} if root is not None else {}
+        return names.get(id(p), f"a parameter of shape {list(p.shape)} outside of the module")
+
+
+def _parameters_behind(tensor: Tensor) -> Iterator[nn.Parameter]:
+    """Parameters that a backward through a tensor would reach."""
+    waiting, seen = [get_gradient_edge(tensor).node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a leaf
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        waiting.extend(following for following, _ in node.next_functions if following is not None)

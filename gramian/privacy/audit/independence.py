@@ -1,0 +1,100 @@
+"""Whether a loss keeps the samples of a batch apart: the row proof, with the user's own loss in place of random cotangents."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gramian.core.errors import GramianError
+from gramian.taps.hub import Hub
+from gramian.taps.proof.proof_runs import Refuted
+from gramian.taps.proof.prover import Prover
+from gramian.taps.proof.row_proof import refuse, undisturbed
+from gramian.taps.proof.sample_arguments import Samples
+
+FEW = 32
+"""Below so many samples several numberings are tried: a loss that couples few pairs is missed by one of them in three."""
+SCALES = (1.0, 2.0**-8, 2.0**-16)
+"""Of the loss, until its gradients are finite: a loss scale may be too large for the first batch, and falls in the loop."""
+
+
+def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
+    """Replace keyed sets of samples; rows of all others must stay as they are, as must one sample's gradient when it is alone.
+
+    Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss, four times as many below 32 samples.
+
+    Args:
+        hub: of the model.
+        root: the model.
+        loss_fn: the loss of a batch.
+        batch: tensors with the samples on dim 0, in any structure.
+
+    Raises:
+        GramianError: if rows of other samples change, or if all samples are equal, so that nothing can be shown; on every
+            process of a sharded model, if it is raised on one.
+    """
+    if not callable(loss_fn):
+        raise GramianError(f"loss_fn: expected a function of a batch, got {type(loss_fn).__name__}")
+    rows = next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)
+
+    def execute(scale: float, given: Any) -> Tensor:
+        loss = _call(loss_fn, root, given)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise GramianError(f"loss_fn: expected a loss (one number), got {type(loss).__name__}")
+        if not bool(torch.isfinite(loss)):
+            raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
+        return scale * loss
+
+    samples = Samples.of(batch, rows)
+    with hub.proof.in_company(partial(execute, 1.0, batch)):
+        if rows < 2:
+            raise GramianError(f"batch: has {rows} samples; expected at least two")
+        lone = partial(hub.proof.lone, samples)
+        for seed in range(numberings(rows)):
+            for scale in SCALES:
+                with undisturbed(root, samples.leaves):
+                    if _shows(Prover(hub, partial(execute, scale), samples, seed=seed, lone=lone)):
+                        break
+            else:
+                raise GramianError(
+                    "loss_fn: gives no sample of the batch a gradient, or one that is not finite; expected a loss and samples "
+                    "that have one"
+                )
+
+
+def numberings(rows: int) -> int:
+    """How many numberings of so many samples are tried."""
+    return 4 if rows < FEW else 1
+
+
+def _shows(prover: Prover) -> bool:
+    """False if no sample had a gradient, or one was not finite."""
+    if prover.open:
+        raise GramianError("batch: all its samples are equal; expected samples that differ")
+    try:
+        found = prover.prove(lambda _: [0])
+    except Refuted as failure:
+        refuse(failure)
+    if not found.calls:
+        raise GramianError("loss_fn: its backward did not go through the private model; expected a loss of its outputs")
+    return found.shows
+
+
+def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """The loss, with the model in front where the function takes one argument more than the batch has parts."""
+    given = list(batch) if isinstance(batch, tuple | list) else [batch]
+    try:
+        takes = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return loss_fn(*given)
+    needed = [p for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    count = len(needed)
+    if any(p.kind is p.VAR_POSITIONAL for p in takes):
+        return loss_fn(model, *given) if count else loss_fn(*given)
+    if count == 1 and isinstance(batch, tuple | list) and len(given) != 1:
+        return loss_fn(batch)
+    return loss_fn(model, *given) if count == len(given) + 1 else loss_fn(*given)

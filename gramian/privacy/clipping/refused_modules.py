@@ -1,0 +1,31 @@
+"""Modules that private training cannot run: they mix the samples of a batch, or store something of them in the forward."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from gramian.core.errors import GramianError
+from gramian.taps.model.user_names import named_modules
+from gramian.taps.sites import Site, site_for
+
+
+def layers_with_sites(root: nn.Module) -> list[tuple[str, nn.Module, Site]]:
+    """Every layer that has a site, trained or frozen, under the user's name."""
+    return [(name, module, site) for name, module in named_modules(root) if (site := site_for(module)) is not None]
+
+
+def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
+    """Refuse layers that are seen to mix samples, or to store something of them, in the mode that they are in now.
+
+    Raises:
+        GramianError: naming the layer.
+    """
+    for name, layer, site in layers:
+        reason = site.check_per_sample(layer) or (site.check(layer) if site.kind == "embedding" else None)
+        if reason is None and isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats:
+            reason = (
+                "stores running statistics of the samples without noise; expected track_running_stats=False, or eval()"
+            )
+        if reason is not None:
+            raise GramianError(f"{name or 'model'} ({type(layer).__name__}) {reason}")

@@ -1,0 +1,66 @@
+"""Which parameters a private step trains, and whether it can."""
+
+import warnings
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from gramian.core.errors import GramianError
+from gramian.taps.model.user_names import named_parameters
+
+
+def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's trainable parameters under the user's names, in the model's order. Others of the model are warned of.
+
+    Raises:
+        GramianError: if there are none, if some are not the model's, if one has a hook, or no shape yet.
+    """
+    trained = _trained(root, optimizer)
+    _check_hooks(trained)
+    inside = {id(p) for p in trained.values()}
+    left_out = [name for name, p in named_parameters(root) if p.requires_grad and id(p) not in inside]
+    if left_out:
+        warnings.warn(
+            f"optimizer: does not have {left_out[0]}{' and others' if len(left_out) > 1 else ''}, which will get no "
+            "gradient; expected requires_grad=False, or all trained parameters in one optimizer",
+            stacklevel=3,
+        )
+    return trained
+
+
+def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run.
+
+    Raises:
+        GramianError: naming it.
+    """
+    for name, p in trained.items():
+        if p._backward_hooks:
+            raise GramianError(
+                f"{name}: has a hook on its gradient, which private training would not call; expected none (a mask can go into "
+                "the forward, or act on .grad after step())"
+            )
+
+
+def _trained(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's trainable parameters under the user's names, in the model's order."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for name, p in named_parameters(root):
+        if isinstance(p, UninitializedParameter):
+            raise GramianError(
+                f"{name}: has no shape yet (a lazy layer); expected one forward of the model before make_private"
+            )
+        if id(p) in stepped and id(p) not in seen and p.requires_grad:
+            found[name] = p
+        seen.add(id(p))
+    if stepped - seen:
+        raise GramianError("optimizer: has parameters that are not in the module; expected the module's own")
+    if not found:
+        raise GramianError(
+            "optimizer: trains no parameter of the module; expected at least one with requires_grad=True"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Secret keys, release counters and the Gaussian noise they determine."""

@@ -1,0 +1,152 @@
+"""Noise that belongs to the element of a parameter, not to the process that holds it.
+
+Every element has one global index; its noise is the normal number at that place of the key stream of (noise key, release).
+Then any sharding over dim 0, on any number of ranks, draws what the whole parameter draws.
+
+Noise is sampled in float32 and added in floating point: that is the usual model of DP-SGD, and it does not defend against an
+adversary who reads low-order bits of the result.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.kernels import chacha
+
+MOST_ELEMENTS = 2**40
+"""Elements of a release; two of them are a pair of Box–Muller."""
+
+TAIL_MASS = 2.0**-64
+"""Probability of a pair with the radius `chacha.BOUND`, in whose place a normal distribution has all larger ones."""
+
+TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
+"""Radius R beyond which a pair of normal numbers lies with that probability: 9.42."""
+
+
+def tail_delta(noise_multiplier: float) -> float:
+    """δ₀: what δ grows by for one participation of a record, because the noise is bounded and normal numbers are not.
+
+    A record shifts the mean of the noise by v with ‖v‖ ≤ s = 1/σ, in standard deviations. Where both densities are positive,
+    their ratio is that of normal distributions. Nothing bounds it where the shift pushes a pair of elements out of the disk of
+    radius R. A pair shifted by a is there with probability g(a) = e^(-(R - a)²/2) - e^(-R²/2) at most. Over K pairs with
+    Σ a² ≤ s², since g'' grows for R - a ≥ √3,
+
+        Σ g(a_k) ≤ g(s) + (√K - 1)·s·R·e^(-R²/2) ≤ e^(-(R - s)²/2) + √K·s·R·2⁻⁶⁴ = δ₀,    K = 2³⁹
+
+    The first term is P(|Z₁, Z₂| > R - 1/σ), of a shift in one element; the second, of one spread over all: 4.1e-16 + 3.8e-13 at
+    σ = 1, 1.1e-12 + 7.6e-13 at σ = ½.
+
+    Args:
+        noise_multiplier: σ.
+
+    Returns:
+        δ₀; 1 where R - s < √3, below σ = 0.13.
+    """
+    shift = math.inf if noise_multiplier == 0 else 1 / noise_multiplier
+    if TAIL_RADIUS - shift < math.sqrt(3):
+        return 1.0
+    return math.exp(-((TAIL_RADIUS - shift) ** 2) / 2) + math.sqrt(MOST_ELEMENTS / 2) * shift * TAIL_RADIUS * TAIL_MASS
+
+
+class NoisePlan:
+    """Where the parameters of a model stand in the key stream of a release.
+
+    Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
+    two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what `tail_delta`
+    accounts for.
+
+    Args:
+        key: the noise key, 32 bytes, the same on every rank.
+        parameters: (name, global shape) of all of them, in an order that is the same on every rank and after a resume.
+    """
+
+    def __init__(self, key: bytes, parameters: Iterable[tuple[str, Sequence[int]]]) -> None:
+        self._key = key
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.offsets: dict[str, int] = {}
+        place = 0
+        for name, shape in parameters:
+            if name in self.shapes:
+                raise GramianError(f"{name}: given twice; expected every parameter once")
+            self.shapes[name], self.offsets[name] = tuple(shape), place
+            place += prod(shape) + prod(shape) % 2
+        if place > MOST_ELEMENTS:
+            raise GramianError(
+                f"module: {place} trained elements; expected at most 2^40, which the accountant counts with"
+            )
+        self.total = place
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GramianError("noise: holds a key, so copies and pickles are refused; expected engine.state_dict()")
+
+    def add_noise_(
+        self,
+        grad_local: Tensor,
+        name: str,
+        std: float | Tensor,
+        release: int,
+        rows: tuple[int, int] | slice | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
+
+        Cost: one pass over the local gradient.
+
+        Args:
+            grad_local: [stop - start, ...] of a contiguous range of dim 0; the whole gradient where `rows` is None. A gradient
+                that is not contiguous goes through a copy.
+            name: of the parameter.
+            std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
+            release: number of the release, from `ReleaseCounter.begin`, below 2⁶⁴.
+            rows: (start, stop) or a slice in dim 0 of the whole parameter.
+            factor: what the sum is multiplied by before it is rounded.
+
+        Returns:
+            The gradient.
+        """
+        if name not in self.shapes:
+            raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
+        if not 0 <= release < 2**64:
+            raise GramianError(f"release: {release}; expected a number in [0, 2^64)")
+        shape = self.shapes[name]
+        start, expected = 0, shape
+        if rows is not None:
+            start, stop = _range(name, shape, rows)
+            expected = (stop - start, *shape[1:])
+        if tuple(grad_local.shape) != expected:
+            raise GramianError(f"{name}: gradient of shape {list(grad_local.shape)}; expected {list(expected)}")
+        flat_N = grad_local.detach().contiguous().view(-1)
+        self._add(flat_N, self.offsets[name] + start * prod(shape[1:]), std, release, factor)
+        if not grad_local.is_contiguous():
+            grad_local.detach().copy_(flat_N.view(expected))
+        return grad_local
+
+    def _add(self, flat_N: Tensor, place: int, std: float | Tensor, release: int, factor: float) -> None:
+        """Add the noise of places [place, place + N), nonce by nonce."""
+        done = 0
+        while done < flat_N.numel():
+            segment, start = divmod(place + done, chacha.WORDS_PER_NONCE)
+            count = min(flat_N.numel() - done, chacha.WORDS_PER_NONCE - start)
+            chacha.add_normals_(flat_N[done : done + count], self._key, release + (segment << 64), start, std, factor)
+            done += count
+
+    def __repr__(self) -> str:
+        return f"NoisePlan({len(self.shapes)} parameters, {self.total} places)"
+
+
+def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
+    """(start, stop) of dim 0, checked."""
+    if not shape:
+        raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
+    if isinstance(rows, slice):
+        if rows.step not in (None, 1):
+            raise GramianError(f"rows: step {rows.step}; expected a contiguous range of dim 0")
+        rows = (0 if rows.start is None else rows.start, shape[0] if rows.stop is None else rows.stop)
+    start, stop = rows
+    if not 0 <= start <= stop <= shape[0]:
+        raise GramianError(f"rows: [{start}, {stop}) of {name}; expected a range within [0, {shape[0]})")
+    return start, stop

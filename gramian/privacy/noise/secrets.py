@@ -1,0 +1,313 @@
+"""What must stay secret and what must never repeat: the key, the counter of releases, and the files that hold them.
+
+A release is one noisy sum that leaves the process. Its noise is a function of (key, release number, element), so a number
+that was begun is never given to another sum: the counter is on disk before the noise exists.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, TypeGuard
+
+import torch
+
+from gramian.core.errors import GramianError
+
+KEY_BYTES = 32
+
+
+class Secrets:
+    """A 256-bit key from the operating system, and the independent keys derived from it.
+
+    Neither `repr` nor a pickle shows it; it leaves through `state_dict` alone, for `save_private`. Copies are refused, that of
+    `os.fork` too: two holders of one key would draw the same noise for different sums. The processes of one run share a key on
+    purpose, each through its own `load_state_dict`.
+
+    Args:
+        insecure_reproducible: take the key from `seed`, which anyone can guess. For tests; recorded.
+        seed: with `insecure_reproducible` only.
+    """
+
+    def __init__(self, *, insecure_reproducible: bool = False, seed: int | None = None) -> None:
+        if seed is not None and not insecure_reproducible:
+            raise GramianError("seed: a seed gives no secret; expected insecure_reproducible=True beside it")
+        if seed is not None and not isinstance(seed, int):
+            raise GramianError(f"seed: {seed!r}; expected an integer")
+        self.insecure_reproducible = insecure_reproducible
+        self._process = os.getpid()
+        if insecure_reproducible:
+            self._key = hashlib.blake2b(b"gramian insecure %d" % (seed or 0), digest_size=KEY_BYTES).digest()
+        else:
+            self._key = os.urandom(KEY_BYTES)
+
+    @property
+    def noise_key(self) -> bytes:
+        """The key of the noise: nonce = release number, place = global element index."""
+        return self.subkey("noise")
+
+    @property
+    def sampling_key(self) -> bytes:
+        """The key of the Poisson draws: nonce = draw number, place = record."""
+        return self.subkey("sampling")
+
+    def subkey(self, label: str) -> bytes:
+        """A 32-byte key for one purpose: BLAKE2b keyed with the secret, over the label.
+
+        Args:
+            label: the purpose; different labels give independent keys.
+
+        Returns:
+            The derived key.
+        """
+        self.refuse_forks()
+        return hashlib.blake2b(label.encode(), digest_size=32, key=self._key, person=b"gramian subkey").digest()
+
+    def refuse_forks(self) -> None:
+        """Raise in a process that was forked from the one with the key."""
+        if os.getpid() != self._process:
+            raise GramianError(
+                f"engine: its key belongs to process {self._process}, from which this one was forked, and both would draw the "
+                "same noise; expected a PrivacyEngine made in this process"
+            )
+
+    def renew(self) -> None:
+        """Another key: nothing that was drawn with the old one can be drawn again. A fixed seed stays what it is."""
+        if not self.insecure_reproducible:
+            self._key = os.urandom(KEY_BYTES)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The key itself, as uint8 [32], and the flag. For `save_private`, and for rank 0 to give to the others."""
+        return {
+            "key": torch.tensor(list(self._key), dtype=torch.uint8),
+            "insecure_reproducible": self.insecure_reproducible,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the key of a checkpoint or of rank 0."""
+        key, insecure = state.get("key"), state.get("insecure_reproducible")
+        if not isinstance(key, torch.Tensor) or key.dtype != torch.uint8 or list(key.shape) != [KEY_BYTES]:
+            raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
+        if not isinstance(insecure, bool):
+            raise GramianError(f"insecure_reproducible: {insecure!r} in the state; expected True or False")
+        if insecure and not self.insecure_reproducible:
+            raise GramianError(
+                "insecure_reproducible: the key of the state comes from a seed, which anyone can guess; expected the state of "
+                "a run with a secret key, or an engine with insecure_reproducible=True"
+            )
+        self._key, self._process = bytes(key.tolist()), os.getpid()
+        self.insecure_reproducible = insecure
+
+    def __repr__(self) -> str:
+        return f"Secrets(insecure_reproducible={self.insecure_reproducible})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise GramianError("secrets: copies and pickles are refused; expected state_dict() in save_private")
+
+
+class ReleaseCounter:
+    """Numbers for releases, each given to one sum, and how many were begun.
+
+    `spent` is a high-water mark: the releases begun so far, in this process or, by the bound file, in an earlier one. It is
+    what the accountant counts, and it only grows: beginning a number a second time, in a replay, adds nothing.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._spent = 0
+        self._path: Path | None = None
+        self.about: Any = None
+        """What was said of the releases when the last one was begun, in this process or by the bound file."""
+
+    @property
+    def spent(self) -> int:
+        """Distinct releases begun."""
+        return self._spent
+
+    @property
+    def released(self) -> int:
+        """The number that the next release gets."""
+        return self._next
+
+    def bind(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
+        """Keep the mark in a file from now on; a file that is there already is taken into account, never lowered.
+
+        One process of a run binds (rank 0). The next release moves past every number in the file unless `restore` says that
+        it is a replay.
+
+        Args:
+            path: of the file, beside the checkpoint.
+            must_exist: a resumed run passes True: without the file nobody knows which numbers were begun.
+        """
+        path = Path(path)
+        recorded = _read_mark(path)
+        if recorded is None and must_exist:
+            raise GramianError(f"{path}: no such file; expected the release counter that lies beside the checkpoint")
+        mark = max(self._spent, recorded or 0)
+        if recorded is not None and recorded >= self._spent:
+            self.about = _read_about(path)
+        if recorded is None or mark > recorded:
+            _write_mark(path, mark, self.about)
+        self._path, self._spent, self._next = path, mark, max(self._next, mark)
+
+    @property
+    def bound(self) -> bool:
+        """Whether the mark is kept in a file."""
+        return self._path is not None
+
+    def begin(self, about: Any = None) -> int:
+        """Begin a release.
+
+        With a bound file the mark is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
+        on a disk. If it cannot be written nothing has begun.
+
+        Args:
+            about: what kind of releases there were and this one is of, in plain values; kept beside the mark.
+
+        Returns:
+            Its number.
+        """
+        release = self._next
+        if release + 1 > self._spent:
+            if self._path is not None:
+                if (_read_mark(self._path) or 0) > self._spent:
+                    raise GramianError(
+                        f"{self._path}: another process has begun releases of this run; expected one process at a time"
+                    )
+                _write_mark(self._path, release + 1, about)
+            self._spent, self.about = release + 1, about
+        self._next = release + 1
+        return release
+
+    def restore(self, released: int, replay: bool, spent: int = 0) -> None:
+        """Go on after a resume, a rollback or a skipped step.
+
+        Args:
+            released: `released` at the checkpoint.
+            replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers from
+                `released` on are given again and counted once. False in every other case: the next number is past all begun.
+            spent: at the checkpoint, where a mark that is higher is not known.
+        """
+        if released < 0:
+            raise GramianError(f"released: {released}; expected at least 0")
+        recorded = 0 if self._path is None else _read_mark(self._path) or 0
+        mark = max(self._spent, spent, released, recorded)
+        if self._path is not None and mark > recorded:
+            _write_mark(self._path, mark, self.about)
+        self._spent = mark
+        self._next = released if replay else mark
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the counter stands; plain integers."""
+        return {"released": self._next, "spent": self._spent}
+
+    def load_state_dict(self, state: dict[str, int], *, replay: bool = False) -> None:
+        """`restore` from a state, whose own mark counts too."""
+        released, spent = state.get("released"), state.get("spent")
+        if not is_count(released) or not is_count(spent) or released > spent:
+            raise GramianError(
+                f"release counter: the state has released={released!r}, spent={spent!r}; expected integers, the first no larger"
+            )
+        self.restore(released, replay, spent)
+
+    def move_on(self) -> None:
+        """The next number is past all begun: a replay ends here."""
+        self._next = self._spent
+
+    def __repr__(self) -> str:
+        return f"ReleaseCounter(released={self._next}, spent={self._spent}, path={str(self._path) if self._path else None})"
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """An integer of at least 0; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def save_private(path: str | os.PathLike[str], state: Any) -> None:
+    """Write a torch file that only its owner can read, whole or not at all.
+
+    Args:
+        path: of the file; an older one is replaced.
+        state: tensors and plain values in dicts and lists.
+    """
+    _write_durably(Path(path), lambda file: torch.save(state, file))
+
+
+def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
+    """Read a file of `save_private`, without running code from it.
+
+    Args:
+        path: of the file. A warning says if others can read it.
+        map_location: as for `torch.load`.
+
+    Returns:
+        What was saved.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            state = torch.load(file, map_location=map_location, weights_only=True)
+    except OSError as reason:
+        raise GramianError(f"{path}: {reason.strerror}; expected a file written by save_private") from None
+    except Exception as reason:  # whatever a damaged file makes the reader do
+        first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        raise GramianError(f"{path}: not readable ({first}); expected a file written by save_private") from None
+    if mode & 0o077:
+        warnings.warn(f"{path}: mode {mode:04o} lets others read the secret key; expected 0600", stacklevel=2)
+    return state
+
+
+def _read_mark(path: Path) -> int | None:
+    """The mark in a counter file; None where there is no file. A damaged file is an error, never 0."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as reason:
+        raise GramianError(f"{path}: not readable ({reason}); expected a release counter") from None
+    try:
+        mark = json.loads(text)["begun"]
+    except (ValueError, KeyError, TypeError):
+        mark = None
+    if not is_count(mark):
+        raise GramianError(f'{path}: damaged; expected {{"begun": number}}, the releases begun so far')
+    return mark
+
+
+def _read_about(path: Path) -> Any:
+    """What the counter file says of its releases; it was read as a mark before."""
+    return json.loads(path.read_text(encoding="utf-8")).get("about")
+
+
+def _write_mark(path: Path, mark: int, about: Any = None) -> None:
+    _write_durably(path, lambda file: file.write(json.dumps({"begun": mark, "about": about}).encode()))
+
+
+def _write_durably(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Temporary file of mode 0600, fsync, rename, fsync of the folder."""
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        temporary = None
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as reason:
+        raise GramianError(f"{path}: {reason.strerror}; expected a folder that can be written") from None
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)

@@ -1,0 +1,1 @@
+"""Poisson sampling: keyed draws, and the loader that yields them."""

@@ -1,0 +1,157 @@
+"""Keyed Poisson sampling: who takes part in a draw is a function of (key, draw number, record), on any number of ranks.
+
+So a run resumes from a draw number, and a change of world size changes who computes what, not what is drawn.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from gramian.core.errors import GramianError
+from gramian.kernels import chacha
+
+_CHUNK = 2**19
+"""Records per piece: 4 MB of key stream."""
+
+
+def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int64]:
+    """The records of one Poisson draw: record i takes part, independently of all others, iff u_i < rate.
+
+    u_i is the 53-bit uniform of words 2i and 2i+1 of the key stream with the draw number as nonce. Cost: 8·size bytes of key
+    stream, about 10 ms for a million records.
+
+    Args:
+        key: 32 bytes, the sampling key.
+        draw_number: number of the draw, below 2⁹⁶.
+        size: records of the data set.
+        rate: the probability to take part, in (0, 1].
+
+    Returns:
+        Their indices, ascending, int64.
+    """
+    if not 0 < rate <= 1:
+        raise GramianError(f"sample_rate: {rate}; expected a probability in (0, 1]")
+    if size < 1:
+        raise GramianError(f"dataset: {size} records; expected at least 1")
+    found = []
+    for at in range(0, size, _CHUNK):
+        count = min(_CHUNK, size - at)
+        words = chacha.words(key, draw_number, 2 * at, 2 * count).numpy().astype(np.uint64).reshape(count, 2)
+        uniform = ((words[:, 0] << np.uint64(21)) | (words[:, 1] >> np.uint64(11))) * 2.0**-53
+        found.append(np.flatnonzero(uniform < rate) + at)
+    return np.concatenate(found)
+
+
+def share(indices: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
+    """What one rank takes of a draw: every world-th record from its own place on, so that shares differ by at most one.
+
+    Args:
+        indices: the draw.
+        rank: of the process.
+        world: number of ranks.
+
+    Returns:
+        Its records.
+    """
+    if not 0 <= rank < world:
+        raise GramianError(f"rank: {rank} of {world}; expected 0 to {world - 1}")
+    return indices[rank::world]
+
+
+def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
+    """Pieces in which every rank runs a draw: as many as the largest share needs, at least one.
+
+    Args:
+        count_per_rank_max: records of the largest share.
+        max_physical_batch: most records in one piece; None = any number.
+
+    Returns:
+        The number of pieces.
+    """
+    if max_physical_batch is None:
+        return 1
+    if max_physical_batch < 1:
+        raise GramianError(f"max_physical_batch: {max_physical_batch}; expected at least 1 or None")
+    return max(1, -(-count_per_rank_max // max_physical_batch))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One physical batch of one draw, as one rank sees it."""
+
+    draw: int
+    piece: int
+    last: bool
+    indices: list[int]
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """The physical batches of one rank, over the steps of an epoch; a `batch_sampler` for a DataLoader.
+
+    Every rank yields the same number of pieces in every draw; a piece may be empty.
+
+    Args:
+        key: the sampling key, 32 bytes, the same on every rank.
+        size: records of the whole data set.
+        rate: the probability of a record to take part in a draw.
+        steps: draws per epoch.
+        next_draw: gives the number of the first draw whenever an epoch begins.
+        rank: of this process.
+        world: number of ranks.
+        max_physical_batch: most records in one piece; None = the whole share at once.
+    """
+
+    def __init__(
+        self,
+        key: bytes,
+        size: int,
+        rate: float,
+        steps: int,
+        *,
+        next_draw: Callable[[], int] = lambda: 0,
+        rank: int = 0,
+        world: int = 1,
+        max_physical_batch: int | None = None,
+    ) -> None:
+        if steps < 1:
+            raise GramianError(f"steps: {steps}; expected at least 1")
+        pieces(0, max_physical_batch)
+        share(np.empty(0, np.int64), rank, world)
+        self.key = key
+        self.size, self.rate, self.steps = size, rate, steps
+        self.rank, self.world, self.max_physical_batch = rank, world, max_physical_batch
+        self._next_draw = next_draw
+
+    def pieces_of(self, number: int) -> list[Piece]:
+        """This rank's pieces of one draw, in order."""
+        indices = draw(self.key, number, self.size, self.rate)
+        mine = share(indices, self.rank, self.world)
+        parts = pieces(len(share(indices, 0, self.world)), self.max_physical_batch)
+        length = self.max_physical_batch or max(1, len(mine))
+        return [
+            Piece(number, part, part == parts - 1, mine[part * length : (part + 1) * length].tolist())
+            for part in range(parts)
+        ]
+
+    def epoch(self) -> Iterator[Piece]:
+        """The pieces of `steps` draws from `next_draw()` on."""
+        first = self._next_draw()
+        for number in range(first, first + self.steps):
+            yield from self.pieces_of(number)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for piece in self.epoch():
+            yield piece.indices
+
+    def __len__(self) -> int:
+        """Draws, that is optimizer steps, per epoch; with `max_physical_batch` an epoch yields at least as many pieces."""
+        return self.steps
+
+    def __repr__(self) -> str:
+        return (
+            f"PoissonBatchSampler(size={self.size}, rate={self.rate}, steps={self.steps}, rank={self.rank}, "
+            f"world={self.world}, max_physical_batch={self.max_physical_batch})"
+        )

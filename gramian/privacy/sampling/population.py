@@ -1,0 +1,94 @@
+"""How many records a loader's batches come from: what the sample rate is a share of."""
+
+from collections.abc import Sized
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from gramian.core.errors import GramianError
+from gramian.privacy.sampling.private_loader import PrivateLoader
+
+
+def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> int | None:
+    """Records that the batches of all processes come from.
+
+    Poisson draws are from the whole data set. A loader that stays as it is reads what its sampler yields in a pass, and that
+    is `len(sampler)` on each process: with the data set's length the rate of a record in a subset would be understated.
+
+    Args:
+        loader: this process's.
+        world: number of processes, whose samplers are believed to yield different records.
+        poisson: its sampler is replaced.
+        rate_given: nobody has to compute the rate.
+
+    Returns:
+        Their number; None: not known.
+
+    Raises:
+        GramianError: for a sampler that Poisson draws would not follow, or whose records may repeat in a pass.
+    """
+    dataset = getattr(loader, "dataset", None)
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    if isinstance(dataset, IterableDataset) or isinstance(loader, PrivateLoader) or not hasattr(loader, "sampler"):
+        return size
+    sampler = _sampler_of(loader)
+    if poisson:
+        if _goes_over(sampler) != size:
+            raise GramianError(
+                f"data_loader: its {type(sampler).__name__} would give way to draws from the whole data set; expected no "
+                "sampler, torch.utils.data.Subset for a part of the data, or poisson_sampling=False"
+            )
+        return size
+    yielded = _yields(sampler, world)
+    if yielded is None and not rate_given:
+        raise GramianError(
+            f"sample_rate: the loader's {type(sampler).__name__} may yield a record several times in a pass; "
+            "expected it as an argument: the largest probability of a record to be in a step"
+        )
+    return None if yielded is None else min(size, yielded)
+
+
+def _sampler_of(loader: Any) -> Any:
+    """What yields the indices: a batch sampler of the user's own, or a sampler."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None:
+        return loader.sampler
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def _goes_over(sampler: Any) -> int | None:
+    """Records of which a sampler yields each, but for what makes the processes even; None: not known."""
+    kind = type(sampler)
+    if kind is DistributedSampler:
+        return len(sampler.dataset)
+    if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement):
+        return len(sampler.data_source) if len(sampler) == len(sampler.data_source) else None
+    return None
+
+
+def _yields(sampler: Any, world: int) -> int | None:
+    """Records in a pass of all processes' samplers, if none is there twice; None: not known.
+
+    Samplers are told apart by their exact type: a subclass may do anything.
+    """
+    kind, everywhere = type(sampler), len(sampler) * world if isinstance(sampler, Sized) else 0
+    if kind is DistributedSampler:
+        return min(everywhere, len(sampler.dataset))
+    if kind is SequentialSampler or (kind is RandomSampler and not sampler.replacement):
+        return min(everywhere, len(sampler.data_source) * world)
+    if kind is WeightedRandomSampler and not sampler.replacement:
+        return everywhere
+    if kind is SubsetRandomSampler and len({int(index) for index in sampler.indices}) == len(sampler):
+        return everywhere
+    return None

@@ -1,0 +1,49 @@
+"""The diagonal of the empirical Fisher from true per-sample (or per-token) squares."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums, zero_sums
+
+
+class DiagonalFisher(AdditiveStatistic):
+    """diag F = (1/N) Σ_i g_i ⊙ g_i.
+
+    Per sample, g_i is summed over the sample's tokens and over all uses of a parameter before it is squared; linear layers
+    with several tokens form it a chunk of samples at a time (2·T·M·N FLOPs per sample). Per token, every use
+    of every token is squared by itself, (G⊙G)ᵀ(A⊙A), as K-FAC's expand setting reads it, and N counts samples still.
+    """
+
+    needs: Needs = "parameter"
+    per_sample = True
+    per_parameter = True
+
+    def __init__(self, per: Literal["sample", "token"] = "sample") -> None:
+        """Set what is squared.
+
+        Args:
+            per: "sample" or "token".
+
+        Raises:
+            GramianError: for another word.
+        """
+        if per not in ("sample", "token"):
+            raise GramianError(f'per: expected "sample" or "token", got "{per}"')
+        self.per = per
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
+        """Zeros of every parameter's shape."""
+        return zero_sums(parameters)
+
+    def update(self, sums: Sums, record: ParameterRecord) -> None:
+        """Add one parameter's squares."""
+        sums[record.parameter] += record.sum_of_squares() if self.per == "sample" else record.token_squares()
+
+    def finish(self, sums: Sums) -> dict[str, Tensor]:
+        """{parameter: mean square}, zeros where nothing was seen."""
+        samples = sums[SAMPLES].clamp(min=1)
+        return {name: total / samples.to(total.dtype) for name, total in sums.items() if name != SAMPLES}

@@ -1,0 +1,139 @@
+"""Whose tokens, and which rows of a matrix, the trace of the per-token Fisher comes from.
+
+Legend: B samples, T tokens, M×N a weight.
+
+A token's part in the gradient of y_t = W a_t + b is g_t a_tᵀ and g_t, so its part in tr F is ‖g_t‖²(‖a_t‖² + 1): two norms, and
+never a matrix. The sum over tokens and layers, divided by the number of samples, is the trace of `DiagonalFisher("token")`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gramian.linalg.wide import pieces, wide, wide_norms
+from gramian.taps.gradients import Indexed, Outer, PerSampleGradient, Summed
+from gramian.taps.gradients.joined import Joined
+from gramian.taps.records import LayerRecord, ParameterRecord
+from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums
+
+TracesByPass = dict[int, dict[str, Tensor]]
+"""{number of the pass: {layer: [B, T]}}."""
+
+
+class TokenTraces:
+    """{layer: [B, T]}: Σ over a layer's parameters of the squared norm of one token's gradient.
+
+    Every use of a layer counts by itself. A layer without tokens (a convolution, the generic fallback) has one per sample,
+    [B, 1]. Several passes are concatenated along B, shorter ones filled up with zeros. Cost: one read of inputs and output
+    gradients.
+    """
+
+    needs: Needs = "layer"
+    per_sample = True
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> TracesByPass:
+        """No pass yet."""
+        return {}
+
+    def update(self, sums: TracesByPass, record: LayerRecord) -> None:
+        """Add one use of a layer."""
+        scale = record.info.scale
+        layers = sums.setdefault(record.info.number, {})
+        for gradient in record.gradients.values():
+            traces_BT = _by_token(gradient) * scale**2
+            before = layers.get(record.layer)
+            layers[record.layer] = traces_BT if before is None else _added(before, traces_BT)
+
+    def count(self, sums: TracesByPass, samples: int) -> None:
+        """Samples count themselves."""
+
+    def forget(self, sums: TracesByPass, number: int) -> None:
+        """Take a pass out whose backward failed half-way."""
+        sums.pop(number, None)
+
+    def merge(self, left: TracesByPass, right: TracesByPass) -> TracesByPass:
+        """Samples of the left, then samples of the right."""
+        behind = max(left, default=0) + 1
+        return {**left, **{behind + number: layers for number, layers in right.items()}}
+
+    def finish(self, sums: TracesByPass) -> dict[str, Tensor]:
+        """One tensor for each layer, samples in the order of their forwards."""
+        passes = [sums[number] for number in sorted(sums)]
+        found = {}
+        for layer in dict.fromkeys(layer for layers in passes for layer in layers):
+            used = [layers.get(layer) for layers in passes]
+            parts = [
+                next(iter(layers.values()))[:, :1] * 0 if part is None else part
+                for layers, part in zip(passes, used, strict=True)
+            ]
+            longest = max(part.shape[1] for part in parts)
+            device = next(part.device for part in used if part is not None)
+            found[layer] = torch.cat([F.pad(part.to(device), (0, longest - part.shape[1])) for part in parts])
+        return found
+
+
+class RowTraces(AdditiveStatistic):
+    """{parameter: [M]}: (1/N) Σ over tokens of the squared norm of every row of a parameter of two axes or more.
+
+    The rows of a table and of the head are words. What `by_row` makes of `DiagonalFisher("token")`, for T·(M+N) in place of
+    T·M·N products, and nothing of the parameter's size.
+    """
+
+    needs: Needs = "parameter"
+    per_sample = True
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
+        """Zeros for every row."""
+        sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
+        for name, info in parameters.items():
+            if len(info.shape) > 1:
+                dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
+                sums[name] = torch.zeros(info.shape[0], dtype=dtype, device=info.device)
+        return sums
+
+    def update(self, sums: Sums, record: ParameterRecord) -> None:
+        """Add one parameter."""
+        if record.parameter in sums:
+            sums[record.parameter] += _by_row(record.gradient) * record.info.scale**2
+
+    def finish(self, sums: Sums) -> dict[str, Tensor]:
+        """{parameter: mean}, zeros where nothing was seen."""
+        samples = sums[SAMPLES].clamp(min=1)
+        return {name: total / samples.to(total.dtype) for name, total in sums.items() if name != SAMPLES}
+
+
+def _by_token(gradient: PerSampleGradient) -> Tensor:
+    """‖gradient of a token‖², [B, T]; [B, 1] where a sample is not made of tokens."""
+    if isinstance(gradient, Outer):
+        return (wide_norms(gradient.left_BTM) * wide_norms(gradient.right_BTN)).square()
+    if isinstance(gradient, Summed):
+        return wide_norms(gradient.tokens_BTN).square()
+    if isinstance(gradient, Indexed):
+        return wide_norms(gradient.rows_BTD).square()
+    return gradient.squared_norms()[:, None]
+
+
+def _added(left_BT: Tensor, right_BT: Tensor) -> Tensor:
+    """Parts of one layer; what is not told by token makes the whole layer one token."""
+    if left_BT.shape != right_BT.shape:
+        left_BT, right_BT = left_BT.sum(1, keepdim=True), right_BT.sum(1, keepdim=True)
+    return left_BT + right_BT
+
+
+def _by_row(gradient: PerSampleGradient) -> Tensor:
+    """Σ over tokens of the squared norm of each row of a token's gradient, [M]."""
+    if isinstance(gradient, Outer):
+        left_TM = gradient.left_BTM.flatten(0, 1)
+        squares_T = wide_norms(gradient.right_BTN.flatten(0, 1)).square()
+        total = wide(left_TM[:0]).new_zeros(left_TM.shape[1])
+        for rows in pieces(*left_TM.shape):
+            total += wide(left_TM[rows]).square().mT @ squares_T[rows].to(total)
+        return total
+    if isinstance(gradient, Indexed):
+        squares_BT = wide_norms(gradient.rows_BTD).square()
+        return squares_BT.new_zeros(gradient.shape[0]).index_add_(0, gradient.index_BT.flatten(), squares_BT.flatten())
+    if isinstance(gradient, Joined):
+        return torch.stack([_by_row(part) for part in gradient.parts]).sum(0)
+    return gradient.token_squares().flatten(1).sum(1)

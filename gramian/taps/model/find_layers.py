@@ -1,0 +1,77 @@
+"""Finding the layers of a model that have something to explain."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from gramian.core.errors import GramianError
+from gramian.taps.model import user_names
+from gramian.taps.roles import ParameterInfo
+from gramian.taps.sites import Site, site_for
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layer, under the user's name for it."""
+
+    name: str
+    module: nn.Module
+    site: Site | None
+    """None for the root, if it has no parameters of its own."""
+    parameters: dict[str, str]
+    """{local name: the user's name}; a tied parameter goes by the first name it was found under."""
+
+
+def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
+    """All layers with a site, the root among them, and every trainable parameter.
+
+    Args:
+        root: the user's module, unwrapped.
+
+    Returns:
+        The layers, parents first, and {the user's name: what is known about a trainable parameter}.
+
+    Raises:
+        GramianError: if nothing is trainable, or a layer with trainable parameters cannot be tapped.
+    """
+    user_name: dict[int, str] = {}
+    explained_by_parent: set[int] = set()
+    layers: list[Found] = []
+    parameters: dict[str, ParameterInfo] = {}
+    for name, module in user_names.named_modules(root):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise GramianError(
+                f"{name or 'model'} (TorchScript) cannot be tapped; expected the module it was made from"
+            )
+        site = None if id(module) in explained_by_parent else site_for(module)
+        if site is None and module is not root:
+            continue
+        owned: dict[str, str] = {}
+        for local in site.owned(module) if site is not None else ():
+            p = module.get_parameter(local)
+            if is_lazy(p):
+                raise GramianError(
+                    f"{name or 'model'} ({type(module).__name__}) has no weights yet; expected one forward before the capture"
+                )
+            if p.is_complex() and p.requires_grad:
+                raise GramianError(
+                    f"{user_names.join(name, local)}: is a complex parameter; expected a real one, and torch.view_as_complex of it"
+                )
+            owned[local] = user_name.setdefault(id(p), user_names.join(name, local))
+            if p.requires_grad and site is not None:
+                info = ParameterInfo(owned[local], (name,), site.kind, tuple(p.shape), p.dtype, p.device)
+                known = parameters.setdefault(owned[local], info)
+                if known is not info:
+                    parameters[owned[local]] = replace(known, layers=(*known.layers, name))
+        if site is not None:
+            if site.whole:
+                explained_by_parent.update(id(child) for child in module.modules() if child is not module)
+            reason = site.check(module) if any(local_name in parameters for local_name in owned.values()) else None
+            if reason is not None:
+                raise GramianError(f"{name or 'model'} ({type(module).__name__}) {reason}")
+        layers.append(Found(name, module, site, owned))
+    if not parameters:
+        raise GramianError("model: has no trainable parameter; expected at least one with requires_grad=True")
+    return layers, parameters

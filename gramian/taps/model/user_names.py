@@ -1,0 +1,83 @@
+"""The user's own names for modules and parameters, whatever wrappers stand around or inside the model."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from gramian.core.errors import GramianError
+
+WRAPPED_CHILD = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrapper classes and the name under which they keep the user's module; that segment is left out of every name."""
+
+
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """What a wrapper wraps, or None if the module is no wrapper.
+
+    Raises:
+        GramianError: for wrappers that gramian does not work with.
+    """
+    if isinstance(module, DataParallel):
+        raise GramianError(
+            "model: nn.DataParallel runs copies of the model; expected DistributedDataParallel or fully_shard"
+        )
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise GramianError("model: FullyShardedDataParallel (FSDP1) is not supported; expected fully_shard (FSDP2)")
+    if isinstance(module, DistributedDataParallel) and getattr(module, "static_graph", False):
+        raise GramianError(
+            "model: DistributedDataParallel(static_graph=True) is not supported; expected static_graph=False"
+        )
+    for base in type(module).__mro__:  # fully_shard puts a class of its own in front
+        if base.__name__ in WRAPPED_CHILD:
+            return module._modules[WRAPPED_CHILD[base.__name__]]
+    return None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside any stack of wrappers."""
+    while (inner := inner_module(model)) is not None:
+        model = inner
+    return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True for `torch.compile(module)` and after `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def named_modules(root: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, parents first, under the user's names; wrappers themselves are passed over."""
+    seen = set() if seen is None else seen
+    root = unwrap(root)
+    if id(root) in seen:
+        return
+    seen.add(id(root))
+    yield prefix, root
+    for name, child in root._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place of a parameter under the user's name for it; a tied one has several."""
+    for name, module in named_modules(root):
+        for local, p in module._parameters.items():
+            if p is not None:
+                yield join(name, local), p
+
+
+def parameter(module: nn.Module, local: str) -> nn.Parameter:
+    """What stands under a parameter's local name right now: the parameter, or a tensor in its place."""
+    owner, _, leaf = local.rpartition(".")
+    found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
+    assert found is not None
+    return found
+
+
+def join(module_name: str, local: str) -> str:
+    """Name of a parameter of a named module."""
+    return f"{module_name}.{local}" if module_name else local

@@ -1,0 +1,44 @@
+"""Under privacy no sample may reach a later batch through what a model remembers: nothing clips it and no noise covers it."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from gramian.taps.model.python_state import same_values
+from gramian.taps.proof.proof_runs import Refuted
+
+
+def refuse_buffers(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> None:
+    """Compare buffers after runs on different samples.
+
+    Args:
+        one: {name: value} of those that a run changed.
+        other: the same of a run on other samples.
+
+    Raises:
+        Refuted: naming a buffer that differs.
+    """
+    for name in sorted(one.keys() | other.keys()):
+        if not same_values(one.get(name), other.get(name)):
+            raise Refuted(
+                f"{name}: is a buffer whose values depend on samples, which no clipping bounds and no noise covers; "
+                "expected a module that keeps no statistics of private data, or one in evaluation mode"
+            )
+
+
+def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names of attributes that have different values after runs on different samples."""
+    return [name for name in sorted(one.keys() | other.keys()) if not same_values(one.get(name), other.get(name))]
+
+
+def refuse_attribute(name: str) -> NoReturn:
+    """The next batch depends on what an attribute remembers.
+
+    Raises:
+        Refuted: always.
+    """
+    raise Refuted(
+        f"{name}: is an attribute that remembers samples, and the next batch depends on it, which no clipping bounds and no "
+        "noise covers; expected a module that keeps no statistics of private data, or one in evaluation mode"
+    )

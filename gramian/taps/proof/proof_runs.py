@@ -1,0 +1,367 @@
+"""Single runs of a row proof: one forward and one backward each, from the same random state, under random cotangents."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gramian.core.errors import GramianError
+from gramian.kernels.checksums import checksums
+from gramian.parallel.data_parallel import local
+from gramian.taps.model import user_names
+from gramian.taps.model.preserve_state import Beginning
+from gramian.taps.model.python_state import graph_tensors
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_recorder import Key, Recorder
+from gramian.taps.proof.sample_arguments import Samples
+
+if TYPE_CHECKING:
+    from gramian.taps.hub import Hub
+
+HALF = 1e-4
+"""ε of half precision and narrower is above it."""
+Source = Sequence[int] | Tensor
+"""Which sample, or which token [B, T], stands in each place."""
+SCALE = 0.5
+"""Times all cotangents of the untapped run: under a mean, a sample has 1/B of its gradient only if the backward is linear."""
+SAMPLED = 4096
+"""Values of a frozen parameter that are compared before and after a forward."""
+SecondAxis = Literal["certain", "later", "all"]
+Execute = Callable[[Any], Any]
+"""Runs the model, or a loss behind it, on arguments."""
+
+
+class Refuted(Exception):  # noqa: N818
+    """A run showed that rows cannot be attributed; the message names the layer and what was seen."""
+
+
+@dataclass
+class TappedRun:
+    """What one run of the tapped model brought."""
+
+    rows: dict[Key, Fingerprint]
+    sides: dict[Key, str]
+    outputs: list[Fingerprint]
+    calls: list[Any]
+    drew: bool
+    """True if a random number was drawn."""
+    recorder: Recorder
+    buffers: dict[str, Tensor | None]
+    """Values of the buffers that the run changed."""
+    remembered: dict[str, Any]
+    """Values of attributes of modules that the run changed, where sums were asked for or the model is private."""
+
+    @property
+    def rounding(self) -> float:
+        """What sums of the largest terms may be off by: 64 ε · largest input · largest output gradient; 0 in half precision.
+
+        There it would be half of these terms themselves. Indices of tables are no inputs that anything is multiplied with.
+        """
+        sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
+        for key, fingerprint in self.rows.items():
+            if fingerprint.eps:
+                sides[self.sides[key]] = max(sides[self.sides[key]], fingerprint.largest)
+        eps = max((fingerprint.eps for fingerprint in self.rows.values()), default=0.0)
+        return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
+
+
+class Runs:
+    """Runs one call of a model on other samples."""
+
+    def __init__(
+        self,
+        hub: "Hub",
+        execute: Execute,
+        samples: Samples,
+        seed: int,
+        second_axis: SecondAxis = "certain",
+        beginning: Beginning | None = None,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            hub: of the model.
+            execute: runs the model, or the loss.
+            samples: the arguments.
+            seed: of the cotangents and fingerprints.
+            second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose axis
+                1 is B and whose axis 0 cannot hold them ("certain"), or all whose axis 1 is B, with or without the first.
+            beginning: what every run begins with; None: what is there now.
+        """
+        root = hub.root()
+        assert root is not None
+        self._hub, self._execute, self._samples, self._seed = hub, execute, samples, seed
+        self._root = root
+        self._beginning = beginning or Beginning(root, samples.leaves)
+        self.count = 0
+        self.cotangents: list[Tensor | None] = []
+        """Of every output, in the order of the batch; None: no backward through it."""
+        self.row_outputs: set[int] = set()
+        """Numbers of the outputs that have rows of samples."""
+        self.second_axis = second_axis
+        self.ambiguous_outputs = False
+        """True if an output has B on its axis 1, and a multiple of B on axis 0."""
+        self._second: set[int] = set()
+        """Numbers of the outputs whose samples lie on axis 1."""
+        self.returned = 0
+        """The model returns the outputs before this number; a loss may read the rest from attributes of its modules."""
+        self.titles: list[str] = []
+        """What each output is, in words."""
+        self.shared: set[str] = set()
+        """Layers whose one row was expanded to a row for each sample."""
+
+    @property
+    def everyone(self) -> range:
+        """The batch as it is."""
+        return range(self._samples.batch)
+
+    def rows_of(self, output: Tensor) -> int:
+        """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
+        return rows_of(output, self._samples)
+
+    def untapped(
+        self, choose: Callable[[list[Tensor]], Sequence[int]]
+    ) -> tuple[list[Fingerprint], dict[str, Tensor | None]]:
+        """Run the untapped model, and set the cotangents of the outputs that are chosen.
+
+        Args:
+            choose: gives numbers of the outputs.
+
+        Returns:
+            Fingerprints of all outputs, and SCALE times the gradient of every weight.
+
+        Raises:
+            GramianError: if the forward writes into a frozen parameter.
+        """
+        self._begin()
+        frozen = {name: p for name, p in user_names.named_parameters(self._root) if not p.requires_grad}
+        before = _values(frozen)
+        with self._hub.untapped() as weights:
+            outputs = self._find_second(self._results(self._samples.take(self.everyone)))
+            _refuse_written(frozen, before)
+            chosen = set(choose(outputs))
+            self.cotangents = [self._cotangent(i, y) if i in chosen else None for i, y in enumerate(outputs)]
+            self.row_outputs = {i for i, y in enumerate(outputs) if self.rows_of(y)}
+            pairs = [(y, SCALE * g) for y, g in zip(outputs, self.cotangents, strict=True) if g is not None]
+            return [self._fingerprint(y) for y in outputs], _gradients(pairs, weights)
+
+    def on(
+        self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
+    ) -> dict[str, Tensor | None] | None:
+        """The gradients of the untapped model on other arguments.
+
+        Args:
+            arguments: of the call.
+            cotangents: gives pairs of outputs and cotangents; None: the outputs do not fit.
+        """
+        self._begin()
+        with self._hub.untapped() as weights:
+            outputs = self._outputs(arguments)
+            pairs = cotangents(outputs)
+            found = _gradients([(y, torch.ones_like(y)) for y in outputs] if pairs is None else pairs, weights)
+            return None if pairs is None else found
+
+    def tapped(
+        self, source: Source, *, sums: bool = False, alone: Sequence[int] = (), forget: bool = True
+    ) -> TappedRun:
+        """Run the tapped model on other samples, each with its own cotangent.
+
+        Args:
+            source: who stands in each place.
+            sums: sketch the sums of the parameters' gradients.
+            alone: units whose own gradients are sketched.
+            forget: False to go on from what modules remember of the run before.
+
+        Raises:
+            Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
+        """
+        self._begin(forget)
+        tokens = isinstance(source, Tensor)
+        arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
+        recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=alone)
+        with self._hub.rehearsal(recorder) as rehearsal, blamed_on(rehearsal.expanded):
+            outputs = self._outputs(arguments)
+            drew = self._beginning.drew
+            prints = [self._fingerprint(y) for y in outputs]
+            pairs, misfits = self._pairs(outputs, source)
+            _grad(pairs, [self._hub.probe])  # also of what does not fit: other processes may gather for it
+        if misfits:
+            raise Refuted(
+                f"{self.titles[misfits[0]]}: has another shape when other samples are there; expected rows of samples"
+            )
+        self.shared |= rehearsal.expanded
+        calls, buffers = list(rehearsal.calls), self._beginning.buffers.changed()
+        remembered = self._beginning.python.values() if sums or self._hub.rule.withholds else {}
+        return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
+
+    def _outputs(self, arguments: Any) -> list[Tensor]:
+        """The outputs of the model; those whose samples lie on axis 1 with them on axis 0."""
+        found = self._results(arguments)
+        return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
+
+    def _results(self, arguments: Any) -> list[Tensor]:
+        """What the model returns, and what it leaves in attributes."""
+        before = {id(t) for t in graph_tensors(self._root).values()}
+        returned = output_tensors(self._execute(arguments))
+        left = left_in_attributes(self._root, before, returned)
+        self.returned = len(returned)
+        self.titles = [f"output {i} of the model" for i in range(len(returned))]
+        self.titles += [f"attribute {name} of the model" for name in left]
+        return [*returned, *left.values()]
+
+    def _find_second(self, outputs: list[Tensor]) -> list[Tensor]:
+        batch = self._samples.batch
+        candidates = {i for i, y in enumerate(outputs) if y.dim() > 1 and y.shape[1] == batch}
+        doubtful = {i for i in candidates if outputs[i].shape[0] % batch == 0}
+        self.ambiguous_outputs = bool(doubtful)
+        first = doubtful & {0} if self.second_axis == "later" else set()
+        self._second = candidates - (doubtful if self.second_axis == "certain" else first)
+        return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(outputs)]
+
+    def _begin(self, forget: bool = True) -> None:
+        self._hub.lockstep.announce()
+        self.count += 1
+        self._beginning.restore(forget=forget)
+
+    def _pairs(self, outputs: list[Tensor], source: Source) -> tuple[list[tuple[Tensor, Tensor]], list[int]]:
+        """Outputs and their cotangents, and the numbers of outputs that do not fit theirs."""
+        pairs, misfits = [], []
+        for number, (y, g) in enumerate(zip(outputs, self.cotangents, strict=False)):
+            if g is None or not y.requires_grad:
+                continue
+            moved = self._moved(g, source)
+            fits = y.shape == moved.shape
+            pairs.append((y, moved if fits else torch.ones_like(y)))
+            misfits += [] if fits else [number]
+        return pairs, misfits
+
+    def _fingerprint(self, output: Tensor) -> Fingerprint:
+        rows, units = self.rows_of(output), self._samples.units
+        if rows and (units is None or units.ids.dim() == 1):
+            output = output.reshape(output.shape[0] // rows, rows, *output.shape[1:])
+        if rows and units is not None:
+            output = units.gather_tokens(output)
+        return Fingerprint.of(output if output.dim() else output.reshape(1), self._seed)
+
+    def _cotangent(self, number: int, output: Tensor) -> Tensor:
+        if not self.rows_of(output):
+            return torch.ones_like(output)
+        generator = torch.Generator(output.device).manual_seed(self._seed * 7919 + number)
+        return torch.randn(output.shape, generator=generator, device=output.device, dtype=output.dtype)
+
+    def _moved(self, cotangent: Tensor, source: Source) -> Tensor:
+        if not self.rows_of(cotangent):
+            return cotangent
+        if isinstance(source, Tensor):
+            moved: Tensor = self._samples.tokens_of(cotangent, source)
+            return moved
+        return self.samples_of(cotangent, list(source))
+
+    def samples_of(self, cotangent: Tensor, samples: Sequence[int]) -> Tensor:
+        """The rows of some samples, in their order."""
+        index = torch.tensor(list(samples), device=cotangent.device)
+        grouped = cotangent.reshape(self._samples.batch, -1, *cotangent.shape[1:])
+        return grouped.index_select(0, index).flatten(0, 1)
+
+
+@contextmanager
+def blamed_on(expanded: set[str]) -> Iterator[None]:
+    """Refuse a failure of the user's code by the names of the layers whose one row was expanded, if there are any."""
+    try:
+        yield
+    except GramianError:
+        raise
+    except Exception as error:
+        if not expanded:
+            raise
+        raise Refuted(
+            f"{', '.join(sorted(expanded))}: returns one row for all samples, and the code behind it fails once that row "
+            f"stands for each of them ({type(error).__name__}); expected code that broadcasts the row over the batch"
+        ) from error
+
+
+def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
+    """Checksums of the first values of floating-point parameters, and 0 for other ones."""
+    tensors = [local(p.detach()) for p in parameters.values()]
+    words = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
+    found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, words, strict=True)]
+    return checksums(found, SAMPLED) if found else torch.empty(0)
+
+
+def _refuse_written(frozen: dict[str, nn.Parameter], before: Tensor) -> None:
+    """Parameters are too large to copy, so that a forward which writes into one (an EMA teacher inside) cannot begin again."""
+    for name, changed in zip(frozen, (_values(frozen) != before).tolist(), strict=True):
+        if changed:
+            raise GramianError(
+                f"{name}: is a frozen parameter that the forward writes into, so that no two forwards are equal; expected it "
+                "to be written after the optimizer's step, or to be a buffer"
+            )
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], weights: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    names = list(weights)
+    pairs = [(y, g) for y, g in pairs if y.requires_grad]
+    if not pairs or not names:
+        return dict.fromkeys(names)
+    return dict(zip(names, _grad(pairs, [weights[name] for name in names]), strict=True))
+
+
+def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients with respect to some inputs.
+
+    Raises:
+        GramianError: for a checkpoint that cannot be differentiated in this way.
+    """
+    if not pairs:
+        return [None] * len(inputs)
+    hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in inputs if t._backward_hooks]
+    for found, _ in hooks:
+        found.clear()  # what the user does to a weight's gradient is not the layer's
+    try:
+        return torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise GramianError("model: has a reentrant checkpoint; expected checkpoint(..., use_reentrant=False)") from None
+    finally:
+        for found, before in hooks:
+            found.update(before)
+
+
+def rows_of(output: Tensor, samples: Samples) -> int:
+    """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
+    units = samples.units
+    if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
+        return 0
+    if not output.dim() or not output.shape[0] or output.shape[0] % samples.batch:
+        return 0
+    return output.shape[0] // samples.batch
+
+
+def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
+    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found += [leaf] if leaf.is_floating_point() else []
+        elif depth and not callable(leaf):
+            slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+            found += [t for value in values for t in output_tensors(value, depth - 1)]
+    return found
+
+
+def left_in_attributes(root: nn.Module, before: Collection[int], returned: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors with a gradient that a forward left in attributes of modules (an auxiliary loss): {name: tensor}.
+
+    Args:
+        root: the model.
+        before: identities of those that were there before the forward.
+        returned: what it returned, which is not listed again.
+    """
+    known = {*before, *map(id, returned)}
+    return {name: t for name, t in graph_tensors(root).items() if id(t) not in known}

@@ -1,0 +1,197 @@
+"""The listener of a proof's runs: it keeps fingerprints of what the taps attribute to each sample, and nothing else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.linalg.wide import wide
+from gramian.taps.gradients import PerSampleGradient
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.records import LayerRecord, ParameterRecord, PassInfo
+from gramian.taps.units import Units
+
+DIRECTIONS = 8
+"""Random directions on which gradients of parameters are compared."""
+
+Key = tuple[int, str, int, int]
+"""(which forward of the run, layer, ordinal of its call, number of the tensor)."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A gradient of a parameter: its projections on random directions, its norm, and how far rounding may put it off."""
+
+    projections_K: Tensor
+    norm: float
+    magnitude: float
+    dtype: torch.dtype
+    count: int
+    sequential: bool = False
+    """True if autograd may add up its tokens one after the other in their own dtype: torch does so on a CPU."""
+
+    @property
+    def finite(self) -> bool:
+        """True if all values are."""
+        return bool(self.projections_K.isfinite().all())
+
+    @classmethod
+    def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
+        """Projections ⟨u_k v_kᵀ, G⟩ of G as a matrix [first axis, rest]: off by about ‖Δ‖ where G is off by Δ. One pass."""
+        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        first = whole.shape[0] if whole.dim() else 1
+        matrix = wide(whole.detach()).reshape(first, whole.numel() // max(first, 1))
+        generator = torch.Generator().manual_seed(matrix.shape[0] * 1_000_003 + matrix.shape[1])
+        left_MK = torch.randn(matrix.shape[0], DIRECTIONS, generator=generator).to(matrix)
+        right_NK = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator).to(matrix)
+        projections = (left_MK * (matrix @ right_NK)).sum(0).double().cpu()
+        bound = 0.0 if magnitude is None else float(magnitude)
+        return cls(projections, float(matrix.norm()), bound, dtype or gradient.dtype, gradient.numel())
+
+    @classmethod
+    def of_unit(cls, gradient: PerSampleGradient, unit: int) -> "Sketch":
+        """What a capture takes for the gradient of one unit: its place in a weighted sum, and in the norms. Two passes."""
+        own, wide_type = gradient.select(unit, unit + 1), wide(gradient.tensors()[-1][:0]).dtype
+        weights_U = torch.zeros(gradient.batch, device=gradient.tensors()[-1].device, dtype=wide_type)
+        weights_U[unit] = 1
+        total = gradient.weighted_total(weights_U, wide_type)
+        if not bool(total.isfinite().all()):  # another unit is not finite, and nothing times infinity is no number
+            total = own.total()
+        norm = float(gradient.squared_norms()[unit].sqrt())
+        found = replace(cls.of(total, own.magnitude(), gradient.dtype), norm=norm)
+        return replace(found, sequential=_adds_narrow(gradient))
+
+
+@dataclass
+class Recorder:
+    """What one run of a proof brings."""
+
+    seed: int
+    units: Units | None
+    batch_size: int | None
+    sums: bool = False
+    """True to sketch the sum over samples of every parameter's gradient."""
+    alone: Sequence[int] = ()
+    """Units whose own gradients are to be sketched."""
+    per_sample: bool = True
+    takes_shares: bool = False
+    statistics: Sequence[Any] = ()
+    proof: str | int = "off"
+    sample_ids: Tensor | None = None
+    rows: dict[Key, Fingerprint] = field(default_factory=dict)
+    sides: dict[Key, str] = field(default_factory=dict)
+    """What each tensor is, in words."""
+    totals: dict[str, Sketch] = field(default_factory=dict)
+    own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
+    """{unit that is alone: {parameter: the gradient attributed to it}}."""
+    forwards: list[int] = field(default_factory=list)
+    """Numbers of the passes, in order."""
+
+    def pass_info(self, number: int, batch: int) -> PassInfo:
+        """Gradients as the backward carries them."""
+        self.forwards.append(number)
+        return PassInfo(number, batch, self.units, None, None, 1.0, 1.0)
+
+    def layer(self, record: LayerRecord) -> None:
+        """Fingerprint every tensor from which a sample's gradient is formed, once each."""
+        units, found = record.info.units, record.gradients.values()
+        gradients = found if units is None else [gradient.regroup(units) for gradient in found]
+        inputs = {t.untyped_storage().data_ptr() for t in record.inputs}
+        for number, t in enumerate(_tensors(gradients)):
+            key = (self.forwards.index(record.info.number), record.layer, record.ordinal, number)
+            self.rows[key] = Fingerprint.of(t, self.seed)
+            self.sides[key] = "input" if t.untyped_storage().data_ptr() in inputs else "output gradient"
+
+    def parameter(self, record: ParameterRecord) -> None:
+        """Sketch sums, and gradients of the units that are to be compared with themselves alone; fingerprint joined uses."""
+        gradient = record.gradient
+        for number, t in enumerate(_tensors([gradient] if record.uses > 1 else [])):
+            key = (self.forwards.index(record.info.number), record.parameter, 0, number)
+            self.rows[key], self.sides[key] = Fingerprint.of(t, self.seed), "sum over calls"
+        if self.sums:
+            found = Sketch.of(gradient.total(), gradient.magnitude(), gradient.dtype)
+            self.totals[record.parameter] = replace(found, sequential=_adds_narrow(gradient))
+        for unit in self.alone:
+            self.own.setdefault(unit, {})[record.parameter] = Sketch.of_unit(gradient, unit)
+
+    def watch(self, parameter: str, tensor: Tensor) -> None:
+        """Weights are looked at in the untapped run."""
+
+    def end_of_pass(self, info: PassInfo) -> None:
+        """Nothing is counted."""
+
+    def failed_pass(self, info: PassInfo) -> None:
+        """The run is given up."""
+
+    def proof_is_due(self) -> bool:
+        """One proof at a time."""
+        return False
+
+    def proof_failed(self) -> None:
+        """One proof at a time."""
+
+    def proof_stays_open(self) -> None:
+        """One proof at a time."""
+
+
+def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
+    """What some gradients are formed from, once each: two parameters of a layer share a side."""
+    found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
+    return list(found.values())
+
+
+def _adds_narrow(gradient: PerSampleGradient) -> bool:
+    return not gradient.summed_wide and gradient.tensors()[-1].device.type == "cpu"
+
+
+def sketches_of(gradients: Mapping[str, Tensor | None]) -> dict[str, Sketch]:
+    """Of gradients that are there."""
+    return {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
+
+
+def disagreement(
+    sketches: Mapping[str, Sketch],
+    theirs: Mapping[str, Sketch],
+    tolerances: Mapping[torch.dtype, float],
+    *,
+    floor: float = 0.0,
+    factors: Sequence[float] = (1.0,),
+) -> tuple[str, float, float] | None:
+    """The first parameter whose attributed gradient is not autograd's: (name, norm of the first, norm of the second).
+
+    Args:
+        sketches: what the taps attribute; a parameter without one got nothing.
+        theirs: autograd's.
+        tolerances: largest relative difference, by the narrowest dtype that took part in the run.
+        floor: rounding of a run's largest terms: what should cancel to nothing may leave as much.
+        factors: one of these, that which fits best, stands between both, for all parameters.
+
+    Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
+    its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
+    """
+    if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
+        return None  # nothing can be said of what is not finite
+    both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]
+    squares = sum(float(mine.square().sum()) for mine, _ in both)
+    fitted = sum(float(mine @ other) for mine, other in both) / squares if squares else 1.0
+    factor = min(factors, key=lambda one: abs(one - fitted))
+    every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
+    dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
+    info, accumulator = torch.finfo(dtype), min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    floor = max(floor, 8 * info.eps * sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5)
+    for name, sketch in theirs.items():
+        mine = sketches.get(name)
+        if mine is None:
+            if sketch.norm > floor:
+                return name, 0.0, sketch.norm
+            continue
+        tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
+        added = info.eps if mine.sequential else accumulator
+        rounding = added * mine.magnitude * abs(factor) + info.eps * tiny
+        apart = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
+        apart = max(apart, abs(mine.norm * abs(factor) - sketch.norm))
+        if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
+            return name, mine.norm * abs(factor), sketch.norm
+    return None

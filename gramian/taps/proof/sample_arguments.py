@@ -1,0 +1,311 @@
+"""The arguments of a forward by sample: which parts carry samples, and the same call on other samples."""
+
+import copy
+import enum
+import random
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gramian.core.errors import GramianError
+from gramian.taps.model.preserve_state import GENERATORS
+from gramian.taps.model.python_state import tensors_inside
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.units import Units
+
+SCALARS = (int, float, bool, str, bytes, type(None))
+WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch neither compares nor sorts."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Arguments, flattened, and the rows that each leaf has for one sample (0: it belongs to no sample)."""
+
+    leaves: list[Any]
+    spec: Any
+    rows: list[int]
+    batch: int
+    units: Units | None = None
+
+    @classmethod
+    def of(
+        cls, arguments: Any, batch: int, *, given: bool = False, fixed: Sequence[int] = (), units: Units | None = None
+    ) -> "Samples":
+        """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B values, targets or tensors.
+
+        Args:
+            arguments: (args, kwargs), or a batch in any structure.
+            batch: B.
+            given: True if the user named B: lists of B tensors then carry samples too.
+            fixed: leaves to leave alone although they have B rows.
+            units: which rows or tokens belong together; None: each row is a unit.
+        """
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=lambda value: _is_list_of(value, batch, given))
+        rows = [0 if i in fixed else _rows(leaf, batch) for i, leaf in enumerate(leaves)]
+        return cls(leaves, spec, rows, batch, units)
+
+    def ambiguous(self, strict: bool) -> list[int]:
+        """Leaves other than the first tensor whose axis 0 may be k·B by chance: a mask [T, T] where T is B, or 2·B.
+
+        Args:
+            strict: True to take of leaves of B rows nothing else for it; False: where the first tensor has another axis of B,
+                positions 0, 1, 2 … [T] too.
+        """
+        tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return []
+        elsewhere = not strict and self.batch in self.leaves[tensors[0]].shape[1:]
+        several = [i for i in tensors[1:] if self.rows[i] > 1]
+        return several + [
+            i
+            for i in tensors[1:]
+            if self.rows[i] == 1
+            and ((elsewhere and _are_places(self.leaves[i])) or self.batch in self.leaves[i].shape[1:])
+        ]
+
+    def opaque(self) -> list[str]:
+        """Objects among the arguments that hold tensors of k·B rows, in words: no sample inside can be replaced by another."""
+        return [
+            f"{type(leaf).__name__} with a tensor of shape {list(t.shape)}"
+            for leaf, rows in zip(self.leaves, self.rows, strict=True)
+            if not rows and not isinstance(leaf, Tensor)
+            for t in tensors_inside(leaf)
+            if t.dim() and t.shape[0] and t.shape[0] % self.batch == 0
+        ][:1]
+
+    def of_one(self, arguments: Any) -> "Samples":
+        """Arguments of the same structure, with one sample."""
+        return replace(self, leaves=self.spec.flatten_up_to(arguments), batch=1, units=None)
+
+    def refuse_layouts(self) -> None:
+        """Refuse tensors whose rows cannot be taken.
+
+        Raises:
+            GramianError: for sparse, nested and opaque ones, those without values, and those of one byte a number.
+        """
+        for t in (leaf for leaf in self.leaves if isinstance(leaf, Tensor)):
+            byte = t.is_floating_point() and t.element_size() == 1
+            if t.layout != torch.strided or t.is_nested or t.is_meta or t.is_quantized or byte:
+                what = "nested" if t.is_nested else "on the meta device" if t.is_meta else f"of {t.layout}, {t.dtype}"
+                raise GramianError(
+                    f"model: is given a tensor that is {what}; expected dense tensors of 16 bits or more"
+                )
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """Shapes of the tensors that carry samples, up to the number of rows."""
+        pairs = zip(self.leaves, self.rows, strict=True)
+        return tuple(tuple(leaf.shape[1:]) for leaf, rows in pairs if rows and isinstance(leaf, Tensor))
+
+    @property
+    def partition(self) -> tuple[int, ...] | None:
+        """Which rows belong together, whatever their units are called; None if each is a unit, or tokens have units."""
+        if self.units is None or self.units.ids.dim() != 1:
+            return None
+        numbers: dict[int, int] = {}
+        found = tuple(numbers.setdefault(unit, len(numbers)) for unit in self.units.ids.tolist())
+        return found if len(numbers) < len(found) else None
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and words, and which leaves carry samples; no sizes."""
+        kinds = [
+            (str(leaf.dtype), leaf.dim(), bool(rows), None if rows else _flag(leaf))
+            if isinstance(leaf, Tensor)
+            else _kind(leaf, rows)
+            for leaf, rows in zip(self.leaves, self.rows, strict=True)
+        ]
+        return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
+
+    def uneven(self) -> tuple[tuple[int, str], ...]:
+        """Leaves in which samples differ in how many of their tokens count, with what shows it.
+
+        "counts": samples have different numbers of −100, or of zeros in a mask (zeros and one or two other values). "ignored":
+        some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens
+        of a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
+        which they are not has to be shown by itself. The first tensor is content, up to −100. Cost: some passes over each leaf,
+        one wait; nothing where the first tensor alone carries samples.
+        """
+        found: list[tuple[int, str]] = []
+        differ: list[Tensor] = []
+        first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
+        lists = [
+            number for number, leaf in enumerate(self.leaves) if self.rows[number] and not isinstance(leaf, Tensor)
+        ]
+        carrying = sum(rows > 0 for rows in self.rows) - len(lists)
+        for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
+            if not rows or not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
+                continue
+            if number == first and (carrying < 2 or leaf.is_floating_point()):  # labels may come before what they label
+                continue
+            values_BT = leaf.detach().reshape(self.batch, -1)
+            values_BT = values_BT.long() if leaf.dtype in WIDE_UNSIGNED else values_BT
+            ignored_BT = values_BT == -100
+            counts_B = ignored_BT.sum(1)
+            flags = {"ignored": ignored_BT.any(), "counts": (counts_B != counts_B[:1]).any()}
+            if number != first and values_BT.shape[1] == 1:
+                flags["values"] = (values_BT != values_BT[:1]).any()
+            elif number != first:
+                zeros_BT = values_BT == 0
+                masks = (zeros_BT | (values_BT == values_BT.max()) | (values_BT == values_BT.min())).all()
+                zeros_B = zeros_BT.sum(1) * masks
+                flags["counts"] = flags["counts"] | (zeros_B != zeros_B[:1]).any()
+            found += [(number, kind) for kind in flags]
+            differ += flags.values()
+        shown = torch.stack([flag.to(differ[0].device) for flag in differ]).tolist() if differ else []
+        tags = [one for one, flag in zip(found, shown, strict=True) if flag]
+        return tuple(tags + [(number, "values") for number in lists if len(set(map(repr, self.leaves[number]))) > 1])
+
+    def take(self, source: Sequence[int]) -> Any:
+        """The arguments with sample source[i] in place i; copies, which the forward may write into."""
+        index = torch.tensor(source)
+        taken = [
+            _taken(leaf, index, rows) if rows else _own(leaf) for leaf, rows in zip(self.leaves, self.rows, strict=True)
+        ]
+        return pytree.tree_unflatten(taken, self.spec)
+
+    def take_tokens(self, source: Tensor) -> Any:
+        """The arguments with token source[b, t] of the flattened batch in place [b, t].
+
+        Only the first tensor and real ones are content; other integers and flags (documents, positions, masks) say how tokens
+        of a row belong together, and stay.
+        """
+        first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
+        taken = [
+            self.tokens_of(leaf, source)
+            if i == first or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+            else _own(leaf)
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return pytree.tree_unflatten(taken, self.spec)
+
+    def tokens_of(self, leaf: Any, source: Tensor) -> Any:
+        """A tensor [B, T, …] with other tokens in place; anything else as a copy."""
+        if not isinstance(leaf, Tensor) or leaf.shape[:2] != source.shape:
+            return _own(leaf)
+        return leaf.detach().flatten(0, 1)[source.to(leaf.device)]
+
+    def contents(self) -> list[int]:
+        """A hash of every sample's content, over all leaves that carry samples."""
+        total = torch.zeros(self.batch, dtype=torch.int64)
+        for number, (leaf, rows) in enumerate(zip(self.leaves, self.rows, strict=True)):
+            if rows and isinstance(leaf, Tensor):
+                total += Fingerprint.of(leaf.reshape(self.batch, rows, *leaf.shape[1:]), number).hashes_R
+            elif rows:
+                total += torch.tensor([_content(value, number) for value in leaf])
+        return [int(value) for value in total]
+
+
+def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) -> list[int | None]:
+    """The sample that takes each sample's place: of different content, and one that stays if possible; None: all are equal.
+
+    All samples get the same donor, unless it equals them: the content of what is replaced leaves the batch. With a donor drawn
+    for each sample, a small batch would often keep its content in another order, and what depends on it only through a sum or a
+    maximum (a count of tokens, a scale) would not change.
+    """
+    order = [*draw.sample(list(stayed), len(stayed)), *draw.sample(range(len(contents)), len(contents))]
+    return [next((i for i in order if contents[i] != own), None) for own in contents]
+
+
+def _kind(value: Any, rows: int) -> Any:
+    """What a program may choose a branch by: flags, words, members of an enumeration and functions; else the type's name."""
+    if isinstance(value, enum.Enum):
+        return type(value).__qualname__, value.name
+    if isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, set | frozenset) and all(isinstance(item, SCALARS) for item in value):
+        return tuple(sorted(map(repr, value)))
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
+        return value.__module__, value.__qualname__, getattr(value, "__code__", None)
+    if isinstance(value, torch.dtype | torch.device):
+        return str(value)
+    return _flag(value) if _flag(value) is not None else (type(value).__name__, bool(rows))
+
+
+def _flag(value: Any) -> Any:
+    """The value of a flag, also in a tensor or array of one number; None for numbers but −1 to 3: they are sizes and rates."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return None
+    if isinstance(value, np.ndarray) and (value.size != 1 or value.dtype.kind not in "biuf"):
+        return None
+    value = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
+    return value if isinstance(value, int | float | complex) and value in (-1, 0, 1, 2, 3) else None
+
+
+def _are_places(leaf: Tensor) -> bool:
+    """True for consecutive integers."""
+    if leaf.dim() != 1 or leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool:
+        return False
+    return bool((leaf == leaf[0] + torch.arange(len(leaf), device=leaf.device)).all())
+
+
+def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
+    """True for a list of B entries, one for each sample.
+
+    These are plain values, lists of plain values, or, in a list, whatever holds tensors that are not all of k·B rows themselves
+    (the targets of a detector); on demand also B tensors of any shape.
+    """
+    if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
+        return False
+    if all(_is_plain(item) for item in value) or (tensors and all(isinstance(item, Tensor) for item in value)):
+        return True
+    if not isinstance(value, list) or any(_is_plain(item) for item in value):
+        return False
+    inside = [_tensors_in(item) for item in value]
+    return any(inside) and not all(_rows(t, batch) for found in inside for t in found)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [
+        t for leaf in pytree.tree_leaves(value) for t in ([leaf] if isinstance(leaf, Tensor) else tensors_inside(leaf))
+    ]
+
+
+def _content(value: Any, number: int) -> int:
+    """A hash of one sample's entry of a list."""
+    tensors = _tensors_in(value)
+    words = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
+    prints = [(str(t.dtype), *t.shape, int(Fingerprint.of(t[None], number).hashes_R[0])) for t in tensors]
+    return hash((*words, *prints)) >> 1
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, SCALARS) or (isinstance(value, list | tuple) and all(_is_plain(item) for item in value))
+
+
+def _rows(leaf: Any, batch: int) -> int:
+    if isinstance(leaf, Tensor):
+        fits = not leaf.is_nested and leaf.dim() and batch and leaf.shape[0] % batch == 0
+        return leaf.shape[0] // batch if fits else 0
+    if isinstance(leaf, np.ndarray):
+        return int(leaf.ndim > 0 and leaf.shape[0] == batch)
+    return int(_is_list_of(leaf, batch, tensors=True))
+
+
+def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf[index.numpy()]
+    if not isinstance(leaf, Tensor):
+        return type(leaf)(pytree.tree_map(_own, leaf[i]) for i in index.tolist())
+    grouped = leaf.detach().reshape(leaf.shape[0] // rows, rows, *leaf.shape[1:])
+    taken = grouped.index_select(0, index.to(leaf.device)).flatten(0, 1)
+    return taken.requires_grad_(leaf.requires_grad)
+
+
+def _own(leaf: Any) -> Any:
+    """A leaf that a forward may write into."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    if isinstance(leaf, (*SCALARS, *GENERATORS)) or callable(leaf):  # states of generators are put back by themselves
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # whatever cannot be copied is passed as it is
+        return leaf

@@ -1,0 +1,197 @@
+"""Units alone: the gradient that one has in a batch must be the one that it has by itself.
+
+This sees what no batch of equal shape can: padding to the longest sample that leaks into the others.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.taps.proof.proof_runs import Refuted, Runs, TappedRun
+from gramian.taps.proof.row_recorder import Sketch, disagreement, sketches_of
+from gramian.taps.proof.sample_arguments import Samples
+
+ALONE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
+"""Largest relative difference between a unit's gradient in a batch and alone, by dtype."""
+
+Region = tuple[slice, ...]
+"""Where the entries of the unit alone lie in its rows of the batch's output."""
+
+
+@dataclass(frozen=True)
+class Lone:
+    """One sample of the batch as a loader would collate it alone."""
+
+    row: int
+    arguments: Any
+    padded_left: bool
+    """True if the batch has its padding before the sample's tokens."""
+
+
+FindLone = Callable[[Collection[int]], list[Lone]]
+"""Gives some of these samples, each as a loader would collate it alone; empty if no loader is known."""
+
+
+@dataclass(frozen=True)
+class LoneUnit:
+    """A unit that is run alone: its number, its rows in the batch, and its arguments where a loader collated them."""
+
+    number: int
+    rows: list[int]
+    collated: Lone | None
+
+
+def compare_alone(
+    runs: Runs, samples: Samples, base: TappedRun, units: Sequence[LoneUnit], chosen: Sequence[int]
+) -> str:
+    """Compare the gradients of units in the batch with autograd's for each of them alone.
+
+    Where a model does not run on one sample, or returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
+
+    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone.
+
+    Args:
+        runs: of the model.
+        samples: the batch.
+        base: the run of the batch, which sketched the gradients of these units.
+        units: at least one.
+        chosen: outputs that the backward went through.
+
+    Returns:
+        How it was done, in words.
+
+    Raises:
+        Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times larger
+            as the batch is (a mean).
+    """
+    found: list[tuple[LoneUnit, dict[str, Sketch], int]] = []
+    narrowed = False
+    for unit in units:
+        regions: dict[int, Region] = {}
+        gradients = _gradients_alone(runs, samples, unit, chosen, regions, 1)
+        copies = 2 if isinstance(gradients, str) else 1
+        if isinstance(gradients, str):
+            words = gradients
+            gradients = _gradients_alone(runs, samples, unit, chosen, regions, 2)
+            if isinstance(gradients, str):
+                return words
+        found.append((unit, sketches_of(gradients), copies))
+        for number, region in regions.items():
+            narrowed |= _narrow(runs, number, unit.rows, region, samples.batch)
+    if narrowed:
+        base = runs.tapped(runs.everyone, alone=[unit.number for unit in units])
+    scalar = any(number not in runs.row_outputs for number in chosen)
+    for unit, alone, copies in found:
+        mine = base.recorder.own.get(unit.number, {})
+        factors = (float(copies), samples.batch / len(unit.rows)) if scalar else (1.0,)
+        bad = disagreement(mine, alone, ALONE, floor=base.rounding, factors=factors)
+        if bad is not None:
+            raise Refuted(
+                f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
+                f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
+            )
+    words = "slice" if units[0].collated is None else "collated"
+    return words if all(copies == 1 for _, _, copies in found) else f"{words}, beside a copy of itself"
+
+
+def _gradients_alone(
+    runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int], regions: dict[int, Region], copies: int
+) -> dict[str, Tensor | None] | str:
+    """Autograd's gradients for a unit alone, or beside copies of itself that get no cotangent; in words, why there are none."""
+    try:
+        gradients = runs.on(
+            _arguments(samples, unit, copies),
+            partial(_cotangents, runs, samples.batch, unit, chosen, regions, copies=copies),
+        )
+    except GramianError:
+        raise
+    except Exception as error:
+        return f"the model does not run on it ({type(error).__name__})"
+    return "outputs of another shape" if gradients is None else gradients
+
+
+def _arguments(samples: Samples, unit: LoneUnit, copies: int) -> Any:
+    if unit.collated is None:
+        return samples.take(unit.rows * copies)
+    if copies == 1:
+        return unit.collated.arguments
+    return samples.of_one(unit.collated.arguments).take([0] * copies)
+
+
+def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int]) -> bool:
+    """True if the model runs on a unit alone and returns its part of every output; values are not compared. One run."""
+    arguments = samples.take(unit.rows) if unit.collated is None else unit.collated.arguments
+    try:
+        return runs.on(arguments, partial(_cotangents, runs, samples.batch, unit, chosen, {})) is not None
+    except GramianError:
+        raise
+    except Exception:  # the user's own code may fail in any way on a batch that it does not fit
+        return False
+
+
+def _cotangents(
+    runs: Runs,
+    batch: int,
+    unit: LoneUnit,
+    chosen: Sequence[int],
+    regions: dict[int, Region],
+    outputs: list[Tensor],
+    copies: int = 1,
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Outputs of a unit alone, each with its part of the batch's cotangent; None if an output has no place there.
+
+    Args:
+        runs: of the model.
+        batch: B.
+        unit: which one.
+        chosen: numbers of the outputs.
+        regions: gains {output: where it lies in the unit's rows}.
+        outputs: of the unit alone.
+        copies: how often the unit is there; the first has the cotangent of rows.
+    """
+    pairs = []
+    for number in chosen:
+        whole = runs.cotangents[number]
+        assert whole is not None
+        if number not in runs.row_outputs:
+            pairs.append((outputs[number], torch.ones_like(outputs[number])))
+            continue
+        region = _region(outputs[number], whole, len(unit.rows) * copies, batch, unit.collated)
+        if region is None:
+            return None
+        regions[number] = region
+        own = runs.samples_of(whole, unit.rows)[(slice(None), *region)]
+        pairs.append((outputs[number], torch.cat([own, *[torch.zeros_like(own)] * (copies - 1)])))
+    return pairs
+
+
+def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: Lone | None) -> Region | None:
+    """Where an output of the unit alone lies in its rows of the batch's; None if that cannot be said."""
+    if output.dim() != whole.dim() or output.shape[0] != whole.shape[0] // batch * rows:
+        return None
+    found = []
+    for here, there in zip(output.shape[1:], whole.shape[1:], strict=True):
+        if here > there or (here < there and lone is None):
+            return None
+        found.append(slice(there - here, there) if lone is not None and lone.padded_left else slice(0, here))
+    return tuple(found)
+
+
+def _narrow(runs: Runs, number: int, rows: list[int], region: Region, batch: int) -> bool:
+    """Let a unit's cotangent vanish outside of a region; True if that changes it."""
+    whole = runs.cotangents[number]
+    assert whole is not None
+    if all(part == slice(0, size) for part, size in zip(region, whole.shape[1:], strict=True)):
+        return False
+    each = whole.shape[0] // batch
+    mine = slice(rows[0] * each, (rows[-1] + 1) * each)
+    narrowed = whole.clone()
+    narrowed[mine] = 0
+    narrowed[(mine, *region)] = whole[(mine, *region)]
+    runs.cotangents[number] = narrowed
+    return True

@@ -1,0 +1,113 @@
+"""What a backward pass hands to statistics: one record per layer use, one per parameter once all its uses are in.
+
+Legend: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gramian.plan.norm_algorithm import Algorithm
+from gramian.taps.gradients import PerSampleGradient
+from gramian.taps.units import Units
+
+if TYPE_CHECKING:
+    from gramian.taps.sites.site import Sides
+
+
+@dataclass(frozen=True)
+class PassInfo:
+    """One forward of the root and its backward."""
+
+    number: int
+    """Counts the forwards of a model, so statistics that keep samples apart can order them."""
+    batch: int
+    """B, rows of the batch."""
+    units: Units | None
+    """How rows or tokens are grouped; None: row i is sample i."""
+    sample_ids: Tensor | None
+    token_weights: Tensor | None
+    """[B, T], which tokens count; None: all."""
+    factor: float
+    """B for a mean loss, 1 for a sum: turns a sample's share of the gradient into the gradient of its own loss."""
+    loss_scale: "float | torch.amp.GradScaler"
+
+    @property
+    def scale(self) -> float | Tensor:
+        """Factor from what the backward carries to the gradient of one sample's loss; read while the backward runs."""
+        if not isinstance(self.loss_scale, torch.amp.GradScaler):
+            return self.factor / self.loss_scale
+        scale: Tensor | None = getattr(
+            self.loss_scale, "_scale", None
+        )  # a 0-dim tensor: reading it as a float would wait for the device
+        return self.factor / (scale if scale is not None else self.loss_scale.get_scale())
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole batch, of which a process may have taken a share."""
+        return self.batch
+
+    @property
+    def count(self) -> int:
+        """Number of units."""
+        return self.batch if self.units is None else self.units.count
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One use of one layer: its inputs, its output gradients, and what they mean."""
+
+    layer: str
+    kind: str
+    ordinal: int
+    """Earlier calls of the layer in this forward."""
+    inputs: list[Tensor]
+    """What the site kept: usually the one input; empty where only a bias is trained."""
+    output_gradients: list[Tensor]
+    gradients: dict[str, PerSampleGradient]
+    """{parameter: per-sample gradient of this use}, B rows, not yet grouped by unit."""
+    info: PassInfo
+    sides: "Callable[[], Sides]"
+    """Tokens in and gradients out, of a layer that has a form."""
+    borrowed: bool
+    """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """All uses of one parameter in one pass, joined per unit before anything is squared."""
+
+    parameter: str
+    kind: str
+    """Kinds of the layers that used it."""
+    uses: int
+    gradient: PerSampleGradient
+    info: PassInfo
+    borrowed: bool = False
+    """True if the gradient's tensors are valid during the call only (a compiled graph reuses their memory)."""
+
+    def squared_norms(self, choice: Algorithm = "auto") -> Tensor:
+        """‖gradient of unit i's loss‖²: [U], once per record and algorithm however many statistics ask."""
+        if choice not in self._norms:
+            self._norms[choice] = self.gradient.squared_norms(choice) * self.info.scale**2
+        return self._norms[choice]
+
+    @cached_property
+    def _norms(self) -> dict[str, Tensor]:
+        return {}
+
+    def sum_of_squares(self) -> Tensor:
+        """Σ_i g_i ⊙ g_i over units."""
+        return self.gradient.sum_of_squares() * self.info.scale**2
+
+    def token_squares(self) -> Tensor:
+        """Σ over tokens of the squared gradient of one token."""
+        return self.gradient.token_squares() * self.info.scale**2
+
+    def total(self) -> Tensor:
+        """Σ_i g_i over units."""
+        return self.gradient.total() * self.info.scale

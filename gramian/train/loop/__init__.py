@@ -1,0 +1,1 @@
+"""The training loop: steps, schedules, the guard that watches them, and validation."""

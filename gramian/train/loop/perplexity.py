@@ -1,0 +1,122 @@
+"""Perplexity over all of a stream, by a protocol that has a name: numbers of different protocols are not comparable.
+
+Legend: B rows, T tokens of a window.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.data.token_stream import Stream
+from gramian.parallel.world import World
+from gramian.train.loop.objective import IGNORED
+
+Logits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean loss of every predicted token, each predicted once."""
+
+    protocol: str
+    """ "non-overlapping": with what stands before it in its window; "sliding": with at least length − stride tokens."""
+    length: int
+    stride: int
+    nats: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / max(1, self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """Not clipped."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def __str__(self) -> str:
+        how = f"windows of {self.length}" + (f", stride {self.stride}" if self.protocol == "sliding" else "")
+        return f"perplexity {self.perplexity:.3f} ({self.protocol}, {how}, {self.tokens:,} tokens)"
+
+
+def perplexity(
+    logits: Logits,
+    stream: Stream,
+    world: World,
+    *,
+    length: int,
+    stride: int | None = None,
+    pack: bool = True,
+    rows: int = 16,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Score every token of a stream but the first of each piece, once.
+
+    Cost: length/stride forwards of every token.
+
+    Args:
+        logits: ids [B, T] to logits [B, T, V].
+        stream: documents.
+        world: each process scores a part; all get the same answer.
+        length: tokens that a forward sees.
+        stride: tokens that it scores; None: all, which is "non-overlapping".
+        pack: documents end to end; False: each is scored by itself.
+        rows: windows of a forward.
+        limit: windows, from the first on; None: all.
+        progress: hears how many of this process's windows are done, of how many.
+
+    Raises:
+        GramianError: if the stride does not fit.
+    """
+    if stride is not None and not 1 <= stride < length:
+        raise GramianError(f"stride: expected from 1 to {length - 1}, less than the window, got {stride}")
+    places = list(_places(stream, length, stride or length, pack))[:limit]
+    share = -(-len(places) // world.size)
+    mine = places[world.rank * share : (world.rank + 1) * share]
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for first in range(0, len(mine), rows):
+        tokens_BT, targets_BT = (t.to(world.device) for t in _stack(stream, mine[first : first + rows], length))
+        logits_BTV = logits(tokens_BT)
+        wide_BTV = logits_BTV.float() if logits_BTV.dtype in (torch.float16, torch.bfloat16) else logits_BTV
+        total[0] += torch.nn.functional.cross_entropy(
+            wide_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        total[1] += (targets_BT != IGNORED).sum()
+        if progress is not None:
+            progress(min(len(mine), first + rows), len(mine))
+    nats, tokens = world.sum_(total).tolist()
+    name = "non-overlapping" if stride is None else "sliding"
+    return Perplexity(name, length, stride or length, nats, int(tokens))
+
+
+def _places(stream: Stream, length: int, stride: int, pack: bool) -> Iterator[tuple[int, int, int]]:
+    """(first token read, token after the last, first token that is scored) of every window."""
+    edges = stream.edges[[0, -1]] if pack else stream.edges
+    for begin, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        scored = begin + 1
+        while scored < stop:
+            # The first window scores all it sees, the others what the one before did not.
+            first = max(begin, scored - 1 - (length - stride)) if scored > begin + 1 else begin
+            last = min(stop, first + length + 1)
+            yield first, last, scored
+            scored = last
+
+
+def _stack(stream: Stream, places: list[tuple[int, int, int]], length: int) -> tuple[Tensor, Tensor]:
+    tokens_BS: npt.NDArray[np.int64] = np.full((len(places), length + 1), stream.end, dtype=np.int64)
+    targets_BT: npt.NDArray[np.int64] = np.full((len(places), length), IGNORED, dtype=np.int64)
+    for row, (first, last, scored) in enumerate(places):
+        tokens_BS[row, : last - first] = stream.read(first, last)
+        targets_BT[row, scored - first - 1 : last - first - 1] = tokens_BS[row, scored - first : last - first]
+    return torch.from_numpy(np.ascontiguousarray(tokens_BS[:, :-1])), torch.from_numpy(targets_BT)

@@ -1,0 +1,85 @@
+"""Curvature for a private run, from public data: factors of private data would be outside the accountant.
+
+The model is private and takes no other backward, so factors are estimated on a copy of it, which gets its weights before each
+refresh. Preconditioning acts on gradients that have their noise already: it costs no ε.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from gramian.curvature import KFACNaturalGradient
+from gramian.curvature.estimate.kfac_capture import Idle
+from gramian.data import Batches, Windows, load_tokenizer, read_stream
+from gramian.parallel.world import World
+from gramian.train.config.config import Config
+from gramian.train.loop.precision import Numbers
+from gramian.train.loop.stepper import seed_all, terms_and_ids
+from gramian.train.state.flat_state import tensors_of
+
+SCALE = 2.0**12
+"""Of the public loss in half precision, whose gradients would underflow."""
+
+
+class PublicCurvature:
+    """Keeps K-FAC factors of a model up to date, on public windows."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        copy: nn.Module,
+        kfac: KFACNaturalGradient,
+        config: Config,
+        numbers: Numbers,
+        world: World,
+    ) -> None:
+        """Read the public files.
+
+        Args:
+            module: model and loss.
+            copy: of it, not private; sharded where it is.
+            kfac: gets the factors.
+            config: of the run; `kfac.public_files` are read as `data.files` are, as text beside the embedded corpus.
+            numbers: the precision.
+            world: this process; all of them share the public batch as they would a batch of training.
+        """
+        assert config.kfac is not None
+        data = config.data
+        source = dataclasses.replace(data, source="text") if data.source == "embedded" else data
+        stream = read_stream(
+            source, config.kfac.public_files, load_tokenizer(data.tokenizer), field="kfac.public_files"
+        )
+        self.windows = Windows(stream, data.length, pack=data.pack, isolate=data.isolate)
+        self._module, self.copy, self.kfac = module, copy, kfac
+        self._seed, self._numbers, self._world = config.run.seed, numbers, world
+        self._batches = Batches(
+            self.windows,
+            batch=data.batch,
+            micro_batch=data.micro_batch,
+            seed=config.run.seed,
+            rank=world.rank,
+            world=world.size,
+            device=world.device,
+        )
+
+    def refresh(self, number: int) -> None:
+        """One step of `update_freq`, at the current weights, on the public batch of this number."""
+        batch = next(self._batches.from_position(number))
+        coefficient, scale = 1.0 / max(1, batch.tokens), SCALE if self._numbers.scales else 1.0
+        observed = self.kfac.capture(self.copy, loss_reduction=coefficient, loss_scale=scale, **terms_and_ids(batch, 0))
+        if isinstance(observed, Idle):
+            return
+        with torch.no_grad():
+            now = tensors_of(self._module)
+            for name, own in tensors_of(self.copy).items():
+                own.copy_(now[name])
+        with observed as capture:
+            for i, micro in enumerate(batch.micro):
+                seed_all(self._seed, number, i, self._world.rank)
+                if i:
+                    capture.next(**terms_and_ids(batch, i))
+                with self._numbers.autocast():
+                    loss, _ = self.copy(micro["tokens"], micro["targets"], coefficient * scale, micro.get("documents"))
+                loss.backward()
+                self.copy.zero_grad(set_to_none=True)

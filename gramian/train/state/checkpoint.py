@@ -1,0 +1,394 @@
+"""Checkpoints on disk: whole or not there, verified before they are used, read without running code.
+
+A checkpoint is a folder `step-00000123` that holds safetensors files, `facts.json` and `manifest.json`, which names every file
+with its size and SHA-256 and is itself checksummed. It is made as `.tmp-00000123`: every file is synced, the manifest last;
+then the folder is renamed, and its parent synced. Files have mode 0600, folders 0700: the key of a private run is inside.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.parallel.exchange import Exchange
+from gramian.train.state.checkpoint_files import (
+    DTYPES,
+    MANIFEST,
+    FileRecord,
+    compared,
+    manifest_of,
+    read_manifest,
+    read_tensors,
+    sync_folder,
+    write_file,
+    write_manifest,
+    write_tensors,
+)
+from gramian.train.state.snapshot import Extent, Part, Snapshot, whole
+
+FACTS, STATE = "facts.json", "state.safetensors"
+TEMPORARY = ".tmp-"
+NOT_MEANT, FOREIGN = "", f"{MANIFEST}: has config hash"
+"""Why a checkpoint is passed over though nothing is wrong with it."""
+_FOLDER = re.compile(r"(step|best)-(\d{8,})(?:\.(\d+))?")
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that verified."""
+
+    folder: Path
+    step: int
+    best: bool
+    config_hash: str | None
+    facts: dict[str, Any] = field(repr=False)
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    """Of the whole tensors, by name."""
+    dtypes: dict[str, torch.dtype] = field(repr=False)
+    sharded: bool = False
+
+    def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
+        """Read the tensors into host memory.
+
+        Args:
+            extents: the boxes that this process needs, such as `state.extents` gives; all of a tensor that is not named. A
+                checkpoint of any number of processes is read by any number; nothing is communicated.
+
+        Returns:
+            A part for each saved tensor.
+
+        Raises:
+            GramianError: if the files are gone.
+        """
+        needed = {name: (extents or {}).get(name, whole(shape)) for name, shape in self.shapes.items()}
+        try:
+            if self.sharded or any(extent.sharded for extent in needed.values()):
+                from gramian.train.state.sharded_checkpoint import read_parts
+
+                return read_parts(self.folder, needed, self.dtypes)
+            tensors = read_tensors(self.folder / STATE)
+            return {name: Part(extent, tensors[name]) for name, extent in needed.items()}
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason}; expected the checkpoint that was verified") from None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors whole, in host memory."""
+        return {name: part.local for name, part in self.parts().items()}
+
+
+class CheckpointStore:
+    """The checkpoints of a run, written in the background.
+
+    One thread writes. It works on host copies, and hashing, `write` and `fsync` all let go of the interpreter, so the training
+    loop goes on; another process would need a second copy of the state in shared memory, and starting it next to CUDA costs
+    seconds. At most one save is under way: the next `write` waits for it, so no checkpoint is lost and all processes write the
+    same ones. A save that fails is reported, the run goes on, and older checkpoints stay.
+
+    Plain states are written by rank 0 alone. Of a state sharded by FSDP2 every process writes its shards, by
+    `torch.distributed.checkpoint` over a gloo group of the store's own: then the constructor, `write`, `newest`, `best` and
+    `close` are called by all processes, in the same order, and all must see the folder. Nothing is created, and remains of
+    killed saves are not removed, before the first `write`.
+
+    Args:
+        folder: of the checkpoints; made if it is not there.
+        keep: the newest that are kept, beside the best.
+        rank: of this process.
+        world: number of processes.
+        on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (of a `write`
+            that had to), skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise GramianError(f"keep: {keep!r}; expected an integer of at least 1")
+        if world > 1 and not (dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == (rank, world)):
+            raise GramianError(
+                f"world: {world}, but torch.distributed has not that many; expected its rank and world size"
+            )
+        self.folder, self.keep, self.rank, self.world = Path(folder), keep, rank, world
+        self._on_event = on_event or (lambda event: None)
+        self._group = dist.new_group(backend="gloo") if world > 1 else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._save: Future[None] | None = None
+        self._errors: list[GramianError] = []
+        self._damaged: set[str] = set()
+        self.refused: dict[str, str] = {}
+        """Checkpoints that the last search passed over though they were meant, newest first, and why."""
+        self._clean = False
+
+    # ---- writing -------------------------------------------------------------------------------------------------------
+
+    def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
+        """Begin to write a snapshot, after the one before is done. The snapshot may be dropped by everybody else.
+
+        Args:
+            snapshot: of `Snapshots.take`; its fact `config_hash` goes into the manifest.
+            best: it is the best so far: kept until a better one is complete.
+        """
+        if snapshot.sharded and self.world == 1:
+            raise GramianError("world: 1, but the snapshot is sharded over several processes; expected their number")
+        if self._save is not None and not self._save.done():
+            started = time.perf_counter()
+            self._finish_save()
+            seconds = time.perf_counter() - started
+            self._on_event({"event": "checkpoint_waited", "step": snapshot.step, "seconds": seconds})
+        self._finish_save()
+        if snapshot.sharded or self.rank == 0:
+            self._save = self._thread.submit(self._write, snapshot, best)
+
+    def wait(self) -> list[GramianError]:
+        """Wait until nothing is being written.
+
+        Returns:
+            The failures since the last call.
+        """
+        self._finish_save()
+        errors, self._errors = self._errors, []
+        return errors
+
+    def close(self) -> list[GramianError]:
+        """Finish what is being written, and end the thread; as `wait`."""
+        errors = self.wait()
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        return errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def drop_after(self, step: int) -> None:
+        """Forget checkpoints of later steps, as after a rollback to `step` or a resume from an older one.
+
+        The best of them stays for `best`, under the name `best-…`; `newest` passes over it.
+        """
+        self._finish_save()
+        if self.rank != 0:
+            return
+        try:
+            for path in self._folders():
+                kind, number, _ = _parsed(path.name)
+                if kind == "step" and number > step:
+                    self._abandon(path)
+                    self._on_event({"event": "checkpoint_dropped", "folder": path.name, "reason": f"after step {step}"})
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason}; expected a folder that can be written") from None
+
+    def _abandon(self, path: Path) -> None:
+        manifest = manifest_of(path) if path.name not in self._damaged else None
+        if manifest is not None and manifest["best"]:
+            os.rename(path, path.with_name(path.name.replace("step", "best", 1)))
+        else:
+            self._remove(path)
+        sync_folder(self.folder)
+
+    def _finish_save(self) -> None:
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+
+    def _write(self, snapshot: Snapshot, best: bool) -> None:
+        """In the thread: one save, from first to last."""
+        started = time.perf_counter()
+        try:
+            if snapshot.sharded:
+                from gramian.train.state.sharded_checkpoint import write_shards
+
+                assert self._group is not None
+                write_shards(snapshot, self._group, self._begin, lambda *made: self._complete(*made, best=best))
+            else:
+                temporary = self._begin(snapshot.step)
+                record = write_tensors(temporary / STATE, {name: part.local for name, part in snapshot.parts.items()})
+                self._complete(snapshot, temporary, {STATE: record}, best=best)
+        except Exception as reason:
+            error = GramianError(
+                f"{self.folder}: step {snapshot.step} was not saved ({_one_line(reason)}); expected a disk with room for it"
+            )
+            self._errors.append(error)
+            if self.rank == 0:
+                shutil.rmtree(self._temporary(snapshot.step), ignore_errors=True)
+            self._on_event({"event": "checkpoint_failed", "step": snapshot.step, "error": str(error)})
+            return
+        told: Event = {"event": "checkpoint_written", "step": snapshot.step, "best": best, "bytes": snapshot.nbytes}
+        self._on_event({**told, "seconds": time.perf_counter() - started})
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f"{TEMPORARY}{step:08d}"
+
+    def _begin(self, step: int) -> Path:
+        """An empty temporary folder (rank 0); remains of earlier processes are removed once."""
+        temporary = self._temporary(step)
+        if not self.folder.exists():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sync_folder(self.folder.parent)
+        if not self._clean:
+            for path in self.folder.glob(f"{TEMPORARY}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            self._clean = True
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700)
+        return temporary
+
+    def _complete(self, snapshot: Snapshot, temporary: Path, files: dict[str, FileRecord], *, best: bool) -> None:
+        """Facts, manifest, rename (rank 0); then older ones are dropped."""
+        files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
+        shapes = {name: [DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()}
+        write_manifest(temporary, snapshot.step, best, snapshot.facts.get("config_hash"), files, shapes)
+        sync_folder(temporary)
+        attempts = [attempt for _, step, attempt in map(_parsed, self._names()) if step == snapshot.step]
+        suffix = f".{max(attempts) + 1}" if attempts else ""
+        final = self.folder / f"step-{snapshot.step:08d}{suffix}"
+        os.rename(temporary, final)
+        sync_folder(self.folder)
+        try:
+            self._prune(final)
+        except OSError as reason:  # the new one is there all the same
+            self._on_event({"event": "checkpoint_not_pruned", "folder": str(self.folder), "error": str(reason)})
+
+    def _prune(self, written: Path) -> None:
+        """Drop all but the newest `keep`, the best, and what is not this run's or not readable."""
+        manifests = {path: manifest_of(path) for path in self._folders() if path.name not in self._damaged}
+        mine = manifests[written]
+        assert mine is not None
+        own = [path for path, body in manifests.items() if body and body["config_hash"] == mine["config_hash"]]
+        latest = {_parsed(path.name)[1]: path for path in own if path.name.startswith("step")}
+        kept = {written, *list(latest.values())[-self.keep :]}
+        bests = [path for path in own if (manifests[path] or {})["best"]]
+        if bests and not mine["best"]:
+            kept.add(bests[-1])
+        for path in own:
+            if path not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Rename first: a process killed in between leaves nothing that looks like a checkpoint."""
+        doomed = path.with_name(f"{TEMPORARY}dropped-{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        self._damaged.discard(path.name)  # the next one of that name is another
+        shutil.rmtree(doomed)
+
+    # ---- reading -------------------------------------------------------------------------------------------------------
+
+    def newest(self, config_hash: str | None = None, upto: int | None = None) -> Loaded | None:
+        """The newest checkpoint that verifies; an event says which were passed over, and why.
+
+        Args:
+            config_hash: that it must have; None: any.
+            upto: later steps are not looked at; None: all are.
+
+        Returns:
+            Its facts, and how to read its tensors; None if there is none. The same one on all processes, which share the
+            reading that verification takes.
+        """
+        return self._first("step", config_hash, upto)
+
+    def best(self, config_hash: str | None = None) -> Loaded | None:
+        """The newest checkpoint that was written as the best and verifies; as `newest`."""
+        return self._first("best", config_hash)
+
+    def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> Loaded | None:
+        self._finish_save()
+        self.refused = {}
+        for name in reversed(self._share(self._names())[0]):
+            if wanted == "step" and not name.startswith("step"):
+                continue
+            if upto is not None and _parsed(name)[1] > upto:
+                continue
+            path = self.folder / name
+            body, problem = read_manifest(path)
+            if body is not None and wanted == "best" and not body["best"]:
+                problem = NOT_MEANT
+            elif body is not None and config_hash is not None and body["config_hash"] != config_hash:
+                problem = f"{FOREIGN} {body['config_hash']}; expected {config_hash}"
+            elif body is not None:
+                problem = self._damage(path, body)
+            problems = [found for found in self._share(problem) if found is not None]
+            if not problems:
+                assert body is not None
+                return _loaded(path, body)
+            if problems[0] != NOT_MEANT:
+                self.refused[name] = problems[0]
+                self._on_event({"event": "checkpoint_skipped", "folder": name, "reason": problems[0]})
+                if not problems[0].startswith(FOREIGN):
+                    self._damaged.add(name)
+        return None
+
+    def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
+        """What is wrong with this process's share of the files."""
+        for name in sorted(body["files"])[self.rank :: self.world]:
+            problem = compared(path / name, FileRecord(**body["files"][name]))
+            if problem is not None:
+                return f"{name}: {problem}"
+        return None
+
+    def _share(self, value: Any) -> list[Any]:
+        """A plain value of every process."""
+        return [value] if self._group is None else Exchange(self._group, torch.device("cpu")).tell(value)
+
+    def _names(self) -> list[str]:
+        """Checkpoint folders, oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as reason:
+            raise GramianError(f"{self.folder}: {reason.strerror}; expected a folder of checkpoints") from None
+        return sorted((name for name in names if _FOLDER.fullmatch(name)), key=lambda name: _parsed(name)[1:])
+
+    def _folders(self) -> list[Path]:
+        """Those that may be removed."""
+        return [path for name in self._names() if (path := self.folder / name).is_dir()]
+
+
+def _loaded(path: Path, body: dict[str, Any]) -> Loaded:
+    known = {name: dtype for dtype, name in DTYPES.items()}
+    return Loaded(
+        folder=path,
+        step=body["step"],
+        best=body["best"],
+        config_hash=body["config_hash"],
+        facts=json.loads((path / FACTS).read_bytes()),
+        shapes={name: tuple(shape) for name, (_, shape) in body["tensors"].items()},
+        dtypes={name: known[dtype] for name, (dtype, _) in body["tensors"].items()},
+        sharded=STATE not in body["files"],
+    )
+
+
+def _parsed(name: str) -> tuple[str, int, int]:
+    """Kind, step and attempt of a folder's name; a second checkpoint of a step is attempt 1."""
+    match = _FOLDER.fullmatch(name)
+    assert match is not None
+    return match[1], int(match[2]), int(match[3] or 0)
+
+
+def _one_line(reason: Exception) -> str:
+    return str(reason) if isinstance(reason, GramianError) else " ".join(f"{type(reason).__name__}: {reason}".split())

@@ -1,0 +1,295 @@
+"""A model and its optimizer as flat tensors and plain facts, and back.
+
+Names are the user's, free of wrapper prefixes: `model.<parameter or buffer>` and `optimizer.<parameter>.<field>`, whatever
+wraps the model and however it is sharded. Other names in a state are the caller's and are left alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from gramian.core.errors import GramianError
+from gramian.taps.model.user_names import join, named_modules
+from gramian.train.state.nested import MARK, merge, split
+from gramian.train.state.snapshot import Extent, Part, copy_parts, parts_of
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+HOW = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Entries of a parameter group that say how this process computes, not what: they are neither saved nor loaded."""
+HOST_SCALARS = ("step", "mu_product")
+"""State that torch.optim keeps on the host unless the group is fused or capturable."""
+
+
+def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
+    """The tensors of a model and its optimizer: themselves, not copies.
+
+    Args:
+        model: wrapped in any way; parameters that FSDP2 has gathered are given back first.
+        optimizer: over parameters of the model.
+
+    Returns:
+        Every parameter and persistent buffer once, under its first name, and every tensor of the optimizer's state.
+    """
+    tensors = {f"{MODEL}{name}": t for name, t in _model_tensors(model).items()}
+    if optimizer is not None:
+        for name, p in _names_of(model, optimizer).items():
+            split(f"{OPTIMIZER}{name}", optimizer.state.get(p, {}), tensors)
+    return tensors
+
+
+def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What else the optimizer's next step depends on, as JSON can hold it.
+
+    Args:
+        model: for the names.
+        optimizer: over parameters of the model.
+
+    Returns:
+        `groups`: of each parameter group the `parameters` by name and the `options`; `state`: of each parameter the fields of
+        its state, tensors by name.
+    """
+    names = _names_of(model, optimizer)
+    by_id = {id(p): name for name, p in names.items()}
+    groups = [
+        {
+            "parameters": [by_id[id(p)] for p in group["params"]],
+            "options": {key: _number(value) for key, value in group.items() if key not in HOW},
+        }
+        for group in optimizer.param_groups
+    ]
+    state = {name: split(f"{OPTIMIZER}{name}", optimizer.state.get(p, {}), {}) for name, p in names.items()}
+    return {"groups": groups, "state": {name: fields for name, fields in state.items() if fields}}
+
+
+def extents(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Extent]:
+    """Which box of each saved tensor this process needs: its shards, where the model is sharded.
+
+    Args:
+        model: that the state will be loaded into.
+        shapes: of the whole tensors by name.
+
+    Returns:
+        The boxes of the model's tensors, and of optimizer state that has its parameter's shape. All of any other tensor is
+        needed.
+    """
+    own = {name: part.extent for name, part in parts_of(_model_tensors(model)).items()}
+    needed = {}
+    for name, shape in shapes.items():
+        owner = name.removeprefix(MODEL)
+        if name.startswith(OPTIMIZER):
+            owner = _owner(name.removeprefix(OPTIMIZER), own)
+        if owner in own and own[owner].shape == tuple(shape):
+            needed[name] = own[owner]
+    return needed
+
+
+def load(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    tensors: Mapping[str, Tensor | Part],
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Take over a state; everything is checked first, nothing is half loaded.
+
+    Tensors are written in place. Optimizer state is created where there is none yet, where the optimizer would have created it,
+    and removed where the saved one has none.
+
+    Args:
+        model: whose tensors have the saved names, shapes and dtypes; may be sharded otherwise than the saved one was.
+        optimizer: with the saved parameter groups; None leaves the optimizer's part of the state unread.
+        tensors: whole tensors, DTensors placed as the model's, or parts that hold what this process needs.
+        facts: what `facts_of` gave.
+
+    Raises:
+        GramianError: naming what is missing, unexpected or of another shape or dtype.
+    """
+    parts = {name: t for name, t in tensors.items() if isinstance(t, Part)}
+    parts |= parts_of({name: t for name, t in tensors.items() if not isinstance(t, Part)})
+    targets = {f"{MODEL}{name}": t for name, t in _model_tensors(model).items()}
+    wanted = {name: part for name, part in parts.items() if name.startswith(MODEL)}
+    changes: list[_Change] = []
+    if optimizer is not None:
+        names = _names_of(model, optimizer)
+        groups, states = _checked_facts(facts, names, optimizer)
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, p in names.items():
+            change = _change(name, p, group_of[id(p)], optimizer.state.get(p, {}), states.get(name, {}), parts)
+            targets |= change.targets
+            changes.append(change)
+        wanted |= {name: part for name, part in parts.items() if name.startswith(OPTIMIZER)}
+    copy_parts(wanted, targets)  # checks all of them before it writes the first
+    if optimizer is None:
+        return
+    for change in changes:
+        change.apply(optimizer)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved["options"].items():
+            group[key] = _option(group.get(key), value)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The state that a parameter will have, its tensors still to be filled."""
+
+    parameter: nn.Parameter
+    state: dict[str, Any]
+    targets: dict[str, Tensor]
+
+    def apply(self, optimizer: Optimizer) -> None:
+        if not self.state:
+            optimizer.state.pop(self.parameter, None)
+            return
+        state = optimizer.state[self.parameter]
+        state.clear()
+        state.update(self.state)
+
+
+def _change(
+    name: str,
+    p: nn.Parameter,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    parts: Mapping[str, Part],
+) -> _Change:
+    """Tensors that are there are kept, others are made where the optimizer would have made them."""
+    existing: dict[str, Tensor] = {}
+    split(f"{OPTIMIZER}{name}", state, existing)
+    targets = {}
+    for full in _marked(saved):
+        if full not in parts:
+            raise GramianError(f"{full}: is not in the saved tensors; expected those that were saved with the facts")
+        field = full.removeprefix(f"{OPTIMIZER}{name}.")
+        targets[full] = existing[full] if full in existing else _made(full, field, parts[full], p, group)
+    return _Change(p, merge(saved, targets), targets)
+
+
+def _made(name: str, field: str, part: Part, p: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """An unfilled tensor of the optimizer's state."""
+    on_host = field in HOST_SCALARS and not (group.get("fused") or group.get("capturable"))
+    shape, dtype = part.extent.shape, part.local.dtype
+    if not on_host and shape and shape == tuple(p.shape):
+        return torch.empty_like(p, dtype=dtype, requires_grad=False)
+    if part.extent.sharded:
+        raise GramianError(f"{name}: is sharded, but not as its parameter; expected the parameter's shape")
+    return torch.empty(shape, dtype=dtype, device="cpu" if on_host else p.device)
+
+
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, each once; those that FSDP2 had gathered as shards again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, module in named_modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise GramianError(f"model: {name or 'the root'} keeps extra state; expected parameters and buffers alone")
+        for local, t in (*module._parameters.items(), *_persistent(module)):
+            if t is not None and id(t) not in seen:
+                seen.add(id(t))
+                found[join(name, local)] = t
+    return found
+
+
+def _persistent(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return [(name, t) for name, t in module._buffers.items() if name not in module._non_persistent_buffers_set]
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by the model's names, in the optimizer's order.
+
+    Raises:
+        GramianError: if it holds others, or keeps state under anything else.
+    """
+    names = {id(t): name for name, t in _model_tensors(model).items()}
+    found: dict[str, nn.Parameter] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if id(p) not in names:
+                raise GramianError(
+                    f"optimizer: group {i} holds a parameter of shape {list(p.shape)} that is not the model's; expected "
+                    "the model's parameters alone"
+                )
+            found[names[id(p)]] = p
+    known = {id(p) for p in found.values()}
+    for key in optimizer.state:
+        if id(key) not in known:
+            what = repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
+            raise GramianError(f"optimizer: keeps state under {what}; expected parameters of its groups")
+    return found
+
+
+def _owner(rest: str, names: Mapping[str, Any]) -> str:
+    """The parameter of `<parameter>.<field>`; "" if none is meant."""
+    while rest and rest not in names:
+        rest = rest.rpartition(".")[0]
+    return rest
+
+
+def _marked(value: Any) -> Iterator[str]:
+    """Names of the tensors inside a nested value."""
+    if isinstance(value, Mapping):
+        if set(value) == {MARK}:
+            yield value[MARK]
+        else:
+            for inner in value.values():
+                yield from _marked(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _marked(inner)
+
+
+def _checked_facts(
+    facts: Mapping[str, Any] | None, names: Mapping[str, Any], optimizer: Optimizer
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and state of the saved facts.
+
+    Raises:
+        GramianError: if the groups hold other parameters than the optimizer's.
+    """
+    try:
+        assert facts is not None
+        groups, states = list(facts["groups"]), dict(facts["state"])
+        saved = [list(group["parameters"]) for group in groups]
+        assert all(isinstance(group["options"], Mapping) for group in groups)
+    except (AssertionError, KeyError, TypeError):
+        raise GramianError("facts: lack the optimizer's groups or state; expected what facts_of gave") from None
+    by_id = {id(p): name for name, p in names.items()}
+    here = [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if len(saved) != len(here):
+        raise GramianError(f"optimizer: the saved one has {len(saved)} parameter groups; expected {len(here)}")
+    for i, (old, new) in enumerate(zip(saved, here, strict=True)):
+        if old != new:
+            odd = min(set(old) ^ set(new), default="the order of its parameters")
+            raise GramianError(
+                f"optimizer: group {i} differs from the saved one in {odd}; expected the same parameters"
+            )
+    unknown = [name for name in states if name not in names]
+    if unknown:
+        raise GramianError(f"optimizer: the saved one has state of {unknown[0]}; expected the same parameters")
+    return groups, states
+
+
+def _number(value: Any) -> Any:
+    """An option without tensors: `lr` may be one."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_number(inner) for inner in value]
+    return value
+
+
+def _option(old: Any, new: Any) -> Any:
+    """A saved option in the form that the optimizer holds it in."""
+    if isinstance(old, Tensor):
+        return old.fill_(new)
+    if isinstance(old, (list, tuple)) and isinstance(new, list):
+        held = list(old) + [None] * len(new)
+        return type(old)(_option(before, now) for before, now in zip(held, new, strict=False))
+    return new

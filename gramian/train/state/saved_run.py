@@ -1,0 +1,84 @@
+"""The model of a run that was saved: its best state, or else its newest."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from gramian.core.errors import GramianError
+from gramian.train.build.build_model import build_model
+from gramian.train.config.config import Config, load_config
+from gramian.train.loop.objective import Objective
+from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.flat_state import load
+
+OF_MODEL = "model.model."
+"""Names of the model's tensors in a checkpoint; others belong to the loss, such as projectors."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A model and where it comes from."""
+
+    model: nn.Module
+    config: Config
+    step: int
+    best: bool
+    folder: Path
+    """Of the checkpoint."""
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder holds a run of gramian."""
+    return (Path(path) / "config.toml").is_file()
+
+
+def load_run(path: str | Path, field: str = "run folder") -> Saved:
+    """Build a run's model and give it the weights of its best checkpoint, or of its newest where none was evaluated.
+
+    Args:
+        path: of the run folder.
+        field: that named it, for errors.
+
+    Raises:
+        GramianError: if there is no run, or none of its checkpoints verifies.
+    """
+    path = Path(path)
+    config, found = find_checkpoint(path, field)
+    tensors = {name: t for name, t in found.tensors().items() if name.startswith(OF_MODEL)}
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
+    model = build_model(config, _vocabulary(path, field)).to(dtype)
+    load(Objective(model), None, tensors)
+    return Saved(model, config, found.step, found.best, found.folder)
+
+
+def find_checkpoint(path: Path, field: str) -> tuple[Config, Loaded]:
+    """A run's config and its best checkpoint, or its newest where none was evaluated.
+
+    Raises:
+        GramianError: if there is no run, or none of its checkpoints verifies.
+    """
+    if not is_run(path):
+        raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
+    config = load_config(path / "config.toml")
+    skipped: list[str] = []
+    store = CheckpointStore(
+        path / "checkpoints", 1, on_event=lambda event: skipped.append(str(event.get("reason", "")))
+    )
+    try:
+        found = store.best(config.hash) or store.newest(config.hash)
+    finally:
+        store.close()
+    if found is None:
+        why = f" ({skipped[0]})" if skipped else ""
+        raise GramianError(f"{field}: {path} has no checkpoint that can be read{why}; expected a run that saved one")
+    return config, found
+
+
+def _vocabulary(path: Path, field: str) -> int:
+    """As the run's record says."""
+    try:
+        return int(json.loads((path / "record.json").read_text(encoding="utf-8"))["vocabulary"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise GramianError(f"{field}: {path / 'record.json'} cannot be read; expected that of a run") from None

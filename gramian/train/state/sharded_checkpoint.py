@@ -1,0 +1,158 @@
+"""Checkpoints of states that are sharded over processes: `torch.distributed.checkpoint` plans, safetensors files hold.
+
+Its planner decides which process writes which box (what several hold is written once) and which boxes a process reads, so a
+checkpoint of any number of processes is read by any number. Its safetensors reader is used as it is. Its safetensors writer
+is used with another `write_data`: torch's own puts all of a process's shards into one more buffer first, syncs a file while
+the last of it may still be in Python's buffer, leaves the file's mode to the umask, and does not hash. Its default reader and
+writer, which pickle, are not used.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from gramian.core.errors import GramianError
+from gramian.parallel.sharded_read import Box, first_failure, read_boxes
+from gramian.train.state.checkpoint_files import FileRecord, write_tensors
+from gramian.train.state.snapshot import Extent, Part, Snapshot
+
+Complete = Callable[[Snapshot, Path, dict[str, FileRecord]], None]
+
+
+def write_shards(
+    snapshot: Snapshot, group: dist.ProcessGroup, begin: Callable[[int], Path], complete: Complete
+) -> None:
+    """Write a snapshot, every process its shards (collective).
+
+    Args:
+        snapshot: the same step and names on every process.
+        group: gloo, used by nobody else.
+        begin: makes the folder; called on rank 0 before anybody writes.
+        complete: makes a checkpoint of the folder; called on rank 0 after everybody has written and synced.
+
+    Raises:
+        GramianError: on all processes, if one of them failed.
+    """
+    writer = _ShardWriter(snapshot, begin, complete)
+    try:
+        save(dict(snapshot.parts), storage_writer=writer, planner=_SavePlanner(), process_group=group)
+    except CheckpointException as failure:
+        raise GramianError(first_failure(failure)) from None
+
+
+def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, torch.dtype]) -> dict[str, Part]:
+    """Read boxes of saved tensors; every process by itself.
+
+    Args:
+        folder: of a checkpoint, written by any number of processes.
+        needed: boxes by name.
+        dtypes: of the tensors.
+
+    Returns:
+        The boxes, in host memory.
+
+    Raises:
+        GramianError: if a file cannot be read.
+    """
+    parts = {name: Part(box, torch.empty(box.sizes, dtype=dtypes[name])) for name, box in needed.items()}
+    try:
+        read_boxes(folder, {name: _box(part) for name, part in parts.items()})
+    except CheckpointException as failure:
+        reason = first_failure(failure)
+        raise GramianError(f"{folder}: cannot be read ({reason}); expected a verified checkpoint") from None
+    return parts
+
+
+def _box(part: Part) -> Box:
+    return Box(part.extent.offsets, part.local)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans for parts as the default does for DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([self._item(name, part) for name, part in self.state_dict.items()])
+        return self.plan
+
+    def _item(self, name: str, part: Part) -> WriteItem:
+        chunk = _box(part).chunk
+        return WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD if part.extent.sharded else WriteItemType.TENSOR,
+            tensor_data=TensorWriteData(
+                chunk=chunk,
+                properties=TensorProperties(dtype=part.local.dtype),
+                size=torch.Size(part.extent.shape),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Which file an item is in."""
+
+    name: str
+    record: FileRecord
+
+
+class _ShardWriter(HuggingFaceStorageWriter):
+    """One safetensors file for each process, in a folder that rank 0 makes and completes."""
+
+    def __init__(self, snapshot: Snapshot, begin: Callable[[int], Path], complete: Complete) -> None:
+        super().__init__("", save_distributed=True)
+        self._snapshot, self._begin, self._complete = snapshot, begin, complete
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, while all others wait for their plans."""
+        self.path = self._begin(self._snapshot.step)
+        return [
+            replace(plan, storage_data={**plan.storage_data, "folder": str(self.path)})
+            for plan in super().prepare_global_plan(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every process; its file is synced when this returns."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        if plan.items:
+            name = f"state-{plan.storage_data['shard_index']:05d}.safetensors"
+            tensors = {item.index.fqn: self._snapshot.parts[item.index.fqn].local for item in plan.items}
+            record = write_tensors(Path(plan.storage_data["folder"]) / name, tensors, _header(plan.items))
+            done = Future()
+            done.set_result([WriteResult(item.index, record.bytes, _Written(name, record)) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, with what all processes have written."""
+        strange = metadata.state_dict_metadata.keys() ^ self._snapshot.parts.keys()
+        if strange:
+            raise GramianError(f"{min(strange)}: is not on every process; expected the same names")
+        files = {result.storage_data.name: result.storage_data.record for written in results for result in written}
+        self._complete(self._snapshot, Path(self.path), files)
+
+
+def _header(items: list[WriteItem]) -> dict[str, str]:
+    """What torch's safetensors reader asks of a file: where in their tensors its boxes begin."""
+    offsets = {}
+    for item in items:
+        assert item.tensor_data is not None
+        offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}

@@ -1,0 +1,255 @@
+"""Is a run that was killed and resumed the run that was not? Bit for bit: parameters, optimizer, metrics.
+
+One run trains to the end. Others of the same config are killed (SIGKILL, all processes) at a step or inside a save, and started
+again until they end. Processes are forked from a server that has the library loaded, so that a start costs little.
+"""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gramian.core.errors import GramianError
+from gramian.train.config.config import Config
+from gramian.train.state.checkpoint import CheckpointStore
+from gramian.train.state.run_folder import read_lines
+
+PRELOADED = (
+    "torch._inductor",
+    "gramian.cli.train",
+    "gramian.train.loop.trainer",
+    "gramian.train.build.run_parts",
+    "gramian.train.state.run_record",
+)
+POLL_SECONDS = 0.001
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When to kill a run."""
+
+    at: str
+    """"step": as soon as its line is in metrics.jsonl; "save": as soon as a save after it is under way."""
+    step: int
+    delay: float = 0.0
+    """Seconds later."""
+
+    def __str__(self) -> str:
+        return (
+            f"killed at {'step' if self.at == 'step' else 'a save from step'} {self.step} + {self.delay * 1e3:.0f} ms"
+        )
+
+
+def shortened(config: Config, fsdp: bool = False) -> Config:
+    """A config's own model, data, optimizer and precision, in a run of seconds that saves often."""
+    steps = min(config.run.steps, 40)
+    return dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, steps=steps, log_every=1, tensorboard=False, wandb=False),
+        schedule=dataclasses.replace(config.schedule, warmup=min(config.schedule.warmup, steps // 4)),
+        eval=dataclasses.replace(config.eval, every=max(1, steps // 2), windows=min(config.eval.windows, 8)),
+        checkpoint=dataclasses.replace(config.checkpoint, snapshot_every=max(1, steps // 4), every=max(1, steps // 4)),
+        parallel=dataclasses.replace(config.parallel, strategy="fsdp2") if fsdp else config.parallel,
+    )
+
+
+def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
+    """Moments spread over a run, every third inside a save."""
+    draw = random.Random(seed)
+    return [
+        Kill("save" if i % 3 == 2 else "step", draw.randrange(max(1, steps - 1)), draw.random() * 0.02)
+        for i in range(count)
+    ]
+
+
+def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = None) -> bool:
+    """Train into a folder in processes of its own.
+
+    Args:
+        config: of the run; its folder is replaced.
+        folder: of the run.
+        processes: as torchrun would start them; 1: none.
+        kill: when to kill all of them; None: not.
+
+    Returns:
+        True if it came to its end, False if it was killed before.
+
+    Raises:
+        GramianError: if it ended by itself with another exit code than 0.
+    """
+    path = folder.with_name(f"{folder.name}.toml")
+    path.write_text(config.toml(), encoding="utf-8")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    port = _free_port() if processes > 1 else 0
+    argv = ["train", str(path), f"run.folder={folder}", "run.log_every=1"]
+    log = folder.with_name(f"{folder.name}.log")
+    workers = [
+        context.Process(target=_child, args=(argv, rank, processes, port, str(log))) for rank in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        killed = _wait(workers, folder, kill)
+    finally:
+        for worker in workers:
+            if worker.is_alive() and worker.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+    if killed:
+        return False
+    if any(worker.exitcode for worker in workers):
+        told = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
+        raise GramianError(f"{folder}: the run ended with {workers[0].exitcode} ({told[-1] if told else 'no word'})")
+    return True
+
+
+def differences(expected: Path, found: Path) -> list[str]:
+    """What is not the same in two run folders: the newest checkpoint's tensors and facts, and the metrics."""
+    one, other = (CheckpointStore(folder / "checkpoints", 1).newest() for folder in (expected, found))
+    if one is None or other is None:
+        return ["checkpoints: one of the runs has none"]
+    told = []
+    tensors, others = one.tensors(), other.tensors()
+    if tensors.keys() != others.keys():
+        told.append(f"tensors: {sorted(tensors.keys() ^ others.keys())[0]} is in one of them only")
+    told += [
+        f"{name}: differs" for name in tensors.keys() & others.keys() if not _same_bits(tensors[name], others[name])
+    ]
+    facts, other_facts = _timeless(one.facts), _timeless(other.facts)
+    told += [f"{key}: differs" for key in facts.keys() | other_facts.keys() if facts.get(key) != other_facts.get(key)]
+    lines, other_lines = (
+        [_without_time(line) for line in read_lines(folder / "metrics.jsonl")] for folder in (expected, found)
+    )
+    if lines != other_lines:
+        place = next(
+            (i for i, (a, b) in enumerate(zip(lines, other_lines, strict=False)) if a != b),
+            min(len(lines), len(other_lines)),
+        )
+        told.append(f"metrics.jsonl: line {place + 1} of {len(lines)} differs ({len(other_lines)} there)")
+    return told
+
+
+def check_resume(
+    config: Config,
+    folder: Path,
+    kills: Sequence[Kill],
+    processes: int = 1,
+    on_progress: Callable[[int, str], None] = lambda done, told: None,
+) -> dict[str, list[str]]:
+    """Train once without and once with each kill.
+
+    Args:
+        config: of the runs.
+        folder: where they go.
+        kills: one run for each.
+        processes: of every run.
+        on_progress: told how many runs are over, and what begins.
+
+    Returns:
+        {kill: what differs from the run that was not killed}.
+    """
+    on_progress(0, "not killed")
+    train(config, folder / "whole", processes)
+    found = {}
+    for i, kill in enumerate(kills):
+        on_progress(i + 1, str(kill))
+        own = folder / f"killed-{i}"
+        if not train(config, own, processes, kill):
+            train(config, own, processes)
+        found[f"{i + 1}: {kill}"] = differences(folder / "whole", own)
+    return found
+
+
+def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:
+    """Until all have ended; True if they were killed."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while any(worker.is_alive() for worker in workers):
+        if time.monotonic() > deadline:
+            raise GramianError(f"{folder}: the run took more than {TIMEOUT_SECONDS:.0f} s; expected a shorter one")
+        if any(worker.exitcode not in (None, 0) for worker in workers):
+            return False  # the rest is ended by the caller
+        if kill is not None and _reached(folder, kill):
+            time.sleep(kill.delay)
+            for worker in workers:
+                if worker.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(worker.pid, signal.SIGKILL)
+            for worker in workers:
+                worker.join()
+            return any(worker.exitcode == -signal.SIGKILL for worker in workers)
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _reached(folder: Path, kill: Kill) -> bool:
+    lines = _lines(folder / "metrics.jsonl")
+    if lines < kill.step:
+        return False
+    return kill.at == "step" or any(folder.glob("checkpoints/.tmp-*"))
+
+
+def _lines(path: Path) -> int:
+    try:
+        with open(path, "rb") as file:
+            return file.read().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _child(argv: list[str], rank: int, processes: int, port: int, log: str) -> None:
+    """One process of a run."""
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # data workers of a server's own would outlive a killed run
+    if processes > 1:
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ |= {name: str(value) for name, value in told.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from gramian.cli import main
+
+    with _output_to(log):
+        status = main(argv)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def _output_to(path: str) -> Iterator[None]:
+    with open(path, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def _timeless(facts: Any) -> Any:
+    """Facts without what a clock said."""
+    if isinstance(facts, dict):
+        return {key: _timeless(value) for key, value in facts.items() if key != "seconds"}
+    return [_timeless(value) for value in facts] if isinstance(facts, list) else facts
+
+
+def _without_time(line: dict[str, Any]) -> str:
+    return json.dumps({key: value for key, value in line.items() if key != "time"}, sort_keys=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+    return port
