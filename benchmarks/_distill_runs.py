@@ -28,8 +28,8 @@ from gramian.parallel.world import World
 from gramian.train.build import run_parts as build_module
 from gramian.train.build.build_teacher import cache_options, live_teacher
 from gramian.train.build.run_parts import Parts, build
-from gramian.train.config.config import Config, Data, parse_config
-from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.config.config import Config, DataSection, parse_config
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.perplexity import Perplexity, perplexity
 from gramian.train.loop.precision import numbers_for, set_globals
@@ -200,7 +200,7 @@ class Bench:
         clock: dict[int, float] = {}
         started = 0.0
 
-        def seen(outcome: Outcome, trainer: Trainer) -> None:
+        def seen(outcome: StepOutcome, trainer: Trainer) -> None:
             clock[outcome.attempt.step + 1] = time.perf_counter() - started - trainer.log.eval_seconds
 
         with RunFolder(config) as folder:
@@ -298,7 +298,7 @@ class Bench:
 
 
 @functools.cache
-def windows_once(data: Data) -> tuple[Windows, Windows]:
+def windows_once(data: DataSection) -> tuple[Windows, Windows]:
     """As `load_windows`; all runs read the same."""
     return load_windows(data)
 
@@ -310,7 +310,7 @@ def scalar_decay(parts: Parts) -> None:
     """One initial decay for all channels, σ(−0.5) = 0.378: a memory of one or two tokens."""
     with torch.no_grad():
         for module in parts.model.modules():
-            if isinstance(module, goose_layers.Memory):
+            if isinstance(module, goose_layers.LeakyMemory):
                 module.decay_logit.fill_(-0.5)
 
 

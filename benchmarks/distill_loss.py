@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks._timing import ratio, seconds, take_turns, write
 from gramian.distill import distill_loss
-from gramian.kernels.distillation.distill_rows import Objective, distill_rows_kernel
+from gramian.kernels.distillation.distill_rows import RowObjective, distill_rows_kernel
 
 ON_GPU = torch.cuda.is_available()
 
@@ -212,7 +212,7 @@ def tune(shape: Shape) -> None:
 
             def step(direction: str = direction, block: int = block, warps: int = warps, stages: int = stages) -> None:
                 distill_rows_kernel(
-                    student, teacher, targets, heat, Objective(direction),
+                    student, teacher, targets, heat, RowObjective(direction),
                     gradient=True, block=block, warps=warps, stages=stages,
                 )  # fmt: skip
 

@@ -44,7 +44,7 @@ from gramian.distill.teaching import Teaching
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
 from gramian.train.build.build_optimizer import build_optimizer
-from gramian.train.config.config import Optimizer, Precision
+from gramian.train.config.config import OptimizerSection, PrecisionSection
 from gramian.train.loop.lookahead import announced
 from gramian.train.loop.objective import Objective
 from gramian.train.loop.precision import Numbers, set_globals
@@ -154,7 +154,7 @@ class Student:
         self.size, self.windows, self.model = size, windows, model
         # Without autocast everything is in the dtype of the weights.
         self.numbers = Numbers("bf16" if autocast else "fp32", DEVICE.type)
-        self.optimizer = build_optimizer(model, Optimizer(lr=1e-5, weight_decay=0.0), DEVICE)
+        self.optimizer = build_optimizer(model, OptimizerSection(lr=1e-5, weight_decay=0.0), DEVICE)
 
     def steps(self, micro_batch: int) -> Iterator[StepBatch]:
         """Batches without an end."""
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--only", help="sizes whose name contains this; others stay as they are in the JSON")
     parser.add_argument("--no-autocast", action="store_true", help="leave out the first size with float32 weights")
     arguments = parser.parse_args()
-    set_globals(Precision(), deterministic=False)
+    set_globals(PrecisionSection(), deterministic=False)
     sizes = dict(SIZES if ON_GPU else TINY)
     first = next(iter(sizes))
     chosen = [(name, size, False) for name, size in sizes.items()]

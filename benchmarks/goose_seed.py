@@ -42,7 +42,7 @@ from gramian.train.loop.objective import Objective, logits_of
 from gramian.train.loop.perplexity import perplexity
 from gramian.train.loop.precision import numbers_for, set_globals
 from gramian.train.loop.stepper import evaluating
-from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
 from gramian.train.state.run_folder import read_lines
 from gramian.train.state.saved_run import OF_MODEL
@@ -317,7 +317,7 @@ def _seconds_in_loop(metrics: Path) -> float:
     return total
 
 
-def _checkpoint(config: Config, best: bool) -> Loaded:
+def _checkpoint(config: Config, best: bool) -> LoadedCheckpoint:
     """The best state of a run, or its last."""
     store = CheckpointStore(Path(config.run.folder) / "checkpoints", 1)
     try:
@@ -328,7 +328,7 @@ def _checkpoint(config: Config, best: bool) -> Loaded:
     return found
 
 
-def _with_weights(config: Config, saved: Loaded) -> torch.nn.Module:
+def _with_weights(config: Config, saved: LoadedCheckpoint) -> torch.nn.Module:
     model = build_model(config, load_tokenizer(config.data.tokenizer).vocabulary)
     load(Objective(model), None, {name: t for name, t in saved.tensors().items() if name.startswith(OF_MODEL)})
     return model

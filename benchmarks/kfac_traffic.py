@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks._timing import RESULTS
 from gramian.curvature.memory import traffic
-from gramian.curvature.memory.traffic import Side
+from gramian.curvature.memory.traffic import TrafficSide
 
 RANKS = [2**i for i in range(1, 11)]
 BLOCKS, WIDTH, MLP, VOCABULARY = 32, 4096, 11008, 151_936
@@ -25,7 +25,7 @@ REDUCTIONS = ("gram", "gather", "dense")
 SAMPLED_RANKS = 64
 
 
-def refresh(side: Side, reduction: str) -> int:
+def refresh(side: TrafficSide, reduction: str) -> int:
     """Bytes that leave the rank with most tokens until the side is ready for use."""
     parts = (side.join(reduction), side.settle(reduction), side.gram(reduction))
     return sum(traffic.total(*parts).values())
@@ -33,7 +33,7 @@ def refresh(side: Side, reduction: str) -> int:
 
 def layers_refresh(ranks: int, reduction: str) -> int:
     """All blocks."""
-    sides = [Side.even(width, LAYER_TOKENS, ranks) for width in (*INPUTS, *OUTPUTS)]
+    sides = [TrafficSide.even(width, LAYER_TOKENS, ranks) for width in (*INPUTS, *OUTPUTS)]
     return BLOCKS * sum(refresh(side, reduction) for side in sides)
 
 
@@ -41,19 +41,19 @@ def layers_use(ranks: int, local: bool) -> int:
     """One natural gradient of all blocks under "gram"."""
     total = 0
     for o, m in SHAPES:
-        G, A = (Side.even(width, LAYER_TOKENS, ranks) for width in (o, m))
+        G, A = (TrafficSide.even(width, LAYER_TOKENS, ranks) for width in (o, m))
         total += sum(traffic.natural_gradient(G, A, ("gram", "gram"), local=local).values())
     return BLOCKS * total
 
 
 def layers_held(ranks: int, reduction: str) -> int:
     """Bytes at rest on a rank, in half precision."""
-    return BLOCKS * sum(Side.even(width, LAYER_TOKENS, ranks).held(reduction) for width in (*INPUTS, *OUTPUTS))
+    return BLOCKS * sum(TrafficSide.even(width, LAYER_TOKENS, ranks).held(reduction) for width in (*INPUTS, *OUTPUTS))
 
 
-def head(ranks: int) -> Side:
+def head(ranks: int) -> TrafficSide:
     """The output side of the head."""
-    return Side.even(VOCABULARY, HEAD_TOKENS, ranks)
+    return TrafficSide.even(VOCABULARY, HEAD_TOKENS, ranks)
 
 
 def crossovers(width: int) -> dict[str, float]:

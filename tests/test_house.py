@@ -103,7 +103,9 @@ def test_folders_and_files_are_small() -> None:
     files = defaultdict(list)
     for path in modules().values():
         files[path.parent].append(path.name)
-    large = {str(folder): len(names) for folder, names in files.items() if len(set(names) - {"__init__.py"}) > MOST_FILES}
+    large = {
+        str(folder): len(names) for folder, names in files.items() if len(set(names) - {"__init__.py"}) > MOST_FILES
+    }
     lines = {path: len(path.read_text().splitlines()) for path in modules().values()}
     long = {str(path.relative_to(PACKAGE)): count for path, count in lines.items() if count > MOST_LINES}
     assert (large, long) == ({}, {})

@@ -10,7 +10,7 @@ from gramian.analysis.options import Settings
 from gramian.analysis.subject import Subject
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
-from gramian.curvature.memory.curvature_plan import Row
+from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
 from gramian.privacy.clipping.clipping_plan import megabytes
 
@@ -21,7 +21,7 @@ BLOCK = 2**30
 
 
 @dataclass(frozen=True)
-class Plan:
+class AnalysisPlan:
     """Bytes of every stage on the device of the model; the most is that of the dearest one."""
 
     table: str
@@ -61,7 +61,7 @@ class Plan:
             )
 
 
-def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> Plan:
+def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> AnalysisPlan:
     """The plan; nothing is allocated."""
     first = next(subject.model.parameters())
     planned = kfac.plan(subject.model, tokens=subject.tokens, fisher_type=settings.fisher)
@@ -75,10 +75,10 @@ def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -
         steps = min(settings.steps, n)
         together = min(settings.probes, max(1, BLOCK // (steps * n * item)))
         stages["density"] = together * (steps * n * item + WORK * 8 * n)
-    return Plan(planned.grouped(), stages, first.device)
+    return AnalysisPlan(planned.grouped(), stages, first.device)
 
 
-def _decomposed(row: Row) -> int:
+def _decomposed(row: CurvatureRow) -> int:
     """Bytes while the widest matrix of a block is decomposed: 3·8·n², 64 vectors of a side that is too wide for that."""
     if not row.tokens:
         return 0

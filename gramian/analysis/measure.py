@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import gramian
-from gramian.analysis.analysis_plan import Plan, make_plan
+from gramian.analysis.analysis_plan import AnalysisPlan, make_plan
 from gramian.analysis.collect import collect
 from gramian.analysis.options import TOLERANCE, Settings
 from gramian.analysis.spectrum_curves import ggn_density, kfac_density, layer_spectra
@@ -44,7 +44,7 @@ def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
     )
 
 
-def plan_of(subject: Subject, settings: Settings) -> Plan:
+def plan_of(subject: Subject, settings: Settings) -> AnalysisPlan:
     """What the analysis will hold, before it holds it.
 
     Raises:

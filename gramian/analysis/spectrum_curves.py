@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gramian.curvature import Block
-from gramian.curvature.spectrum.side_spectra import ONE, Side, estimate, is_estimated, sides_of
+from gramian.curvature.spectrum.side_spectra import ONE, SideSpectrum, estimate, is_estimated, sides_of
 from gramian.curvature.spectrum.spectrum_products import Values, count_above
 
 POINTS = 121
@@ -43,15 +43,15 @@ def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float
     return found
 
 
-def _pair(block: Block, sides: Mapping[int, Side]) -> tuple[Side, Side]:
+def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
     """The spectra of both sides; of a corrected block, EK-FAC's eigenvalues and a one."""
     if block.correction is not None:
         values = Values.of(block.correction.values_RS.flatten(), block.G.dim * block.correction.A.dim)
-        return ONE, Side.of(values)
+        return ONE, SideSpectrum.of(values)
     return (ONE if block.A is None else sides[id(block.A)]), sides[id(block.G)]
 
 
-def _count(A: Side, G: Side, share: float) -> float:
+def _count(A: SideSpectrum, G: SideSpectrum, share: float) -> float:
     parts = max(len(A.parts), len(G.parts))
     counts = [count_above(G.parts[i % len(G.parts)], A.parts[i % len(A.parts)], share) for i in range(parts)]
     return math.fsum(counts) / parts

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from gramian.train.config.config import Config
-    from gramian.train.loop.deferred_metrics import Outcome
+    from gramian.train.loop.deferred_metrics import StepOutcome
     from gramian.train.loop.trainer import Trainer
 
 TOLD = {
@@ -62,7 +62,7 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def show(self, outcome: Outcome, run: Trainer) -> None:
+    def show(self, outcome: StepOutcome, run: Trainer) -> None:
         """One step."""
         told = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
         if run.best is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from gramian.parallel.world import World
-    from gramian.verify.checks import Check, Outcome
+    from gramian.verify.checks import VerifyCheck, VerifyOutcome
 
 TARGETS = ("kfac", "clipping", "distill", "resume")
 LATER = ()
@@ -106,10 +106,10 @@ def _verify_kfac(arguments: argparse.Namespace, first: bool) -> None:
 
 def _verify_kfac_of_processes(arguments: argparse.Namespace, first: bool) -> None:
     from gramian.verify import kfac_processes
-    from gramian.verify.model_layouts import Layout
+    from gramian.verify.model_layouts import ModelLayout
 
-    def layout(where: World) -> Layout:
-        return Layout(where, arguments.fsdp, arguments.tp)
+    def layout(where: World) -> ModelLayout:
+        return ModelLayout(where, arguments.fsdp, arguments.tp)
 
     _verify_together(
         arguments,
@@ -152,7 +152,7 @@ def _verify_distill(arguments: argparse.Namespace, first: bool) -> None:
 def _verify_together(
     arguments: argparse.Namespace,
     first: bool,
-    plan: Callable[[World], Sequence[Check]],
+    plan: Callable[[World], Sequence[VerifyCheck]],
     title: Callable[[World], str],
     legend: str,
     more: Callable[[], Sequence[RenderableType]] = tuple,
@@ -233,7 +233,7 @@ def _console(quiet: bool = False) -> Console:
     return console if console.is_terminal else Console(highlight=False, quiet=quiet, width=PLAIN_WIDTH)
 
 
-def _report(console: Console, outcomes: Sequence[Outcome], title: str, legend: str, verbose: bool) -> None:
+def _report(console: Console, outcomes: Sequence[VerifyOutcome], title: str, legend: str, verbose: bool) -> None:
     """The tables, and what was held to a declared approximation."""
     if verbose:
         for outcome in outcomes:
@@ -246,7 +246,7 @@ def _report(console: Console, outcomes: Sequence[Outcome], title: str, legend: s
 
 
 def _conclude(
-    console: Console, target: str, failed: Mapping[str, str], outcomes: Sequence[Outcome], total: int
+    console: Console, target: str, failed: Mapping[str, str], outcomes: Sequence[VerifyOutcome], total: int
 ) -> None:
     """Print what failed, and how many of the checks passed: those after a crash of a collective one did not run.
 
@@ -265,7 +265,7 @@ def _conclude(
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[int, Check], None]]:
+def _progress(console: Console, total: int) -> Iterator[Callable[[int, VerifyCheck], None]]:
     """Show a live bar on a terminal, and nothing elsewhere."""
     with _bar(console, total) as show:
         yield lambda done, check: show(done, check.title)
@@ -286,7 +286,7 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, told: bar.update(task, completed=done, description=told)
 
 
-def _check_table(outcomes: Sequence[Outcome]) -> RenderableType:
+def _check_table(outcomes: Sequence[VerifyOutcome]) -> RenderableType:
     """A row per check, with the worst error that was seen."""
     from rich import box
     from rich.table import Table
@@ -311,7 +311,7 @@ def _check_table(outcomes: Sequence[Outcome]) -> RenderableType:
     return table
 
 
-def _comparison_table(outcome: Outcome) -> RenderableType:
+def _comparison_table(outcome: VerifyOutcome) -> RenderableType:
     """A row per layer and case."""
     from rich import box
     from rich.table import Table
@@ -358,7 +358,7 @@ def _error(error: float, unit: str) -> str:
     return f"{error:.2f} {unit}" if unit else f"{error:.1e}"
 
 
-def _tolerance(check: Check) -> str:
+def _tolerance(check: VerifyCheck) -> str:
     return f"{check.tolerance:g} {check.unit}" if check.unit else f"{check.tolerance:.0e}"
 
 
@@ -375,7 +375,7 @@ def _verdict(passed: bool) -> Text:
     return Text("ok", style="green") if passed else Text("FAILED", style="bold red")
 
 
-def _notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _notes(outcomes: Sequence[VerifyOutcome]) -> Iterator[str]:
     """Where the library was held to what its record declares instead of to the exact thing."""
     found: dict[str, set[str]] = {}
     for outcome in outcomes:

@@ -35,7 +35,7 @@ from gramian.curvature.memory.curvature_plan import CurvaturePlan, keeps_of, pla
 from gramian.curvature.options import Options
 from gramian.curvature.persist import curvature_record, factor_file, factor_folder
 from gramian.curvature.refresh import finish_refresh, refresh_schedule
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.curvature.spectrum import capacity
 from gramian.parallel.exchange import Exchange
 from gramian.taps.capture import check_arguments
@@ -175,7 +175,7 @@ class KFACNaturalGradient:
         self._seeds = (0, 0)
         self._before_draws = self._generator.get_state()
         self._sent: dict[str, int] = {}
-        self._spread = Spread(None)
+        self._spread = SharedFactorisation(None)
         self._warned = False
         self._softmax_checked = False
         self._coefficient_checked = False
@@ -494,7 +494,13 @@ class KFACNaturalGradient:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, belongs to no model until it captures one or is loaded with one, and to no process group."""
-        return {**self.__dict__, "_model": None, "_number": None, "process_group": None, "_spread": Spread(None)}
+        return {
+            **self.__dict__,
+            "_model": None,
+            "_number": None,
+            "process_group": None,
+            "_spread": SharedFactorisation(None),
+        }
 
     # ---- reports ---------------------------------------------------------------------------------------------------
 
@@ -527,7 +533,9 @@ class KFACNaturalGradient:
 
     def load(self, path: str, model: nn.Module | None = None) -> None:
         """Read what `save` wrote; as `load_state_dict`."""
-        factor_file.load(self, factor_file.read(path), None if model is None else unwrap(model), self._spread_over(model))
+        factor_file.load(
+            self, factor_file.read(path), None if model is None else unwrap(model), self._spread_over(model)
+        )
 
     def save_sharded(self, folder: str) -> None:
         """Write the state into a new folder, every process its rows: nothing is gathered. Collective.

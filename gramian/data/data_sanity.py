@@ -11,7 +11,7 @@ import numpy as np
 from gramian.data.data_files import find_files, read_sidecar, unreadable
 from gramian.data.documents import Documents
 from gramian.data.windows import Windows
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 
 EMPTY = 0.05
 """Share of the documents that may be empty."""
@@ -39,7 +39,7 @@ class Finding:
     hint: str
 
 
-def look_at_files(data: Data) -> list[Finding]:
+def look_at_files(data: DataSection) -> list[Finding]:
     """Files that look cut off: half a character or half a JSON line at the end, an array shorter than its header says.
 
     Reads the ends of text and JSONL files and the heads of token files.

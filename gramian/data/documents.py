@@ -13,7 +13,7 @@ from gramian.data.data_files import File, find_files, open_tokens, read_bytes, r
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.token_stream import CHUNK, Stream, content_hash
 from gramian.data.tokenizer import Ids, Tokenizer, token_type
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 
 Int64s = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class Documents:
     empty: int
 
 
-def read_documents(data: Data, tokenizer: Tokenizer) -> Documents:
+def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
     """Read and tokenise all documents of a config and split them.
 
     Text is held as its tokens, 2 or 4 bytes each, and one document as text; token files are memory maps and stay on disk.
@@ -73,7 +73,7 @@ def read_documents(data: Data, tokenizer: Tokenizer) -> Documents:
     return _both(*sides)
 
 
-def read_stream(data: Data, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
+def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
     """All documents of other files, read as those of `data` are; `field` is named in errors.
 
     Raises:
@@ -82,7 +82,7 @@ def read_stream(data: Data, files: Sequence[str], tokenizer: Tokenizer, field: s
     return _read(data, files, field, tokenizer)[0]
 
 
-def _read(data: Data, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
+def _read(data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
     """The stream of some files, how many documents they have, and how many of them are empty."""
     if data.source == "embedded":
         raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
@@ -97,7 +97,7 @@ def _read(data: Data, files: Sequence[str], field: str, tokenizer: Tokenizer) ->
     return flat.stream(), flat.documents + flat.empty, flat.empty
 
 
-def _contents(data: Data, files: Iterable[File]) -> Iterator[bytes]:
+def _contents(data: DataSection, files: Iterable[File]) -> Iterator[bytes]:
     """Documents of text and JSONL files, in UTF-8."""
     for file in files:
         if data.source == "text":
@@ -106,7 +106,7 @@ def _contents(data: Data, files: Iterable[File]) -> Iterator[bytes]:
             yield from read_lines(file.path, data.field)
 
 
-def _embedded(data: Data, tokenizer: Tokenizer) -> Documents:
+def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
     corpus = load_corpus(data.limit_bytes)
     root = Path(sysconfig.get_path("stdlib"))
     validation_files = set(corpus.validation_files)
@@ -163,7 +163,7 @@ def _stops(ids: Ids, vocabulary: int, end: int, path: Path) -> Int64s:
     return np.concatenate(stops)
 
 
-def _refuse_common(data: Data) -> None:
+def _refuse_common(data: DataSection) -> None:
     train = {file.path.resolve() for file in find_files(data.files, data.source)}
     for file in find_files(data.validation_files, data.source, "data.validation_files"):
         if file.path.resolve() in train:

@@ -3,10 +3,10 @@
 from gramian.data.documents import Documents, read_documents
 from gramian.data.tokenizer import load_tokenizer
 from gramian.data.windows import Windows
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 
 
-def load_windows(data: Data) -> tuple[Windows, Windows]:
+def load_windows(data: DataSection) -> tuple[Windows, Windows]:
     """The windows to train on and those to validate on.
 
     Raises:
@@ -15,7 +15,7 @@ def load_windows(data: Data) -> tuple[Windows, Windows]:
     return cut(read_documents(data, load_tokenizer(data.tokenizer)), data)
 
 
-def cut(documents: Documents, data: Data) -> tuple[Windows, Windows]:
+def cut(documents: Documents, data: DataSection) -> tuple[Windows, Windows]:
     """Documents as the windows to train on and those to validate on.
 
     Raises:

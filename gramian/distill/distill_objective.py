@@ -16,7 +16,7 @@ from gramian.distill.loss.head import Head
 from gramian.distill.loss.loss_metrics import SUMS
 from gramian.distill.teacher.head_proof import head_of
 from gramian.distill.teacher.language_model import hidden_of, linear_of
-from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse, Tail, refuse_inference
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, Tail, refuse_inference
 from gramian.linalg.wide import wide_dtype
 
 IGNORED = -100
@@ -85,7 +85,7 @@ class DistillObjective(nn.Module):
         layers = () if self.features is None else self.features.student_layers
         hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
         if compare:
-            assert isinstance(signal, Dense)
+            assert isinstance(signal, DenseSignal)
             counted_N = (targets_BT != IGNORED).flatten()
             dtype = wide_dtype(hidden_BTD, signal.hidden_BTD)
             x_ND, y_NE = (hidden.flatten(0, 1).to(dtype) for hidden in (hidden_BTD, signal.hidden_BTD))
@@ -125,12 +125,12 @@ class DistillObjective(nn.Module):
 def _teacher_of(signal: Signal) -> dict[str, Any]:
     """The signal as arguments of `distill_loss`, tokens in one row."""
     match signal:
-        case Dense():
+        case DenseSignal():
             return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}
-        case Sparse():
+        case SparseSignal():
             tail = signal.tail
             if tail is not None:
                 tail = Tail(tail.values_BTQ.flatten(0, 1), tail.slopes_BTQ.flatten(0, 1), tail.knots_Q)
             return {"teacher_topk": (signal.ids_BTK.flatten(0, 1), signal.logits_BTK.flatten(0, 1), tail)}
-        case Sampled():
+        case SampledSignal():
             return {"teacher_sampled": (signal.ids_BTK.flatten(0, 1), signal.weights_BTK.flatten(0, 1))}

@@ -13,7 +13,7 @@ from gramian.distill.feature_switch import FeatureSwitch
 from gramian.distill.loss.loss_metrics import metrics_of
 from gramian.distill.loss.temperature import STUCK_STEPS, Temperature
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense, Signal
+from gramian.distill.teacher.signal import DenseSignal, Signal
 from gramian.parallel.world import World
 
 EXTRA = (*TOLD[1:], *Temperature.FIELDS)
@@ -116,7 +116,7 @@ class Teaching:
             batch: a few windows; all processes ask for the same.
         """
         signal = self.source(batch)
-        if not isinstance(signal, Dense):
+        if not isinstance(signal, DenseSignal):
             return None
         with torch.no_grad():
             found, _ = module(

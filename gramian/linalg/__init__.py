@@ -1,6 +1,6 @@
 """Symmetric positive factors under one contract, the small solvers they stand on, and spectra of maps known by products."""
 
-from gramian.linalg.factors.cholesky import Attempt, Cholesky
+from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.diagonal import Diagonal
 from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank
@@ -14,7 +14,7 @@ from gramian.linalg.spectra.trace import Estimate, stochastic_trace
 
 __all__ = [
     "WIDEST_DENSE",
-    "Attempt",
+    "CholeskyAttempt",
     "Cholesky",
     "Clip",
     "Compressed",

@@ -61,7 +61,7 @@ class GPTConfig:
             raise GramianError(f"dropout: got {self.dropout}; accepted: 0 <= dropout < 1")
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One pre-norm transformer block: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -119,7 +119,7 @@ class GPT(nn.Module):
             self.token_embedding = nn.Embedding(config.vocabulary, config.width)
             self.position_embedding = nn.Embedding(config.context, config.width)
             self.embedding_dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
             self.final_norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:

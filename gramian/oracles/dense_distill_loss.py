@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
-class Reference:
+class DistillReference:
     """The loss and its gradients."""
 
     loss: Tensor
@@ -33,7 +33,7 @@ def reference(
     beta: float = 0.5,
     kept_NK: Tensor | None = None,
     num_terms: float | None = None,
-) -> Reference:
+) -> DistillReference:
     """kd_weight · T² · D + ce_weight · CE, each summed over targets that are not −100, over num_terms.
 
     Args:
@@ -66,7 +66,7 @@ def reference(
     loss = (kd_weight * distance + ce_weight * ce) / terms
     gradients = torch.autograd.grad(loss, (hidden, weight, t), allow_unused=True)
     found = [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, (hidden, weight, t), strict=True)]
-    return Reference(loss.detach(), *found)
+    return DistillReference(loss.detach(), *found)
 
 
 def _lumped(log_NV: Tensor, kept_NK: Tensor) -> Tensor:

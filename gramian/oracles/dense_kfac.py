@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 
-class Tokens(NamedTuple):
+class ReferenceTokens(NamedTuple):
     """Both sides of every use of a layer, one after another."""
 
     inputs_TI: Tensor
     gradients_TO: Tensor
 
 
-def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, Tokens]:
+def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, ReferenceTokens]:
     """Run `backward` and note what goes in and what gradient comes back at every layer named.
 
     Args:
@@ -60,12 +60,12 @@ def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequenc
         for _, y in uses:
             gradient = y.grad if y.grad is not None else torch.zeros_like(y)
             gradients.append(gradient.reshape(-1, y.shape[-1]).double())
-        found[name] = Tokens(torch.cat(inputs), torch.cat(gradients))
+        found[name] = ReferenceTokens(torch.cat(inputs), torch.cat(gradients))
     return found
 
 
 def factors(
-    tokens: Tokens, terms: float, coefficient: float, bias: bool, weights_T: Tensor | None = None
+    tokens: ReferenceTokens, terms: float, coefficient: float, bias: bool, weights_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """A [M, M] and G [O, O], one outer product after another.
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 LossFunction = Callable[..., Tensor]
 
 
-class NoiseScale(NamedTuple):
+class ReferenceNoiseScale(NamedTuple):
     """The simple gradient noise scale and its two parts.
 
     Attributes:
@@ -112,7 +112,7 @@ def dense_fisher(
     return g_BP.T @ g_BP
 
 
-def noise_scale(per_sample: dict[str, Tensor]) -> NoiseScale:
+def noise_scale(per_sample: dict[str, Tensor]) -> ReferenceNoiseScale:
     r"""Return the simple noise scale :math:`\mathrm{tr}\,\Sigma / |G|^2` from unbiased estimates of both.
 
     .. math::
@@ -131,7 +131,7 @@ def noise_scale(per_sample: dict[str, Tensor]) -> NoiseScale:
     mean_square = g_BP.mean(0).square().sum().item()
     trace_covariance = (g_BP.square().sum().item() - samples * mean_square) / (samples - 1)
     squared_gradient = mean_square - trace_covariance / samples
-    return NoiseScale(trace_covariance / squared_gradient, trace_covariance, squared_gradient)
+    return ReferenceNoiseScale(trace_covariance / squared_gradient, trace_covariance, squared_gradient)
 
 
 def _single_sample_gradients(

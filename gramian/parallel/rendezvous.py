@@ -32,7 +32,7 @@ def _group(group: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One collective that all processes of a group must want."""
 
     group: Any
@@ -40,7 +40,7 @@ class Meeting:
     name: str
     """The same on all processes, and never used twice."""
 
-    def come(self, before: "Meeting | None" = None) -> str:
+    def come(self, before: "Rendezvous | None" = None) -> str:
         """Wait until all others come too.
 
         Args:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardedBox:
     """A part of a tensor."""
 
     offsets: Sequence[int]
@@ -32,7 +32,7 @@ class Box:
         return ChunkStorageMetadata(torch.Size(self.offsets), self.local.shape)
 
 
-def read_boxes(folder: Path, boxes: Mapping[str, Box]) -> None:
+def read_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
     """Fill boxes of saved tensors; every process by itself, nothing is unpickled.
 
     Args:
@@ -73,5 +73,5 @@ class _Planner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        box: Box = self.state_dict[index.fqn]
+        box: ShardedBox = self.state_dict[index.fqn]
         return box.local

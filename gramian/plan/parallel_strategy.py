@@ -37,7 +37,7 @@ MOST_GPUS = 4096
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """One line of the table."""
 
     what: str
@@ -74,7 +74,7 @@ class Decision:
     """One line."""
     columns: tuple[Strategy, ...]
     """The strategies that were weighed, fastest first."""
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
     """The last is the sum."""
     usable: int
     """Bytes of a GPU that are planned with."""
@@ -184,13 +184,13 @@ def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
     return parts
 
 
-def _rows(needs: Needs, gpus: int, ways: list[_Way]) -> Iterator[Row]:
+def _rows(needs: Needs, gpus: int, ways: list[_Way]) -> Iterator[StrategyRow]:
     """The table: parts that some strategy has, and the sum."""
     for what, arithmetic in _arithmetic(needs, gpus).items():
         held = tuple(way.parts.get(what, 0) for way in ways)
         if any(held):
-            yield Row(what, arithmetic, held)
-    yield Row("sum", "", tuple(way.held for way in ways))
+            yield StrategyRow(what, arithmetic, held)
+    yield StrategyRow("sum", "", tuple(way.held for way in ways))
 
 
 def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:

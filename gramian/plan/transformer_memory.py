@@ -132,7 +132,7 @@ def optimizer_states(optimizer: str, momentum: float) -> int:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherShape:
     """A model that is only asked: weights, and one forward at a time."""
 
     shape: Transformer
@@ -193,7 +193,7 @@ class Needs:
     isolated: bool = False
     """Whether a mask [B, T, T] keeps documents apart."""
     device: Literal["cuda", "cpu"] = "cuda"
-    teacher: Teacher | None = None
+    teacher: TeacherShape | None = None
     proof: bool = False
     """Whether a row proof runs before the first step."""
 

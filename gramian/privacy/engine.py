@@ -42,7 +42,7 @@ from gramian.privacy.sampling.single_collation import RememberingCollate
 from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
 from gramian.taps.proof.row_proof import check_proof
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import Lone
 from gramian.taps.sites.site import first_tensor
 
@@ -530,7 +530,7 @@ class PrivacyEngine:
             self._remembers_nothing = remembers_nothing(self._root, *inputs)
         self._outside.look_behind(inputs)
 
-    def _sample_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
+    def _sample_alone(self, samples: SampleArguments, among: Collection[int]) -> list[Lone]:
         remembers = self._loader if self._loader is not None else self._collate
         last = None if remembers is None else remembers.last_batch()
         return [] if last is None else last.samples_alone(samples, among)

@@ -19,7 +19,7 @@ from gramian.core.errors import GramianError
 from gramian.statistics.argument_checks import check_state
 from gramian.statistics.moving_average import MovingAverage
 from gramian.statistics.reliability_weights import Weights
-from gramian.statistics.weighted_moments import Moment, WeightedMoments
+from gramian.statistics.weighted_moments import WeightedMoment, WeightedMoments
 from gramian.taps import Capture
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.records import ParameterRecord
@@ -207,7 +207,7 @@ class DiagonalFisherEstimate:
         self.moments, self.samples, self.dropped = moments, samples, dropped
 
 
-def _in_range(moment: Moment) -> bool:
+def _in_range(moment: WeightedMoment) -> bool:
     """True for squares up to `LARGEST`; False where their mean or mean squared deviation is beyond it or NaN."""
     most = moment.weights.observations * LARGEST**2
     return bool(((moment.mean <= LARGEST) & (moment.deviations <= most)).all())
@@ -294,7 +294,7 @@ class SquareMoments:
             if unused:
                 zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
                 zeros = zeros if self.reduce is None else self.reduce(name, zeros)
-                sums.moments.add(name, Moment(zeros, zeros.clone(), Weights.equal(unused)))
+                sums.moments.add(name, WeightedMoment(zeros, zeros.clone(), Weights.equal(unused)))
         return sums.moments
 
 

@@ -28,7 +28,7 @@ from gramian.statistics.reliability_weights import Weights, check_weight, check_
 
 
 @dataclass
-class Moment:
+class WeightedMoment:
     """What is known of one tensor, float64."""
 
     mean: Tensor
@@ -47,7 +47,7 @@ class Moment:
         """√(s²/n_eff), NaN after one observation."""
         return (self.variance() / self.weights.effective).sqrt()
 
-    def absorb(self, other: "Moment") -> None:
+    def absorb(self, other: "WeightedMoment") -> None:
         """Take another's observations in (Chan et al.): one temporary of the tensor's size."""
         self.deviations += other.deviations.to(self.deviations.device)
         self._move(other.mean, other.weights)
@@ -64,7 +64,7 @@ class Moment:
         self.mean.add_(shift, alpha=weights.total / both.total)
         self.weights = both
 
-    def copy(self) -> "Moment":
+    def copy(self) -> "WeightedMoment":
         """One that owns its tensors."""
         return replace(self, mean=self.mean.clone(), deviations=self.deviations.clone())
 
@@ -83,7 +83,7 @@ class WeightedMoments:
 
     def __init__(self) -> None:
         """Nothing seen."""
-        self.moments: dict[str, Moment] = {}
+        self.moments: dict[str, WeightedMoment] = {}
         """By name."""
 
     def __contains__(self, name: str) -> bool:
@@ -108,7 +108,7 @@ class WeightedMoments:
             mine = self.moments.get(name)
             if mine is None:
                 mean = value.detach().double().clone()
-                self.moments[name] = Moment(mean, torch.zeros_like(mean), Weights(checked, checked**2, 0.0, 1))
+                self.moments[name] = WeightedMoment(mean, torch.zeros_like(mean), Weights(checked, checked**2, 0.0, 1))
             else:
                 mine.observe(value.detach(), checked)
 
@@ -147,7 +147,7 @@ class WeightedMoments:
         for name, moment in other.moments.items():
             self.add(name, moment if name in self else moment.copy())
 
-    def add(self, name: str, moment: Moment) -> None:
+    def add(self, name: str, moment: WeightedMoment) -> None:
         """Take observations of one tensor in, as moments of their own; the first ones are kept as they are, not copied."""
         mine = self._known(name, moment.mean.shape)
         if mine is None:
@@ -164,7 +164,7 @@ class WeightedMoments:
         for name, moment in other.moments.items():
             self._known(name, moment.mean.shape)
 
-    def _known(self, name: str, shape: torch.Size) -> Moment | None:
+    def _known(self, name: str, shape: torch.Size) -> WeightedMoment | None:
         """What was seen before under this name, which must have this shape."""
         mine = self.moments.get(name)
         if mine is not None and mine.mean.shape != shape:
@@ -201,13 +201,13 @@ class WeightedMoments:
         for name in sorted(shapes):
             whole = sum(weights[name], Weights())
             zeros = torch.zeros(shapes[name], dtype=torch.float64, device=device)
-            moment = self.moments.get(name, Moment(zeros, zeros, Weights()))
+            moment = self.moments.get(name, WeightedMoment(zeros, zeros, Weights()))
             heaviest = max(range(others.size), key=lambda rank: weights[name][rank].total)
             origin = others.hand(moment.mean, shapes[name], moment.mean, heaviest)
             offset = moment.mean - origin
             shift = others.sum(offset * (moment.weights.total / whole.total))
             deviations = others.sum(moment.deviations + moment.weights.total * (offset - shift).square())
-            joined.moments[name] = Moment(origin + shift, deviations, whole)
+            joined.moments[name] = WeightedMoment(origin + shift, deviations, whole)
         return joined
 
     # ---- what they say -----------------------------------------------------------------------------------------------
@@ -218,11 +218,11 @@ class WeightedMoments:
 
     def variance(self) -> dict[str, Tensor]:
         """s² of one observation, float64; NaN after one."""
-        return self._each(Moment.variance)
+        return self._each(WeightedMoment.variance)
 
     def standard_error(self) -> dict[str, Tensor]:
         """√(s²/n_eff) of the mean, float64; NaN after one observation."""
-        return self._each(Moment.standard_error)
+        return self._each(WeightedMoment.standard_error)
 
     def effective_samples(self) -> dict[str, float]:
         """n_eff of every tensor."""
@@ -252,7 +252,7 @@ class WeightedMoments:
             found[name] = (moment.mean - half, moment.mean + half)
         return found
 
-    def _each(self, function: Callable[[Moment], Tensor]) -> dict[str, Tensor]:
+    def _each(self, function: Callable[[WeightedMoment], Tensor]) -> dict[str, Tensor]:
         return {name: function(moment) for name, moment in self.moments.items()}
 
     # ---- at rest -----------------------------------------------------------------------------------------------------
@@ -280,23 +280,23 @@ class WeightedMoments:
             if not weights.possible() or bool((deviations < 0).any()):
                 raise GramianError(f"{name}: has sums that no observations give; expected what state_dict gave")
             weights = replace(weights, observations=int(weights.observations))
-            found[name] = Moment(mean.clone(), deviations.clone(), weights)
+            found[name] = WeightedMoment(mean.clone(), deviations.clone(), weights)
         if len(state) != 3 * len(found):
             raise GramianError("state: holds other keys; expected what state_dict gave")
         self.moments = found
 
 
-def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> Moment:
+def _of_rows(rows_N: Tensor, weights_N: Tensor | None) -> WeightedMoment:
     """The moments of some rows by themselves: two passes, so that nothing cancels.
 
     With weights a third, which takes the rounding of the mean out: a weight of 1e20 makes much of its square.
     """
     if weights_N is None:
         mean = rows_N.mean(0)
-        return Moment(mean, (rows_N - mean).square_().sum(0), Weights.equal(len(rows_N)))
+        return WeightedMoment(mean, (rows_N - mean).square_().sum(0), Weights.equal(len(rows_N)))
     w, weights = weights_N.to(rows_N.device), Weights.of(weights_N)
     mean = torch.tensordot(w, rows_N, dims=1) / weights.total
     centred_N = rows_N - mean
     rounding = torch.tensordot(w, centred_N, dims=1) / weights.total
     deviations = torch.tensordot(w, centred_N.sub_(rounding).square_(), dims=1)
-    return Moment(mean + rounding, deviations, weights)
+    return WeightedMoment(mean + rounding, deviations, weights)

@@ -37,7 +37,7 @@ from gramian.taps.proof.row_recorder import Recorder
 from gramian.taps.records import LayerRecord
 from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
 from gramian.taps.sites.site import first_tensor
-from gramian.taps.tap import LISTENERS, Tap, Use, register_hub
+from gramian.taps.tap import LISTENERS, Tap, TapUse, register_hub
 
 SPREADS = ("linear", "embedding", "norm")
 """Kinds of layers that may be tensor parallel."""
@@ -435,10 +435,10 @@ class Hub:
             raise GramianError(f"{tap.name or 'model'} ({type(module).__name__}) {reason}")
         return tap.site.run(module, plain, args, kwargs)
 
-    def open_use(self, tap: Tap, extra: Any, kept: Sequence[Tensor], outputs: Sequence[Tensor]) -> Use:
+    def open_use(self, tap: Tap, extra: Any, kept: Sequence[Tensor], outputs: Sequence[Tensor]) -> TapUse:
         """A tapped layer runs in eager mode: count the use."""
         if in_backward():  # a checkpoint's second run, which gets no backward of its own
-            return Use(tap, None, None, inside_backward=True)
+            return TapUse(tap, None, None, inside_backward=True)
         outside = self._passes.current is None or self._passes.current.returned
         if outside and self.tells_samples_apart:
             raise GramianError(
@@ -461,11 +461,11 @@ class Hub:
         rows = _rows_over_batch(kept, outputs, pass_.batch)
         calls = self.calls if self.rehearsing is None else self.rehearsing.calls
         calls.append((tap.name, ordinal, rows))
-        return Use(tap, pass_, extra, inside_backward=False, ordinal=ordinal)
+        return TapUse(tap, pass_, extra, inside_backward=False, ordinal=ordinal)
 
     # ---- backward --------------------------------------------------------------------------------------------------
 
-    def report(self, use: Use, kept: list[Tensor], gradients: list[Tensor]) -> None:
+    def report(self, use: TapUse, kept: list[Tensor], gradients: list[Tensor]) -> None:
         """The backward reached one use (eager mode)."""
         _refuse_create_graph()
         if use.inside_backward:
@@ -687,11 +687,11 @@ def _maker(output: Any) -> str | None:
     node = logits.grad_fn if isinstance(logits, Tensor) else None
     while node is not None:
         use = getattr(node, "use", None)
-        if isinstance(use, Use) and use.tap.is_root and use.tap.site is not None and use.tap.site.kind == "generic":
+        if isinstance(use, TapUse) and use.tap.is_root and use.tap.site is not None and use.tap.site.kind == "generic":
             # a root with parameters of its own is seen behind its last layer
             node = node.next_functions[1][0] if len(node.next_functions) > 1 else None
             continue
-        if isinstance(use, Use):
+        if isinstance(use, TapUse):
             return use.tap.name
         if not any(word in node.name() for word in PASSED_ON):
             return None

@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
-from gramian.taps.model.find_layers import Found
+from gramian.taps.model.find_layers import FoundLayer
 from gramian.taps.sites.site import Site, observed
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def register_hub(hub: "Hub") -> int:
     return number
 
 
-class Use:
+class TapUse:
     """One call of a tapped layer in one pass (eager mode)."""
 
     __slots__ = ("extra", "inside_backward", "ordinal", "pass_", "tap")
@@ -65,7 +65,7 @@ class Observe(torch.autograd.Function):
     """Identity on the outputs of a layer; its backward reports the use."""
 
     @staticmethod
-    def forward(ctx: Any, probe: Tensor, use: Use, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, probe: Tensor, use: TapUse, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Outputs first, then what to keep. `probe` makes sure that there is a backward even if no output has one."""
         ctx.save_for_backward(*tensors[count:])
         ctx.use, ctx.kept = use, len(tensors) - count
@@ -149,7 +149,7 @@ class Tap:
         self._tracing: Any = lambda: None
         self._forward = self._usual_forward = _replacement(self)
 
-    def describe(self, found: Found, is_root: bool) -> None:
+    def describe(self, found: FoundLayer, is_root: bool) -> None:
         """Take over what was found about the layer.
 
         Raises:

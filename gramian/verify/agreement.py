@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 
 from gramian.parallel.world import World
-from gramian.verify.checks import Outcome
+from gramian.verify.checks import VerifyOutcome
 
 
-def agree(where: World, outcomes: Sequence[Outcome]) -> dict[str, str]:
+def agree(where: World, outcomes: Sequence[VerifyOutcome]) -> dict[str, str]:
     """What failed on any process, the same everywhere.
 
     To be called when the process group is gone: a process that waits for one that crashed wakes up then.

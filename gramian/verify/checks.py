@@ -28,7 +28,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Check:
+class VerifyCheck:
     """A property, and the function that measures how far the library is from it."""
 
     model: str
@@ -46,10 +46,10 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VerifyOutcome:
     """What came of a check."""
 
-    check: Check
+    check: VerifyCheck
     comparisons: tuple[Comparison, ...]
     crash: str = ""
     """The exception that ended it, if one did."""
@@ -80,10 +80,10 @@ class Outcome:
 
 
 def run_checks(
-    checks: Sequence[Check],
-    on_progress: Callable[[int, Check], None] = lambda done, check: None,
+    checks: Sequence[VerifyCheck],
+    on_progress: Callable[[int, VerifyCheck], None] = lambda done, check: None,
     stop_at_crash: bool = False,
-) -> list[Outcome]:
+) -> list[VerifyOutcome]:
     """Run every check; one that raises has failed, and the others run on.
 
     Args:
@@ -105,7 +105,7 @@ def run_checks(
                     seen.append(comparison)
             except Exception as problem:
                 crash = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
-            outcomes.append(Outcome(check, tuple(seen), crash))
+            outcomes.append(VerifyOutcome(check, tuple(seen), crash))
             if crash and stop_at_crash:
                 break
     return outcomes

@@ -29,7 +29,7 @@ from gramian.oracles.single_sample import per_sample_gradients
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.verify.checks import Check, Comparison
+from gramian.verify.checks import Comparison, VerifyCheck
 from gramian.verify.model_layouts import spread
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -44,7 +44,7 @@ EXPECTED_BATCH = 5.0
 
 
 @dataclass(frozen=True)
-class Case:
+class ClippingCase:
     """Options under which a sum is formed."""
 
     mode: str
@@ -58,7 +58,7 @@ class Case:
 
 
 CASES = tuple(
-    Case(*which)
+    ClippingCase(*which)
     for which in product(MODES, ALGORITHMS, REDUCTIONS)
     if which[0] != "keep" or which[1] == "auto"  # what is kept has its own norm
 )
@@ -151,7 +151,7 @@ def _checkpointed() -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ClippingSubject:
     """A model and what it reads; one label per sample, or one per token for ids."""
 
     name: str
@@ -188,15 +188,15 @@ class Subject:
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("mlp", _mlp, (7,)),
-        Subject("text", _Text, (6,), ids=11),
-        Subject("gpt", lambda: _gpt(False), (6,), ids=24, classes=24),
-        Subject("tied gpt", lambda: _gpt(True), (6,), ids=24, classes=24),
-        Subject("checkpointed", _checkpointed, (6,), ids=24, classes=24),
-        Subject("conv net", _convnet, (3, 5, 5)),
-        Subject("reused", _Reused, (6, 7)),
-        Subject("adapters", _Adapted, (6, 7)),
-        Subject("raw", _Raw, (6, 7), shards=False),
+        ClippingSubject("mlp", _mlp, (7,)),
+        ClippingSubject("text", _Text, (6,), ids=11),
+        ClippingSubject("gpt", lambda: _gpt(False), (6,), ids=24, classes=24),
+        ClippingSubject("tied gpt", lambda: _gpt(True), (6,), ids=24, classes=24),
+        ClippingSubject("checkpointed", _checkpointed, (6,), ids=24, classes=24),
+        ClippingSubject("conv net", _convnet, (3, 5, 5)),
+        ClippingSubject("reused", _Reused, (6, 7)),
+        ClippingSubject("adapters", _Adapted, (6, 7)),
+        ClippingSubject("raw", _Raw, (6, 7), shards=False),
     )
 }
 
@@ -239,10 +239,10 @@ def _clip_norm(gradients: dict[str, Tensor]) -> float:
 class _Bench:
     """One subject in one dtype on this process."""
 
-    subject: Subject
+    subject: ClippingSubject
     dtype: torch.dtype
     where: World
-    cases: tuple[Case, ...]
+    cases: tuple[ClippingCase, ...]
     stopwatch: Stopwatch | None = None
     """Collects the times of the private steps."""
 
@@ -384,9 +384,9 @@ def _error(value: Tensor, reference: Tensor, size: float) -> float:
 def plan(
     where: World,
     models: Sequence[str] = tuple(SUBJECTS),
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[ClippingCase] = CASES,
     stopwatch: Stopwatch | None = None,
-) -> list[Check]:
+) -> list[VerifyCheck]:
     """Every check of clipping, model by model; nothing is computed yet. The checks are collective.
 
     Args:
@@ -406,10 +406,10 @@ def plan(
         exact = _Bench(subject, torch.float64, where, tuple(cases), stopwatch)
         for dtype, tolerance in TOLERANCES.items():
             bench = _Bench(subject, dtype, where, tuple(cases), stopwatch)
-            found.append(Check(name, f"clipped sums, {str(dtype).removeprefix('torch.')}", tolerance, bench.sums))
+            found.append(VerifyCheck(name, f"clipped sums, {str(dtype).removeprefix('torch.')}", tolerance, bench.sums))
         tolerance = TOLERANCES[torch.float64]
-        found.append(Check(name, "several backwards", tolerance, exact.accumulated))
+        found.append(VerifyCheck(name, "several backwards", tolerance, exact.accumulated))
         if where.kind != "fsdp2":
-            found.append(Check(name, "single samples", tolerance, exact.single))
-        found.append(Check(name, "a sample that is NaN", tolerance, exact.nonfinite))
+            found.append(VerifyCheck(name, "single samples", tolerance, exact.single))
+        found.append(VerifyCheck(name, "a sample that is NaN", tolerance, exact.nonfinite))
     return found

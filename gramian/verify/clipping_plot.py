@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from gramian.verify.clipping_profile import PHASES, Profile, Spread, Step
+from gramian.verify.clipping_profile import PHASES, ClippingProfile, Step, TimingSpread
 from gramian.verify.clipping_scaling import shares
 
 WIDTH, HEIGHT = 1080, 400
@@ -35,7 +35,7 @@ class Line:
     ranges: Sequence[tuple[float, float]] = ()
 
 
-def draw(profiles: Sequence[Profile], title: str) -> str:
+def draw(profiles: Sequence[ClippingProfile], title: str) -> str:
     """The picture.
 
     Args:
@@ -64,7 +64,9 @@ def draw(profiles: Sequence[Profile], title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _times(name: str, colour: str, profiles: Sequence[Profile], of: Callable[[Profile], Spread]) -> Line:
+def _times(
+    name: str, colour: str, profiles: Sequence[ClippingProfile], of: Callable[[ClippingProfile], TimingSpread]
+) -> Line:
     spreads = [of(p) for p in profiles]
     return Line(
         name,
@@ -74,7 +76,7 @@ def _times(name: str, colour: str, profiles: Sequence[Profile], of: Callable[[Pr
     )
 
 
-def _memory(name: str, colour: str, profiles: Sequence[Profile], of: Callable[[Profile], Step]) -> Line:
+def _memory(name: str, colour: str, profiles: Sequence[ClippingProfile], of: Callable[[ClippingProfile], Step]) -> Line:
     return Line(name, colour, [(p.length, (of(p).memory.above or 0) / 1e6) for p in profiles])
 
 
@@ -148,7 +150,7 @@ def _legend(left: float, lines: Sequence[Line]) -> Iterator[str]:
         at += 34 + 6.2 * len(line.name)
 
 
-def _bars(left: float, right: float, profiles: Sequence[Profile]) -> Iterator[str]:
+def _bars(left: float, right: float, profiles: Sequence[ClippingProfile]) -> Iterator[str]:
     """A bar per length, cut into the phases' shares."""
     yield _text(left, 52, "share of the private step", weight="bold")
     named = [phase for phase in PHASES if any(p.phases[phase].median > 0 for p in profiles)]

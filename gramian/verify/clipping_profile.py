@@ -43,7 +43,7 @@ PHASES = ("forward", "backward", "norm", "clip", "communication", "noise", "step
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimingSpread:
     """Median and quartiles."""
 
     median: float
@@ -51,7 +51,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> TimingSpread:
         """Of measured values, at least one."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
@@ -70,7 +70,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ClippingMemory:
     """Bytes: of the CUDA allocator; on a CPU of the process, and above that of torch's allocator. None: not known."""
 
     allocated: int | None
@@ -90,15 +90,15 @@ class Memory:
 class Step:
     """One kind of step."""
 
-    total: Spread
+    total: TimingSpread
     """Seconds of forward, backward and `step()`."""
-    passes: Spread
+    passes: TimingSpread
     """Seconds of forward and backward alone."""
-    memory: Memory
+    memory: ClippingMemory
 
 
 @dataclass(frozen=True)
-class Profile:
+class ClippingProfile:
     """Everything measured at one sequence length, by this process."""
 
     length: int
@@ -106,7 +106,7 @@ class Profile:
     """Per step and process."""
     plain: Step
     private: Step
-    phases: dict[str, Spread]
+    phases: dict[str, TimingSpread]
     """Seconds, with the stopwatch on."""
     watched: float
     """A step with the stopwatch on over one with it off."""
@@ -151,7 +151,7 @@ def profile_clipping(
     algorithm: str = "auto",
     iterations: int = LEAST_ITERATIONS,
     on_progress: Callable[[], None] = lambda: None,
-) -> Profile:
+) -> ClippingProfile:
     """Measure plain and private steps at one sequence length. Collective.
 
     On CUDA the forward runs under bfloat16 autocast. The optimizer is SGD, the noise multiplier 1, batches are fixed and of
@@ -189,10 +189,10 @@ def profile_clipping(
         engine.detach()
     after = bench.plain(_half(iterations))
     assert plan is not None
-    phases = {name: Spread.of([step[name] for step in watched]) for name in PHASES}
+    phases = {name: TimingSpread.of([step[name] for step in watched]) for name in PHASES}
     reader = Stopwatch(on=True)
     reader.entries.extend(entries)
-    return Profile(
+    return ClippingProfile(
         length=length,
         tokens=batch_size * length,
         plain=_step([*before.seconds, *after.seconds], before.memory),
@@ -212,8 +212,8 @@ def _half(iterations: int) -> int:
     return -(-iterations // 2)
 
 
-def _step(seconds: Sequence[tuple[float, float, float]], memory: Memory) -> Step:
-    return Step(Spread.of([sum(s) for s in seconds]), Spread.of([s[0] + s[1] for s in seconds]), memory)
+def _step(seconds: Sequence[tuple[float, float, float]], memory: ClippingMemory) -> Step:
+    return Step(TimingSpread.of([sum(s) for s in seconds]), TimingSpread.of([s[0] + s[1] for s in seconds]), memory)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Series:
     """Steps of one kind: seconds of forward, backward and `step()`."""
 
     seconds: list[tuple[float, float, float]]
-    memory: Memory
+    memory: ClippingMemory
 
 
 class _Bench:
@@ -328,19 +328,19 @@ class _Bench:
         if self.cuda:
             torch.cuda.synchronize(self.where.device)
 
-    def _memory(self, step: Callable[[], Any]) -> Callable[[], Memory]:
+    def _memory(self, step: Callable[[], Any]) -> Callable[[], ClippingMemory]:
         """Ask what is returned once the steps are over."""
         device = self.where.device
         if not self.cuda:
-            found = Memory(_resident(), highest_on_cpu(step), None)
+            found = ClippingMemory(_resident(), highest_on_cpu(step), None)
             return lambda: found
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
 
-        def after() -> Memory:
+        def after() -> ClippingMemory:
             above = torch.cuda.max_memory_allocated(device) - allocated
-            return Memory(allocated, above, torch.cuda.memory_reserved(device))
+            return ClippingMemory(allocated, above, torch.cuda.memory_reserved(device))
 
         return after
 

@@ -25,15 +25,15 @@ from gramian.distill.cache.topk_cache import GONE, TopK, fit_tail, place_knots
 from gramian.distill.distill_objective import DistillObjective, LossOptions
 from gramian.distill.loss.fused_loss import distill_loss
 from gramian.distill.teacher.live_teacher import LiveTeacher, shard_teacher
-from gramian.distill.teacher.signal import Dense, Sparse, Tail
+from gramian.distill.teacher.signal import DenseSignal, SparseSignal, Tail
 from gramian.models.goose.scan import scan, sequential_scan
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.oracles.dense_distill_loss import Reference, reference
+from gramian.oracles.dense_distill_loss import DistillReference, reference
 from gramian.parallel.world import World
 from gramian.parallel.wrap import spread
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.stepper import evaluating
-from gramian.verify.checks import Check, Comparison, relative_error
+from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 
 TEMPERATURES = (1.0, 1.5, 2.0, 5.0, 10.0)
 DIRECTIONS = (("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3))
@@ -71,10 +71,10 @@ class _Problem:
         }
 
 
-def plan(where: World) -> list[Check]:
+def plan(where: World) -> list[VerifyCheck]:
     """All checks that this world can run."""
     cuda = where.device.type == "cuda"
-    checks: list[Check] = []
+    checks: list[VerifyCheck] = []
     if where.size == 1:
         dtypes = [torch.float64, torch.float32] + ([torch.bfloat16] if cuda else [])
         for dtype in dtypes:
@@ -82,21 +82,23 @@ def plan(where: World) -> list[Check]:
             for problem in (_Problem(37, 257), _Problem(1, 50), _Problem(64, 1000)):
                 title = f"{problem.N} × {problem.V}"
                 checks.append(
-                    Check(title, f"loss, {name}", TOLERANCES[dtype], partial(_dense, problem, dtype, where.device))
+                    VerifyCheck(
+                        title, f"loss, {name}", TOLERANCES[dtype], partial(_dense, problem, dtype, where.device)
+                    )
                 )
             checks.append(
-                Check(
+                VerifyCheck(
                     "top-k", f"loss, {name}", TOLERANCES[dtype], partial(_topk, _Problem(37, 257), dtype, where.device)
                 )
             )
-        checks.append(Check("37 × 257", "parts add up", 1e-12, partial(_parts, _Problem(37, 257), where.device)))
-        checks.append(Check("Goose", "scan = sequential", 1e-5, partial(_scan, where.device)))
-        checks.append(Check("GPT", "caches = live teacher", 1e-2, partial(_caches, where)))
-    checks.append(Check("GPT", f"gradient on {where.size} as on one", 1e-10, partial(_processes, where)))
+        checks.append(VerifyCheck("37 × 257", "parts add up", 1e-12, partial(_parts, _Problem(37, 257), where.device)))
+        checks.append(VerifyCheck("Goose", "scan = sequential", 1e-5, partial(_scan, where.device)))
+        checks.append(VerifyCheck("GPT", "caches = live teacher", 1e-2, partial(_caches, where)))
+    checks.append(VerifyCheck("GPT", f"gradient on {where.size} as on one", 1e-10, partial(_processes, where)))
     return checks
 
 
-def _compared(expected: Reference, found: dict[str, Tensor], case: str, slack: float) -> Iterator[Comparison]:
+def _compared(expected: DistillReference, found: dict[str, Tensor], case: str, slack: float) -> Iterator[Comparison]:
     yield Comparison("loss", case, relative_error(found["loss"], expected.loss))
     yield Comparison("student hidden", case, relative_error(found["hidden"], expected.hidden))
     yield Comparison("student weight", case, relative_error(found["weight"], expected.weight))
@@ -217,13 +219,16 @@ def _caches(where: World) -> Iterator[Comparison]:
     index = np.arange(len(windows))
     rows = {name: t.to(where.device) for name, t in windows.stack(index).items()} | {"windows": torch.from_numpy(index)}
 
-    def loss(signal: Dense | Sparse | Any, temperature: float) -> Tensor:
+    def loss(signal: DenseSignal | SparseSignal | Any, temperature: float) -> Tensor:
         with evaluating(student):
             found: Tensor = student(rows["tokens"], rows["targets"], 0.01, None, signal, temperature)[0]
         return found
 
     with tempfile.TemporaryDirectory() as folder:
-        kinds = (("hidden", Hidden(), 1e-3, (1.0, 1.7, 2.0, 5.0)), ("top-64", TopK(k=64), 1e-2, (1.0, 1.7, 2.0)))
+        kinds = (
+            ("hidden", Hidden(), 1e-3, (1.0, 1.7, 2.0, 5.0)),
+            ("top-64", TopK(k=64), 1e-2, (1.0, 1.7, 2.0)),
+        )
         for name, kind, slack, temperatures in kinds:
             path = Path(folder) / name
             build_cache(path, live, windows, CacheOptions(kind, shard_windows=7))

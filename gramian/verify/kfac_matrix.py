@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from gramian.curvature import Block, KFACNaturalGradient
 from gramian.models import GPT, GPTConfig
 from gramian.oracles import dense_kfac, single_sample
-from gramian.verify.checks import Check, Comparison, relative_error
+from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 
 TOLERANCE = 1e-10
 """Of everything in float64 on one device."""
@@ -44,7 +44,7 @@ IGNORE = -100
 
 
 @dataclass(frozen=True)
-class Case:
+class KFACCase:
     """Options under which a natural gradient is computed."""
 
     policy: str
@@ -58,14 +58,14 @@ class Case:
         return f"{self.policy}, power {POWERS.get(self.power, self.power)}{', clip' if self.clip else ''}"
 
 
-CASES = tuple(Case(*which) for which in itertools.product(POLICIES, DAMPING_MODES, (False, True), POWERS))
+CASES = tuple(KFACCase(*which) for which in itertools.product(POLICIES, DAMPING_MODES, (False, True), POWERS))
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Subject:
+class KFACSubject:
     """A model and one batch for it; the loss is a cross entropy with one term per label."""
 
     name: str
@@ -134,11 +134,11 @@ def _text(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        Subject("mlp", _mlp, _real(7, classes=5), samples=6, head="4"),
-        Subject("gpt", lambda: _gpt(False), _text, samples=3, head="head", causal=True),
-        Subject("tied gpt", lambda: _gpt(True), _text, samples=3, head="head", causal=True),
-        Subject("conv net", _convnet, _real(3, 5, 5, classes=4), samples=3, head="5"),
-        Subject("deep linear", _deep_linear, _real(6, classes=4), samples=5, head="3"),
+        KFACSubject("mlp", _mlp, _real(7, classes=5), samples=6, head="4"),
+        KFACSubject("gpt", lambda: _gpt(False), _text, samples=3, head="head", causal=True),
+        KFACSubject("tied gpt", lambda: _gpt(True), _text, samples=3, head="head", causal=True),
+        KFACSubject("conv net", _convnet, _real(3, 5, 5, classes=4), samples=3, head="5"),
+        KFACSubject("deep linear", _deep_linear, _real(6, classes=4), samples=5, head="3"),
     )
 }
 
@@ -211,13 +211,13 @@ class _Expected:
         return dense_kfac.natural(self.A, self.G, self.Y_OM, power, mode, damping, DAMPING_A, DAMPING_G, kappa)
 
 
-class Reference:
+class KFACReference:
     """What the oracle says of a model on a batch, on the CPU in float64.
 
     Blocks have the library's names: that of the first layer that uses the weight, or of the parameter itself.
     """
 
-    def __init__(self, subject: Subject, labels: Tensor | None = None, exact_head: bool = False) -> None:
+    def __init__(self, subject: KFACSubject, labels: Tensor | None = None, exact_head: bool = False) -> None:
         """Remember what is asked; it is computed when it is first used.
 
         Args:
@@ -389,14 +389,14 @@ def raised_damping(block: Block, mode: str) -> float | None:
 class _Bench:
     """The checks of one model on one device."""
 
-    subject: Subject
+    subject: KFACSubject
     device: torch.device
-    cases: tuple[Case, ...]
+    cases: tuple[KFACCase, ...]
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> KFACReference:
         """The oracle's word, shared by all checks."""
-        return Reference(self.subject)
+        return KFACReference(self.subject)
 
     @property
     def policies(self) -> list[str]:
@@ -404,7 +404,7 @@ class _Bench:
         return list(dict.fromkeys(case.policy for case in self.cases))
 
     @property
-    def extremes(self) -> list[Case]:
+    def extremes(self) -> list[KFACCase]:
         """Cases with the most low-rank factors, and with none."""
         return [case for case in self.cases if case.policy in ("all", "small_only")]
 
@@ -430,7 +430,7 @@ class _Bench:
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax, and what is made of it."""
         model, x, y = self.library()
-        reference = Reference(self.subject, exact_head=True)
+        reference = KFACReference(self.subject, exact_head=True)
         for policy in self.policies:
             kfac = make_kfac(policy=policy, kfac_true_fisher_head=True)
             _capture(kfac, model, x, y)
@@ -439,7 +439,7 @@ class _Bench:
             if comparison.layer in (self.subject.head, "token_embedding"):
                 yield comparison
 
-    def _natural(self, cases: Sequence[Case], reference: Reference, **options: Any) -> Iterator[Comparison]:
+    def _natural(self, cases: Sequence[KFACCase], reference: KFACReference, **options: Any) -> Iterator[Comparison]:
         model, x, y = self.library()
         for (policy, mode, clip), group in itertools.groupby(cases, lambda c: (c.policy, c.mode, c.clip)):
             kfac = make_kfac(mode, policy, clip, **options)
@@ -461,7 +461,7 @@ class _Bench:
         labels = gradients[0].argmin(-1).masked_fill(~gradients[0].any(-1), IGNORE)
         wrong = int((labels != IGNORE).ne(counted).sum())
         yield Comparison("labelled positions", "mc", float(wrong))
-        yield from compare_factors(kfac, Reference(self.subject, labels).blocks, "mc")
+        yield from compare_factors(kfac, KFACReference(self.subject, labels).blocks, "mc")
 
     def mc_frequencies(self) -> Iterator[Comparison]:
         """Σ log p(label) over draws and positions against its mean, in standard errors: p is that of the own position."""
@@ -587,8 +587,8 @@ def _no_tf32() -> Iterator[None]:
 
 
 def plan(
-    device: torch.device | None = None, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[Case] = CASES
-) -> list[Check]:
+    device: torch.device | None = None, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[KFACCase] = CASES
+) -> list[VerifyCheck]:
     """Every check of K-FAC, model by model; nothing is computed yet.
 
     Args:
@@ -603,19 +603,23 @@ def plan(
     found = []
     for name in models:
         bench = _Bench(SUBJECTS[name], device, tuple(cases))
-        found += [Check(name, "factors A and G", TOLERANCE, bench.factors)]
+        found += [VerifyCheck(name, "factors A and G", TOLERANCE, bench.factors)]
         for mode in dict.fromkeys(case.mode for case in cases):
-            found += [Check(name, f"natural gradient, {mode} damping", TOLERANCE, partial(bench.natural, mode))]
+            found += [VerifyCheck(name, f"natural gradient, {mode} damping", TOLERANCE, partial(bench.natural, mode))]
         found += [
-            Check(name, "exact softmax head", TOLERANCE, bench.exact_head),
-            Check(name, "Monte Carlo labels", TOLERANCE, bench.mc_labels),
-            Check(name, "Monte Carlo frequencies", STANDARD_ERRORS, bench.mc_frequencies, unit="s.e."),
-            Check(name, "the batch twice", TOLERANCE, bench.twice),
-            Check(name, "mean, sum, coefficient, loss scale", TOLERANCE, bench.reductions),
+            VerifyCheck(name, "exact softmax head", TOLERANCE, bench.exact_head),
+            VerifyCheck(name, "Monte Carlo labels", TOLERANCE, bench.mc_labels),
+            VerifyCheck(name, "Monte Carlo frequencies", STANDARD_ERRORS, bench.mc_frequencies, unit="s.e."),
+            VerifyCheck(name, "the batch twice", TOLERANCE, bench.twice),
+            VerifyCheck(name, "mean, sum, coefficient, loss scale", TOLERANCE, bench.reductions),
         ]
         if device.type != "cpu":
             found += [
-                Check(name, f"CPU and {device.type.upper()}, natural gradient", DEVICES_FLOAT64, bench.devices_float64),
-                Check(name, f"CPU and {device.type.upper()}, fp32 factors", DEVICES_FLOAT32, bench.devices_float32),
+                VerifyCheck(
+                    name, f"CPU and {device.type.upper()}, natural gradient", DEVICES_FLOAT64, bench.devices_float64
+                ),
+                VerifyCheck(
+                    name, f"CPU and {device.type.upper()}, fp32 factors", DEVICES_FLOAT32, bench.devices_float32
+                ),
             ]
     return found

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gramian.curvature import KFACNaturalGradient
-from gramian.verify.checks import Check, Comparison, relative_error
+from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.kfac_matrix import (
     DAMPING,
     DAMPING_MODES,
@@ -28,15 +28,15 @@ from gramian.verify.kfac_matrix import (
     POLICIES,
     SUBJECTS,
     TOLERANCE,
-    Reference,
-    Subject,
+    KFACReference,
+    KFACSubject,
     as_matrix,
     compare_factors,
     cross_entropy,
     make_kfac,
     raised_damping,
 )
-from gramian.verify.model_layouts import Layout, whole
+from gramian.verify.model_layouts import ModelLayout, whole
 
 REDUCTIONS = ("gram", "gather", "dense")
 POWERS = {-1.0: "-1", -0.5: "-1/2"}
@@ -54,7 +54,7 @@ OF_THE_BOUND = "of bound"
 
 
 @dataclass(frozen=True)
-class Case:
+class ProcessCase:
     """Options under which processes are compared with one."""
 
     reduction: str
@@ -68,29 +68,29 @@ class Case:
         return f"{self.reduction}, {self.policy}{', clip' if self.clip else ''}"
 
 
-CASES = tuple(Case(*which) for which in itertools.product(REDUCTIONS, POLICIES, DAMPING_MODES, (False, True)))
+CASES = tuple(ProcessCase(*which) for which in itertools.product(REDUCTIONS, POLICIES, DAMPING_MODES, (False, True)))
 
 
 @dataclass(frozen=True)
 class _Bench:
     """The checks of one model; collective, in the same order on every process."""
 
-    subject: Subject
-    layout: Layout
-    cases: tuple[Case, ...]
+    subject: KFACSubject
+    layout: ModelLayout
+    cases: tuple[ProcessCase, ...]
     alone: Any
     """A process group of this process by itself; None: there are no others."""
 
     @classmethod
-    def of(cls, name: str, layout: Layout, cases: tuple[Case, ...], alone: Any) -> _Bench:
+    def of(cls, name: str, layout: ModelLayout, cases: tuple[ProcessCase, ...], alone: Any) -> _Bench:
         """With samples for all processes."""
         samples = sum(_dealt(layout.data))
         return cls(replace(SUBJECTS[name], samples=samples), layout, cases, alone)
 
     @cached_property
-    def reference(self) -> Reference:
+    def reference(self) -> KFACReference:
         """The oracle's word on all samples."""
-        return Reference(self.subject)
+        return KFACReference(self.subject)
 
     @property
     def splits(self) -> dict[str, list[int]]:
@@ -160,7 +160,7 @@ class _Bench:
 
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax."""
-        model, reference = self.model(), Reference(self.subject, exact_head=True)
+        model, reference = self.model(), KFACReference(self.subject, exact_head=True)
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
             kfac = make_kfac(kfac_distributed_reduce=reduction, kfac_true_fisher_head=True)
             self.capture(kfac, model, counts)
@@ -244,7 +244,9 @@ def _same_factors(together: KFACNaturalGradient, one: KFACNaturalGradient, case:
             yield Comparison(f"{name} {side}", case, relative_error(factor.to_dense(), wanted))
 
 
-def plan(layout: Layout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[Case] = CASES) -> list[Check]:
+def plan(
+    layout: ModelLayout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[ProcessCase] = CASES
+) -> list[VerifyCheck]:
     """Every check of K-FAC on several processes, model by model; nothing is computed yet. The checks are collective.
 
     Args:
@@ -261,7 +263,7 @@ def plan(layout: Layout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequenc
         if layout.tensor_parallel and name not in LINEARS:
             continue
         bench = _Bench.of(name, layout, tuple(cases), alone)
-        check: Callable[..., Check] = partial(Check, name)
+        check: Callable[..., VerifyCheck] = partial(VerifyCheck, name)
         found += [check("factors A and G", TOLERANCE, bench.factors)]
         for mode in dict.fromkeys(case.mode for case in cases):
             found += [check(f"natural gradient, {mode} damping", TOLERANCE, partial(bench.natural, mode))]

@@ -31,7 +31,7 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Memory:
+class KFACMemory:
     """Bytes around a stage: of the CUDA allocator, or of the process on a CPU. None: this system does not say."""
 
     before: int | None
@@ -51,7 +51,7 @@ class Stage:
     """Median of the rounds."""
     ratio: float
     """Over the plain step, median of the ratios within a round."""
-    memory: Memory
+    memory: KFACMemory
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Profile:
+class KFACProfile:
     """The stages at one sequence length."""
 
     length: int
@@ -90,7 +90,7 @@ class Profile:
 @dataclass(frozen=True)
 class _Measured:
     seconds: float
-    memory: Memory
+    memory: KFACMemory
     sent: Mapping[str, int] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
     """Seconds of collectives, by kind."""
@@ -115,7 +115,7 @@ def profile_kfac(
     offload: bool = False,
     rounds: int = ROUNDS,
     on_progress: Callable[[], None] = lambda: None,
-) -> Profile:
+) -> KFACProfile:
     """Measure every stage at one sequence length. Collective on several processes, each with a batch of its own.
 
     Options of K-FAC are the defaults, with a refresh on every step and without a moving average, so that every round does
@@ -181,7 +181,7 @@ def profile_kfac(
     at_rest = here.record()["bytes"]
     sides = [side["representation"] for layer in record["layers"].values() for side in layer["sides"].values()]
     counted = {name: all_[WARM_UP:] for name, all_ in seen.items()}
-    return Profile(
+    return KFACProfile(
         length=length,
         tokens=batch_size * length,
         parameter_bytes=sum(p.nbytes for p in model.parameters()),
@@ -207,7 +207,7 @@ def _stages(seen: Mapping[str, Sequence[_Measured]]) -> Iterator[Stage]:
     for name in ("plain step", "capture", "reduce", "decompose", "apply", "offload", "fetch"):
         if name in seconds:
             ratio = statistics.median(s / p for s, p in zip(seconds[name], seconds["plain step"], strict=True))
-            memory = seen[name][-1].memory if name in seen else Memory(None, None, None, None)
+            memory = seen[name][-1].memory if name in seen else KFACMemory(None, None, None, None)
             yield Stage(name, statistics.median(seconds[name]), ratio, memory)
 
 
@@ -253,7 +253,7 @@ class _Meter:
         if not cuda and peak is not None:
             peak = self.highest = max(self.highest, peak, before or 0, after or 0)
         reserved = torch.cuda.memory_reserved(self.device) if cuda else None
-        return _Measured(seconds, Memory(before, after, peak, reserved), collectives.sent, collectives.seconds)
+        return _Measured(seconds, KFACMemory(before, after, peak, reserved), collectives.sent, collectives.seconds)
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[object]:

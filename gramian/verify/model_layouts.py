@@ -36,7 +36,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """Processes in a grid: those of a row hold parts of the same layers and see the same samples, those of a column do not."""
 
     where: World

@@ -40,7 +40,7 @@ from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config, parse_config
 from gramian.train.loop.stepper import Stepper
-from gramian.verify.clipping_profile import Memory, Spread, highest_on_cpu
+from gramian.verify.clipping_profile import ClippingMemory, TimingSpread, highest_on_cpu
 
 WARM_UP = 3
 LEAST_ITERATIONS = 10
@@ -69,7 +69,7 @@ class Variant:
     """One position of a knob."""
 
     name: str
-    seconds: Spread
+    seconds: TimingSpread
     ratio: float
     """Over the knob's first variant."""
     memory: int | None
@@ -91,16 +91,16 @@ class Knob:
 
 
 @dataclass(frozen=True)
-class Profile:
+class TrainProfile:
     """Everything measured, by this process."""
 
     tokens: int
     """Of a step, over all processes."""
     micro_batches: int
-    total: Spread
+    total: TimingSpread
     """Seconds of a step, the wait for its data included."""
-    phases: dict[str, Spread]
-    memory: Memory
+    phases: dict[str, TimingSpread]
+    memory: ClippingMemory
     knobs: tuple[Knob, ...]
 
     @property
@@ -131,7 +131,7 @@ def profile_train(
     iterations: int = LEAST_ITERATIONS,
     compiled: bool = False,
     on_progress: Callable[[str], None] = lambda what: None,
-) -> Profile:
+) -> TrainProfile:
     """Measure the steps of a config, then its knobs. Collective; no folder is written.
 
     Args:
@@ -200,7 +200,7 @@ class _Watched(Stepper):
             return super()._step()
 
 
-def _phases(config: Config, where: World, iterations: int, advance: Callable[[], None]) -> Profile:
+def _phases(config: Config, where: World, iterations: int, advance: Callable[[], None]) -> TrainProfile:
     """The profile without its knobs."""
     parts = build(config, where)
     try:
@@ -208,7 +208,7 @@ def _phases(config: Config, where: World, iterations: int, advance: Callable[[],
         batches: Iterator[Any] = parts.batches_from(0, ())
         batch: StepBatch = next(batches)
         totals, phases = [], []
-        memory = Memory(None, None, None)
+        memory = ClippingMemory(None, None, None)
         for turn in range(WARM_UP + iterations):
             if turn == WARM_UP:
                 memory = _memory(partial(stepper.take, batch, RATE), where)
@@ -226,11 +226,11 @@ def _phases(config: Config, where: World, iterations: int, advance: Callable[[],
         if where.size > 1:
             told = [_apart(stepper, batch, where) for _ in range(WARM_UP + iterations)][WARM_UP:]
             phases = [{**step, **apart} for step, apart in zip(phases, told, strict=True)]
-        return Profile(
+        return TrainProfile(
             tokens=batch.tokens,
             micro_batches=len(batch.micro),
-            total=Spread.of(totals),
-            phases={name: Spread.of([step[name] for step in phases]) for name in PHASES},
+            total=TimingSpread.of(totals),
+            phases={name: TimingSpread.of([step[name] for step in phases]) for name in PHASES},
             memory=memory,
             knobs=(),
         )
@@ -430,7 +430,7 @@ def _taken_turns(
     return tuple(
         Variant(
             way.name,
-            Spread.of(times[way.name]),
+            TimingSpread.of(times[way.name]),
             statistics.median(mine / other for mine, other in zip(times[way.name], base, strict=True)),
             memory[way.name],
         )
@@ -453,15 +453,15 @@ def _settle(where: World) -> None:
     where.wait()
 
 
-def _memory(step: Callable[[], Any], where: World) -> Memory:
+def _memory(step: Callable[[], Any], where: World) -> ClippingMemory:
     """Of one more step."""
     device = where.device
     if device.type != "cuda":
-        return Memory(None, highest_on_cpu(step), None)
+        return ClippingMemory(None, highest_on_cpu(step), None)
     _wait(where)
     torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
     step()
     _wait(where)
     above = torch.cuda.max_memory_allocated(device) - allocated
-    return Memory(allocated, above, torch.cuda.memory_reserved(device))
+    return ClippingMemory(allocated, above, torch.cuda.memory_reserved(device))

@@ -67,8 +67,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def _child(call: str, before: str = "") -> str:
     """A process whose demo is the small one; it exits with what the call returns."""
     return (
-        "import sys; from gramian.cli import main; from gramian.cli.demo import plan; from tests.demo.small import small\n"
-        f"plan.DEFAULT = small()\n{before}\nsys.exit({call})"
+        "import sys; from gramian.cli import main; from gramian.cli.demo import demo_plan; from tests.demo.small import small\n"
+        f"demo_plan.DEFAULT = small()\n{before}\nsys.exit({call})"
     )
 
 

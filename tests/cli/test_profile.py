@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.curvature.memory.traffic import Side
+from gramian.curvature.memory.traffic import TrafficSide
 from gramian.parallel.world import World
 from gramian.privacy import PrivacyEngine
 from gramian.verify import clipping_profile, clipping_scaling, kfac_profile
@@ -112,7 +112,7 @@ def test_factors_that_are_kept_elsewhere_have_stages_of_their_own():
     assert found.offloaded_bytes == 0 and found.collectives == ()
 
 
-def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.Profile:
+def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.KFACProfile:
     config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=4)
     return kfac_profile.profile_kfac(config, 4, 1, World(rank, size, torch.device("cpu"), "ddp"), reduce, rounds=1)
 
@@ -128,7 +128,7 @@ def test_several_processes_show_what_they_send_by_kind_of_collective(reduce):
         assert 0 < stages["reduce"].seconds <= stages["capture"].seconds
         sent = {(seen.stage, seen.kind): seen.sent for seen in found.collectives}
         assert all(seen.seconds > 0 for seen in found.collectives)
-        side = Side(64, (4, 4), row_bytes=4)
+        side = TrafficSide(64, (4, 4), row_bytes=4)
         if reduce == "gram":
             assert sent["capture", "all_to_all"] >= side.join("gram")["all_to_all"]
             assert sent["apply", "all_gather"] >= side.use("gram", 17)["all_gather"]
@@ -158,12 +158,12 @@ def test_the_first_process_alone_prints_the_profile_and_writes_the_numbers(optio
 @pytest.mark.full
 def test_a_profile_that_fails_on_one_process_ends_both_with_1():
     breaks = (
-        "from gramian.curvature.estimate.token_moments import Moment\n"
-        "plain = Moment.row_matrix\n"
+        "from gramian.curvature.estimate.token_moments import TokenMoment\n"
+        "plain = TokenMoment.row_matrix\n"
         "def broken(self, bias):\n"
         "    if rank == 1: raise RuntimeError('no luck')\n"
         "    return plain(self, bias)\n"
-        "Moment.row_matrix = broken\n"
+        "TokenMoment.row_matrix = broken\n"
     )
     done = on_processes([*TINY, "--seq-lengths", "4"], breaks)
     assert done.returncode == 1
@@ -322,7 +322,7 @@ def test_the_engine_is_gone_after_a_failure(monkeypatch):
     assert len(detached) == 1
 
 
-def clipping_of_processes(rank: int, size: int) -> clipping_profile.Profile:
+def clipping_of_processes(rank: int, size: int) -> clipping_profile.ClippingProfile:
     config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
     return clipping_profile.profile_clipping(config, 8, 2, World(rank, size, torch.device("cpu"), "ddp"))
 
@@ -364,7 +364,7 @@ def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
 FAILING = """
 import os, sys
 from gramian.cli import main
-from gramian.verify.checks import clipping_profile
+from gramian.verify import clipping_profile
 
 measure = clipping_profile.profile_clipping
 def fail_on_one(*args, **options):
@@ -459,9 +459,9 @@ def test_norms_and_noise_have_a_knob_too(phase, knob):
 
 
 def test_noisy_figures_say_so():
-    assert clipping_profile.Spread.of([1.0, 1.0, 2.0, 2.0]).noisy
-    assert not clipping_profile.Spread.of([1.0, 1.01, 1.02]).noisy
-    assert clipping_profile.Spread.of([3.0]) == clipping_profile.Spread(3.0, 3.0, 3.0)
+    assert clipping_profile.TimingSpread.of([1.0, 1.0, 2.0, 2.0]).noisy
+    assert not clipping_profile.TimingSpread.of([1.0, 1.01, 1.02]).noisy
+    assert clipping_profile.TimingSpread.of([3.0]) == clipping_profile.TimingSpread(3.0, 3.0, 3.0)
 
 
 @pytest.mark.gpu

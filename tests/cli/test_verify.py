@@ -20,7 +20,7 @@ from gramian.privacy.clipping.clipping_rule import Clipping
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.taps.gradients import Indexed
 from gramian.verify import clipping_matrix, kfac_matrix
-from gramian.verify.checks import Check, Comparison, Outcome, relative_error, run_checks
+from gramian.verify.checks import Comparison, VerifyCheck, VerifyOutcome, relative_error, run_checks
 from tests.cli.torchrun import on_processes
 from tests.kit.fresh import run_fresh
 from tests.kit.matrix import sample
@@ -189,7 +189,7 @@ def test_the_whole_matrix_of_clipping_passes_as_a_module():
 def torchrun(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp", "tied gpt"), cases: int = 7) -> Any:
     """The command on two processes, on a few models and cases; `breaks` is code that runs before it."""
     prepare = (
-        "from functools import partial; from gramian.verify.checks import clipping_matrix as m;"
+        "from functools import partial; from gramian.verify import clipping_matrix as m;"
         f"m.plan = partial(m.plan, models={models!r}, cases=m.CASES[::{cases}])\n"
     )
     return on_processes(["verify", "clipping", *options], prepare + breaks)
@@ -282,12 +282,16 @@ BUGS = {
         "mlp: natural gradient, factored damping",
         "mlp: natural gradient, joint damping",
     ),
-    "drawn labels": ((fisher_labels, "draw_labels", rolled), "mlp: Monte Carlo frequencies", "gpt: Monte Carlo frequencies"),
+    "drawn labels": (
+        (fisher_labels, "draw_labels", rolled),
+        "mlp: Monte Carlo frequencies",
+        "gpt: Monte Carlo frequencies",
+    ),
     "the causal shift": ((fisher_labels, "positions", unshifted), "gpt: Monte Carlo labels"),
     "tokens that count": ((KroneckerSums, "_weights", weightless), "conv net: Monte Carlo labels"),
     "the bias": ((token_moments, "_augmented", offset), "conv net: factors A and G"),
     "the weight of the inputs": (
-        (token_moments.Moment, "kept_weight", partial(scaled, by=1.001)),
+        (token_moments.TokenMoment, "kept_weight", partial(scaled, by=1.001)),
         "deep linear: factors A and G",
     ),
 }
@@ -377,8 +381,8 @@ def test_a_check_that_crashes_has_failed_and_the_others_run_on(capsys, monkeypat
 # ---- the frame -------------------------------------------------------------------------------------------------------
 
 
-def _check(*errors: float) -> Check:
-    return Check("model", "a check", 1e-3, lambda: [Comparison("layer", "case", error) for error in errors])
+def _check(*errors: float) -> VerifyCheck:
+    return VerifyCheck("model", "a check", 1e-3, lambda: [Comparison("layer", "case", error) for error in errors])
 
 
 @pytest.mark.parametrize(
@@ -394,13 +398,13 @@ def test_collective_checks_end_at_the_first_crash():
     def crash() -> list[Comparison]:
         raise RuntimeError("gone")
 
-    checks = [_check(0.0), Check("model", "crashes", 1.0, crash), _check(0.0)]
+    checks = [_check(0.0), VerifyCheck("model", "crashes", 1.0, crash), _check(0.0)]
     assert len(run_checks(checks)) == 3
     assert [outcome.passed for outcome in run_checks(checks, stop_at_crash=True)] == [True, False]
 
 
 def test_nan_is_the_worst_error():
-    outcome = Outcome(_check(), (Comparison("a", "", 1.0), Comparison("b", "", float("nan"))))
+    outcome = VerifyOutcome(_check(), (Comparison("a", "", 1.0), Comparison("b", "", float("nan"))))
     assert outcome.worst is not None and outcome.worst.layer == "b"
 
 

@@ -12,8 +12,8 @@ from gramian.curvature.refresh.join_sums import Join
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.world import World
 from gramian.verify import kfac_processes
-from gramian.verify.checks import Outcome, run_checks
-from gramian.verify.model_layouts import Layout
+from gramian.verify.checks import VerifyOutcome, run_checks
+from gramian.verify.model_layouts import ModelLayout
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import distributed, run_on_ranks
 
@@ -62,7 +62,7 @@ def test_a_world_of_one_passes(options, said, capsys, monkeypatch):
 )
 def test_processes_in_a_grid(size, fsdp, tp, shape, said):
     for rank in range(size):
-        layout = Layout(World(rank, size, CPU, "ddp"), fsdp, tp)
+        layout = ModelLayout(World(rank, size, CPU, "ddp"), fsdp, tp)
         assert (layout.data, layout.tensor) == shape
         assert layout.rank == rank // layout.tensor
     assert str(layout) == said
@@ -73,8 +73,8 @@ def test_processes_in_a_grid(size, fsdp, tp, shape, said):
 
 def outcomes(
     rank: int, size: int, models: tuple[str, ...], fsdp: bool, tp: bool = False, cases: Any = FEW
-) -> list[Outcome]:
-    layout = Layout(World(rank, size, CPU, "fsdp2" if fsdp else "ddp"), fsdp, tp)
+) -> list[VerifyOutcome]:
+    layout = ModelLayout(World(rank, size, CPU, "fsdp2" if fsdp else "ddp"), fsdp, tp)
     return run_checks(kfac_processes.plan(layout, models, cases), stop_at_crash=True)
 
 
@@ -160,7 +160,7 @@ def test_a_broken_library_is_seen_on_every_process(bug: str) -> None:
 
 def command(*options: str, breaks: str = "", models: tuple[str, ...] = ("mlp",)) -> Any:
     prepare = (
-        "from functools import partial; from gramian.verify.checks import kfac_processes as m;"
+        "from functools import partial; from gramian.verify import kfac_processes as m;"
         f"m.plan = partial(m.plan, models={models!r}, cases=m.CASES[::7])\n"
     )
     return on_processes(["verify", "kfac", *options], prepare + breaks)
@@ -187,13 +187,13 @@ plain = Exchange.gather_rows
 Exchange.gather_rows = lambda *args: plain(*args) * (1.001 if rank == 1 else 1.0)
 """
 CRASH_OF_ONE = """
-from gramian.curvature.estimate.token_moments import Moment
-plain = Moment.row_matrix
+from gramian.curvature.estimate.token_moments import TokenMoment
+plain = TokenMoment.row_matrix
 def broken(self, bias):
     if rank == 1:
         raise RuntimeError("no luck")
     return plain(self, bias)
-Moment.row_matrix = broken
+TokenMoment.row_matrix = broken
 """
 
 

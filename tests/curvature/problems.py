@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.models import GPT, GPTConfig
 from gramian.oracles import dense_kfac
-from gramian.oracles.dense_kfac import Tokens
+from gramian.oracles.dense_kfac import ReferenceTokens
 from tests.kit import networks
 
 IGNORE = -100
@@ -233,12 +233,14 @@ def _patches(module: nn.Module, image: Tensor, padded: bool) -> Tensor:
     return F.unfold(image, sizes[0], dilation=sizes[1], padding=padding, stride=sizes[2]).transpose(1, 2)
 
 
-def tokens(module: nn.Module, uses: list[tuple[Tensor, Tensor]], sharing: str = "expand") -> Tokens:
+def tokens(module: nn.Module, uses: list[tuple[Tensor, Tensor]], sharing: str = "expand") -> ReferenceTokens:
     """All calls of a layer; under "reduce" a sample is one token: its mean input and its summed gradient."""
     found = [sides(module, a, g) for a, g in uses]
     if sharing == "reduce" and not isinstance(module, nn.Embedding):
         found = [(a.mean(1, keepdim=True), g.sum(1, keepdim=True)) for a, g in found]
-    return Tokens(torch.cat([a.flatten(0, 1) for a, _ in found]), torch.cat([g.flatten(0, 1) for _, g in found]))
+    return ReferenceTokens(
+        torch.cat([a.flatten(0, 1) for a, _ in found]), torch.cat([g.flatten(0, 1) for _, g in found])
+    )
 
 
 def has_bias(module: nn.Module) -> bool:

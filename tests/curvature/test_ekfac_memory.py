@@ -7,7 +7,7 @@ import torch
 
 import gramian
 from gramian.core.errors import GramianError
-from gramian.curvature.estimate.ekfac_sums import Samples
+from gramian.curvature.estimate.ekfac_sums import EKFACSamples
 from gramian.curvature.estimate.kfac_capture import KFACCapture
 from tests.curvature.test_planning import CASES, ODD, SLACK, marked, run  # noqa: F401 - a fixture
 from tests.kit.matrix import FULL
@@ -17,7 +17,7 @@ EKFAC = {"ekfac": True, "damping_mode": "joint"}
 SOME = [*CASES, *(name for name in ODD if name != "one by one")] if FULL else ["gpt", "tied"]
 
 
-def bytes_of(samples: dict[str, Samples]) -> int:
+def bytes_of(samples: dict[str, EKFACSamples]) -> int:
     """Every tensor that is kept, each memory once."""
     uses = [use for kept in samples.values() for some in kept.passes.values() for use in some]
     heads = [head for kept in samples.values() for head in kept.softmax]

@@ -247,7 +247,7 @@ def test_no_memory_in_the_middle_of_the_sums_drops_the_refresh(
     batch = words(shape, seed=2)
     model, kfac = net(), refresh(make(), net(), words(shape))
     with unchanged(kfac, model), monkeypatch.context() as patch:
-        patch.setattr(token_moments.Moment, "add", fails_at(number, token_moments.Moment.add, NO_MEMORY))
+        patch.setattr(token_moments.TokenMoment, "add", fails_at(number, token_moments.TokenMoment.add, NO_MEMORY))
         with pytest.raises(torch.OutOfMemoryError):
             refresh(kfac, model, batch)
     assert "OutOfMemoryError" in kfac.record()["dropped"][0]["reason"]
@@ -259,7 +259,7 @@ def test_no_memory_inside_a_backward_that_the_user_catches_drops_the_refresh(
     again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, kfac = net(), refresh(make(), net())
-    monkeypatch.setattr(token_moments.Moment, "add", fails_at(3, token_moments.Moment.add, NO_MEMORY))
+    monkeypatch.setattr(token_moments.TokenMoment, "add", fails_at(3, token_moments.TokenMoment.add, NO_MEMORY))
     with unchanged(kfac, model), opened(kfac, model, words(seed=2)) as cap:
         with pytest.raises(torch.OutOfMemoryError):
             loss_of(model, words(seed=2)).backward()

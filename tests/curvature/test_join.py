@@ -19,7 +19,7 @@ from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.small import one_line
 from tests.curvature.splits import CASES, IGNORE, assert_equal, refresh, results, vector
 from tests.kit.matrix import FULL, sample
-from tests.test_mutations import Edit
+from tests.kit.mutations import Edit
 
 REDUCTIONS = ("gram", "gather", "dense")
 POLICIES = ("all", "auto", "hybrid", "small_only")
@@ -424,10 +424,10 @@ def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch
 
 PLACES = {
     "on entering": (hub.Hub, "attach", "gram"),
-    "its word": (token_moments.Moment, "kept_weight", "gram"),
-    "rows that are spread": (token_moments.Moment, "row_matrix", "gram"),
-    "rows that are gathered": (token_moments.Moment, "row_matrix", "gather"),
-    "a matrix": (token_moments.Moment, "product", "dense"),
+    "its word": (token_moments.TokenMoment, "kept_weight", "gram"),
+    "rows that are spread": (token_moments.TokenMoment, "row_matrix", "gram"),
+    "rows that are gathered": (token_moments.TokenMoment, "row_matrix", "gather"),
+    "a matrix": (token_moments.TokenMoment, "product", "dense"),
 }
 
 
@@ -479,16 +479,14 @@ def test_processes_that_ask_for_different_things_raise_together(what: str) -> No
 
 # ---- traps that are put back -----------------------------------------------------------------------------------------
 
-_CURVATURE = "gramian.curvature"
-_JOIN = f"{_CURVATURE}.join:Join"
 TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
     "loss terms of one process": (
-        Edit(f"{_CURVATURE}.consistency:agree", 'math.fsum(word["terms"] for word in words)', 'words[0]["terms"]'),
+        Edit("consistency:agree", 'math.fsum(word["terms"] for word in words)', 'words[0]["terms"]'),
         {},
     ),
     "each process's mean taken for that of all": (
         Edit(
-            f"{_CURVATURE}.capture:KFACCapture.pass_info",
+            "KFACCapture.pass_info",
             '"mean": mean',
             '"mean": mean * (1 if self.others is None else self.others.size)',
         ),
@@ -496,51 +494,51 @@ TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
     ),
     "inputs that are never reduced": (
         Edit(
-            f"{_JOIN}._take_rows",
+            "Join._take_rows",
             "self.others.gather_rows(rows, counts)",
             "rows if bias else self.others.gather_rows(rows, counts)",
         ),
         {"kfac_distributed_reduce": "gather"},
     ),
     "dense sides that are never reduced": (
-        Edit(f"{_JOIN}._total", "self.others.sum(total.data.to(dtype))", "total.data.to(dtype)"),
+        Edit("Join._total", "self.others.sum(total.data.to(dtype))", "total.data.to(dtype)"),
         {"kfac_distributed_reduce": "dense"},
     ),
     "Gram matrices of unrelated tokens added up": (
         Edit(
-            f"{_JOIN}._take_rows",
+            "Join._take_rows",
             "self.others.reshard(rows, counts)",
             "rows[:, self.others.features(total.width)[self._rank]]",
         ),
         {},
     ),
     "processes looked at when the object is made": (
-        Edit(f"{_CURVATURE}.steps:others_of", "return exchange_of(group, device)", "return None"),
+        Edit("refresh_schedule:others_of", "return exchange_of(group, device)", "return None"),
         {},
     ),
     "tokens of one process decide about the form": (
         Edit(
-            f"{_JOIN}._total",
+            "Join._total",
             "form = representation(keep, kept if",
             "form = representation(keep, counts[self._rank] if",
         ),
         {"split": [[0, 1, 2, 3], [4]]},
     ),
     "tokens of the first processes in place of a subset": (
-        Edit(f"{_JOIN}._subset", "smallest(keys, keep.limit)", "keys[: keep.limit].max()"),
+        Edit("Join._subset", "smallest(keys, keep.limit)", "keys[: keep.limit].max()"),
         {"max_tokens": 3},
     ),
     "a subset that is not rescaled": (
-        Edit(f"{_CURVATURE}.build:_rescaling", "if total.keep.limit is not None", "if False"),
+        Edit("build_factors:_rescaling", "if total.keep.limit is not None", "if False"),
         {"max_tokens": 3},
     ),
     "ids that every process counts for itself": (
-        Edit(f"{_CURVATURE}.capture:global_ids", "local_B * others.size + others.rank", "local_B"),
+        Edit("kfac_capture:global_ids", "local_B * others.size + others.rank", "local_B"),
         {"check": "ids"},
     ),
     "draws that every process counts for itself": (
         Edit(
-            f"{_CURVATURE}.fisher:run_passes",
+            "fisher_labels:run_passes",
             "draw_labels(logits, seed, samples, draw)",
             "draw_labels(logits, seed, samples.argsort(), draw)",
         ),

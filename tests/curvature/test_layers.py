@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 import gramian
 from gramian.curvature.blocks.block_specs import SMALL
 from gramian.oracles import dense_kfac, single_sample
-from gramian.oracles.dense_kfac import Tokens
+from gramian.oracles.dense_kfac import ReferenceTokens
 from tests.curvature.problems import (
     PROBLEMS,
     assert_close,
@@ -184,7 +184,7 @@ def test_two_linears_with_one_weight_are_one_block_and_two_biases() -> None:
     model, found = captured("tied_linears")
     calls = calls_of(model, lambda: p.backward(model, p.batch, "sum"), ["left", "right"])
     both = [tokens(model.left, calls[layer]) for layer in ("left", "right")]
-    joined = Tokens(torch.cat([t.inputs_TI for t in both]), torch.cat([t.gradients_TO for t in both]))
+    joined = ReferenceTokens(torch.cat([t.inputs_TI for t in both]), torch.cat([t.gradients_TO for t in both]))
     A, G = dense_kfac.factors(joined, SAMPLES, 1.0, bias=False)
     block = found.kfac_factors["left"]
     assert block.spec.layers == ("left", "right") and block.spec.parameters == ("left.weight",)

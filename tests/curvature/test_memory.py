@@ -242,13 +242,13 @@ def test_a_capture_that_was_left_holds_none_of_its_sums(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
-    add = token_moments.Moment.add
+    add = token_moments.TokenMoment.add
 
-    def watched(self: token_moments.Moment, *args: Any) -> None:
+    def watched(self: token_moments.TokenMoment, *args: Any) -> None:
         made.append(weakref.ref(self))
         add(self, *args)
 
-    monkeypatch.setattr(token_moments.Moment, "add", watched)
+    monkeypatch.setattr(token_moments.TokenMoment, "add", watched)
     model, batch, kfac = net(), words(shape), gramian.KFACNaturalGradient()
     with opened(kfac, model, batch) as cap:
         loss_of(model, batch).backward()

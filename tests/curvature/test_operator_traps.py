@@ -14,11 +14,10 @@ from torch import Tensor
 
 from gramian.curvature.operators.kfac_operator import KFACOperator
 from tests.curvature import test_operator_state, test_operators
-from tests.test_mutations import RED, Edit, Mutation, Swap
+from tests.kit.mutations import RED, Edit, Mutation, Swap
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "concepts" / "operators.md"
-_OPERATORS = "gramian.curvature.operators"
 
 
 def _one_gradient(
@@ -62,24 +61,24 @@ _oracle = functools.partial(functools.partial, test_operators.test_the_matrix_is
 TRAPS = (
     Mutation(
         "Gauss-Newton matrix of rank one",
-        (Swap(f"{_OPERATORS}.ggn:GGNOperator._curve", _one_gradient),),
+        (Swap("GGNOperator._curve", _one_gradient),),
         test_operators.test_the_gauss_newton_matrix_has_the_rank_of_the_outputs,
     ),
     Mutation(
         "one gradient for all sequences",
-        (Edit(f"{_OPERATORS}.jacobian:JacobianOperator._curved", "len(outputs))", "1)"),),
+        (Edit("JacobianOperator._curved", "len(outputs))", "1)"),),
         _oracle("fisher_of_sequences", "mlp"),
     ),
     Mutation(
         "divided by the batch",
-        (Edit(f"{_OPERATORS}.terms:Terms.num_terms", "float(self.weights.sum())", "float(len(self.weights))"),),
+        (Edit("Terms.num_terms", "float(self.weights.sum())", "float(len(self.weights))"),),
         _oracle("ggn", "mlp"),
     ),
     Mutation(
         "ignored labels counted",
         (
             Edit(
-                f"{_OPERATORS}.terms:Terms.rows",
+                "Terms.rows",
                 "self.weights.reshape(-1)",
                 "torch.ones_like(self.weights).reshape(-1)",
             ),
@@ -90,7 +89,7 @@ TRAPS = (
         "labels of a causal model not shifted",
         (
             Edit(
-                f"{_OPERATORS}.terms:read_terms",
+                "loss_terms:read_terms",
                 "fisher.question(root, batch, causal_shift)",
                 "fisher.question(root, batch, False)",
             ),
@@ -99,21 +98,21 @@ TRAPS = (
     ),
     Mutation(
         "parameters ignored",
-        (Edit(f"{_OPERATORS}.model_operator:ModelOperator.__init__", "of(self.model, parameters)", "of(self.model)"),),
+        (Edit("ModelOperator.__init__", "of(self.model, parameters)", "of(self.model)"),),
         functools.partial(
             test_operators.test_a_filter_is_the_sub_block_of_the_dense_matrix, "fisher_of_tokens", "words"
         ),
     ),
     Mutation(
         "batches of any size weigh the same",
-        (Edit(f"{_OPERATORS}.hessian:_factor", "return count", "return 1.0"),),
+        (Edit("hessian:_factor", "return count", "return 1.0"),),
         functools.partial(test_operators.test_the_hessian_does_not_depend_on_how_the_loss_is_written, "mean"),
     ),
     Mutation(
         "zeros where memory ran out",
         (
             Edit(
-                f"{_OPERATORS}.model_operator:ModelOperator.matmat",
+                "ModelOperator.matmat",
                 "self._add(batch, columns, total_KN)",
                 "with __import__('contextlib').suppress(RuntimeError): self._add(batch, columns, total_KN)",
             ),
@@ -124,14 +123,14 @@ TRAPS = (
     ),
     Mutation(
         "padding with a forward derivative",
-        (Swap(f"{_OPERATORS}.passes:ExactEmbeddings.__torch_function__", _as_torch_has_it),),
+        (Swap("ExactEmbeddings.__torch_function__", _as_torch_has_it),),
         functools.partial(test_operator_state.test_forward_and_backward_derivatives_are_transposes, "padded_embedding"),
     ),
     Mutation(
         "all logits at once",
         (
             Edit(
-                f"{_OPERATORS}.ggn:GGNOperator._curve",
+                "GGNOperator._curve",
                 "for rows in pieces(*outputs_RV.shape):",
                 "softmaxes = [outputs_RV.softmax(-1) for _ in range(3)]\n    for rows in pieces(*outputs_RV.shape):",
             ),
@@ -140,14 +139,14 @@ TRAPS = (
     ),
     Mutation(
         "weight and bias of K-FAC apart",
-        (Swap(f"{_OPERATORS}.kfac:KFACOperator.matmat", _weight_and_bias_apart),),
+        (Swap("KFACOperator.matmat", _weight_and_bias_apart),),
         functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
         "K-FAC of dense sides only",
         (
             Edit(
-                f"{_OPERATORS}.kfac:KFACOperator.__init__",
+                "KFACOperator.__init__",
                 "specs = [",
                 "assert {type(block.G).__name__ for block in kfac.kfac_factors.values()} == {'Dense'}\n    specs = [",
             ),
@@ -156,18 +155,18 @@ TRAPS = (
     ),
     Mutation(
         "K-FAC with its damping",
-        (Edit(f"{_OPERATORS}.kfac:KFACOperator.matmat", "damped=self.damped", "damped=True"),),
+        (Edit("KFACOperator.matmat", "damped=self.damped", "damped=True"),),
         functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
         "a number in place of curvature",
         (
             Edit(
-                f"{_OPERATORS}.kfac:KFACOperator.__init__",
+                "KFACOperator.__init__",
                 "    model = None if",
                 "    shapes = {n: tuple(p.shape) for n, p in unique_parameters(kfac._model())}\n    model = None if",
             ),
-            Swap(f"{_OPERATORS}.kfac:KFACOperator.matmat", _placeholder),
+            Swap("KFACOperator.matmat", _placeholder),
         ),
         test_operators.test_a_parameter_without_curvature_has_no_place_in_k_fac,
     ),

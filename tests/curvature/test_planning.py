@@ -28,7 +28,7 @@ from gramian.curvature.estimate.token_moments import Keep, smallest
 from gramian.curvature.memory import curvature_plan
 from gramian.curvature.memory.curvature_plan import STAGES, CurvaturePlan, keeps_of
 from gramian.curvature.refresh import build_factors
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import WIDEST_DENSE, Dense, LowRank, wide
 from gramian.linalg.factors import eigendecomposition
 from gramian.models import GPT, GPTConfig
@@ -326,7 +326,9 @@ def test_factorising_and_applying_take_what_the_plan_says(
     total, at_rest = done.plan.totals["cpu"], done.kfac.record()["bytes"]
     blocks = done.kfac.kfac_factors
     with measured() as prepared, torch.no_grad():
-        apply_factors._prepare(blocks, dict.fromkeys(blocks, torch.float64), -1.0, done.kfac.options, Spread(None))
+        apply_factors._prepare(
+            blocks, dict.fromkeys(blocks, torch.float64), -1.0, done.kfac.options, SharedFactorisation(None)
+        )
     assert total.use == pytest.approx(prepared.peak, rel=0.1)
     with measured() as applied:
         found = done.kfac.compute_natural_gradient(done.model)

@@ -40,6 +40,7 @@ from tests.curvature import (
 from tests.curvature.small import FEW, MANY, assert_near, net, refresh, sides, words
 from tests.curvature.test_memory import Largest
 from tests.kit.matrix import sample
+from tests.kit.mutations import RED, Edit, Mutation, Swap, package_identity, turns_red
 from tests.linalg import (
     test_cholesky,
     test_chunks,
@@ -51,7 +52,7 @@ from tests.linalg import (
     test_stored,
 )
 from tests.linalg.matrices import CASES, normal
-from tests.test_mutations import MUTATIONS, RED, Edit, Mutation, Swap, _package, turns_red
+from tests.test_mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "traps.md"
@@ -201,14 +202,12 @@ def test_products_and_powers_write_no_matrix_out(kind: str) -> None:
 
 # ---- the list --------------------------------------------------------------------------------------------------------
 
-_CURVATURE, _LINALG = "gramian.curvature", "gramian.linalg"
-_KFAC, _SUMS = f"{_CURVATURE}.kfac:KFACNaturalGradient", f"{_CURVATURE}.estimate:KroneckerSums"
 
 TRAPS = (
     # ---- mathematics ----
     Mutation(
         "G of a mean loss not rescaled",
-        (Edit(f"{_CURVATURE}.capture:KFACCapture.pass_info", '"mean": mean', '"mean": 1.0'),),
+        (Edit("KFACCapture.pass_info", '"mean": mean', '"mean": 1.0'),),
         functools.partial(
             test_loss_contract.test_factors_do_not_depend_on_how_the_loss_is_written,
             test_loss_contract.mean,
@@ -218,7 +217,7 @@ TRAPS = (
     ),
     Mutation(
         "columns cast to half precision as they are",
-        (Edit(f"{_LINALG}.stored:store_columns", "_powers_of_two(top_R / 2**10)", "torch.ones_like(top_R)"),),
+        (Edit("stored:store_columns", "_powers_of_two(top_R / 2**10)", "torch.ones_like(top_R)"),),
         functools.partial(
             test_options.test_tiny_gradients_of_a_mean_over_thousands_of_tokens_do_not_underflow, 2100, "fp16"
         ),
@@ -227,7 +226,7 @@ TRAPS = (
         "matrices cast to half precision as they are",
         (
             Edit(
-                f"{_LINALG}.stored:store_symmetric",
+                "stored:store_symmetric",
                 "_powers_of_two(matrix_NN.diagonal().double().clamp(min=0).sqrt())",
                 "torch.ones_like(matrix_NN.diagonal())",
             ),
@@ -238,19 +237,19 @@ TRAPS = (
     ),
     Mutation(
         "joint damping put on each side",
-        (Edit(f"{_CURVATURE}.damping:Damping.joint", 'self.mode == "joint"', "False"),),
+        (Edit("Damping.joint", 'self.mode == "joint"', "False"),),
         _powers(-1.0, "joint", "off", "all"),
     ),
     Mutation(
         "damping not balanced between the sides",
-        (Edit(f"{_CURVATURE}.damping:resolve", "(mean_A / mean_G) ** 0.5", "1.0"),),
+        (Edit("damping:resolve", "(mean_A / mean_G) ** 0.5", "1.0"),),
         test_damping.test_pi_balances_the_two_sides,
     ),
     Mutation(
         "parameters outside K-FAC at another scale",
         (
             Edit(
-                f"{_KFAC}._without_curvature",
+                "KFACNaturalGradient._without_curvature",
                 "for p in block.spec.parameters}",
                 "for p in block.spec.parameters if block.A is not None}",
             ),
@@ -261,7 +260,7 @@ TRAPS = (
         "undamped product by subtracting λv",
         (
             Edit(
-                f"{_KFAC}.compute_fisher_vector_product",
+                "KFACNaturalGradient.compute_fisher_vector_product",
                 "return self._apply(self._touched(vector), vector, 1.0 if damped else None)",
                 "found = self._apply(self._touched(vector), vector, 1.0); "
                 "return found if damped else {n: t - self.options.damping * vector[n] for n, t in found.items()}",
@@ -275,7 +274,7 @@ TRAPS = (
         "drawn labels one position off",
         (
             Edit(
-                f"{_CURVATURE}.fisher:run_passes",
+                "fisher_labels:run_passes",
                 "draw_labels(logits, seed, samples, draw)",
                 "draw_labels(logits, seed, samples, draw).roll(-1, -1)",
             ),
@@ -286,7 +285,7 @@ TRAPS = (
         "first estimate of an average corrected once more",
         (
             Edit(
-                f"{_CURVATURE}.build:average",
+                "build_factors:average",
                 "new.with_factors(new.A, new.G, facts)",
                 "new.with_factors(new.A, Dense.of(new.G.dense() / (1 - decay**k), new.G.storage_dtype), facts)",
             ),
@@ -295,14 +294,14 @@ TRAPS = (
     ),
     Mutation(
         "complement of a low-rank side not clipped",
-        (Edit(f"{_LINALG}.factor:Spectral.power", "lowest = max(damping, floor)", "lowest = damping"),),
+        (Edit("Spectral.power", "lowest = max(damping, floor)", "lowest = damping"),),
         _of_case(test_factor.test_clipped_powers_are_those_of_eigh, "low rank", -1.0),
     ),
     Mutation(
         "clip on the inputs' side only",
         (
             Edit(
-                f"{_CURVATURE}.block:Block._solves",
+                "Block._solves",
                 "if damping.max_condition is None:",
                 'if damping.max_condition is None or side == "G":',
             ),
@@ -313,7 +312,7 @@ TRAPS = (
         "capacity of a spectrum that λ is in",
         (
             Edit(
-                f"{_CURVATURE}.sides:_matrix",
+                "side_spectra:_matrix",
                 "return one.stored.load(dtype=torch.float64, device=where)",
                 "return one.stored.load(dtype=torch.float64, device=where) + 5.0 * torch.eye(one.dim)",
             ),
@@ -324,7 +323,7 @@ TRAPS = (
         "capacity of a damped product less λ",
         (
             Edit(
-                f"{_CURVATURE}.capacity:_measure",
+                "capacity:_measure",
                 "largest=A.largest * G.largest,",
                 "largest=(A.largest + damping) * (G.largest + damping) - damping,",
             ),
@@ -333,14 +332,14 @@ TRAPS = (
     ),
     Mutation(
         "eigenvalues below 1e-8 dropped",
-        (Edit(f"{_CURVATURE}.products:Values.of", "(values > 0).sum()", "(values > 1e-8).sum()"),),
+        (Edit("Values.of", "(values > 0).sum()", "(values > 1e-8).sum()"),),
         functools.partial(test_capacity.test_a_multiple_of_the_fisher_has_the_same_ranks, 1e-9),
     ),
     Mutation(
         "1e-8 added to denominators",
         (
             Edit(
-                f"{_CURVATURE}.capacity:_report",
+                "capacity:_report",
                 "spectrum.mass**2 / spectrum.squares",
                 "trace**2 / (spectrum.largest**2 * spectrum.squares + 1e-8)",
             ),
@@ -351,7 +350,7 @@ TRAPS = (
         "directions without an eigenvalue left out",
         (
             Edit(
-                f"{_CURVATURE}.sides:sides_of",
+                "side_spectra:sides_of",
                 "Values.of(told[: one.dim], one.dim)",
                 "Values.of(told[: one.dim])",
             ),
@@ -363,7 +362,7 @@ TRAPS = (
         "capacity of dense sides only",
         (
             Edit(
-                f"{_CURVATURE}.sides:sides_of",
+                "side_spectra:sides_of",
                 "assert isinstance(one, Dense | LowRank | DiagonalLowRank)",
                 "assert isinstance(one, Dense)",
             ),
@@ -374,7 +373,7 @@ TRAPS = (
         "the EWC penalty as tr((Gδ)(δᵀA))",
         (
             Edit(
-                f"{_CURVATURE}.ewc:_penalty",
+                "ewc:_penalty",
                 "(value.double() * product[name].double()).sum()",
                 "torch.trace((one := [*task.kfac.kfac_factors.values()][0]).G.matvec(value) @ one.A.matvec(value).mT)",
             ),
@@ -383,7 +382,7 @@ TRAPS = (
     ),
     Mutation(
         "the user's own backward brings no factors",
-        (Edit(f"{_CURVATURE}.capture:KFACCapture._leave", "self._kfac._finish(self)", "self._kfac._open = False"),),
+        (Edit("KFACCapture._leave", "self._kfac._finish(self)", "self._kfac._open = False"),),
         functools.partial(
             test_failures.test_captures_of_other_objects_share_one_backward_and_see_what_they_see_alone, True
         ),
@@ -392,7 +391,7 @@ TRAPS = (
         "no refresh at the first step",
         (
             Edit(
-                f"{_CURVATURE}.steps:begin",
+                "refresh_schedule:begin",
                 "kfac._last_refresh is None or step - kfac._last_refresh >= kfac.options.update_freq",
                 "(step + 1) % kfac.options.update_freq == 0",
             ),
@@ -402,18 +401,18 @@ TRAPS = (
     Mutation(
         "half-precision gradients not widened",
         (
-            Edit(f"{_CURVATURE}.application:_apply_block", "t.detach().to(wide)", "t.detach()"),
+            Edit("apply_factors:_apply_block", "t.detach().to(wide)", "t.detach()"),
             Edit(
-                f"{_CURVATURE}.block:Block.power",
+                "Block.power",
                 "y_OM = y_OM.to(torch.promote_types(y_OM.dtype, self._dtype(p, damping)))",
                 "pass",
             ),
             Edit(
-                f"{_LINALG}.factor:Spectral.power",
+                "Spectral.power",
                 "y_NK = y_NK.to(torch.promote_types(self.working_dtype(lowest, p), y_NK.dtype))",
                 "pass",
             ),
-            Edit(f"{_LINALG}.dense:Dense.to_basis", "[1].to(y_NK)", "[1]"),
+            Edit("Dense.to_basis", "[1].to(y_NK)", "[1]"),
         ),
         functools.partial(test_a_model_in_half_precision_has_powers_and_products, torch.bfloat16, MANY),
     ),
@@ -421,7 +420,7 @@ TRAPS = (
         "product with a weight whose bias is missing",
         (
             Edit(
-                f"{_CURVATURE}.blocks:Spec.matrix",
+                "Spec.matrix",
                 "if not self.has_bias:",
                 "if not self.has_bias or parts[1] is None:",
             ),
@@ -432,7 +431,7 @@ TRAPS = (
     ),
     Mutation(
         "fractional power of a low-rank side left out",
-        (Swap(f"{_LINALG}.low_rank:LowRank.power", _raw_where_fractional),),
+        (Swap("LowRank.power", _raw_where_fractional),),
         _powers(-0.5, "factored", "off", "all"),
     ),
     # ---- precision ----
@@ -440,7 +439,7 @@ TRAPS = (
         "float32 whatever the damping",
         (
             Edit(
-                f"{_LINALG}.factor:Factor.working_dtype",
+                "Factor.working_dtype",
                 "return torch.float32 if trusted else torch.float64",
                 "return torch.float32",
             ),
@@ -451,7 +450,7 @@ TRAPS = (
         "jitter in absolute numbers",
         (
             Edit(
-                f"{_LINALG}.cholesky:Cholesky._repair",
+                "Cholesky._repair",
                 "scale = float(matrix.diagonal().double().abs().mean()) or 1.0",
                 "scale = 1.0",
             ),
@@ -463,7 +462,7 @@ TRAPS = (
         "U transposed",
         (
             Edit(
-                f"{_CURVATURE}.build:Builder._moment_factor",
+                "Builder._moment_factor",
                 "LowRank.of(total.columns,",
                 "LowRank.of(total.columns.piece(slice(0, total.kept)).mT,",
             ),
@@ -474,7 +473,7 @@ TRAPS = (
         "stale inverse after another damping",
         (
             Edit(
-                f"{_LINALG}.dense:Dense.prepare_solve",
+                "Dense.prepare_solve",
                 "if key in self._cholesky:",
                 "self._cholesky = {key: system for system in self._cholesky.values()}\n    if self._cholesky:",
             ),
@@ -485,7 +484,7 @@ TRAPS = (
         "identity in place of eigenvectors without the clip",
         (
             Edit(
-                f"{_CURVATURE}.block:Block.act",
+                "Block.act",
                 "out = factor.power(y_NK, p, value, damping.max_condition)",
                 "out = factor.power(y_NK, p, value, damping.max_condition) if damping.max_condition else "
                 "(factor.diagonal() + value).pow(p)[:, None] * y_NK",
@@ -497,7 +496,7 @@ TRAPS = (
         "clip without the damping",
         (
             Edit(
-                f"{_LINALG}.factor:Spectral.power",
+                "Spectral.power",
                 "raised(self.spectrum.double() + damping, floor)",
                 "raised(self.spectrum.double() + (0.0 if floor else damping), floor)",
             ),
@@ -506,14 +505,14 @@ TRAPS = (
     ),
     Mutation(
         "A cut down where the bias has no gradient",
-        (Swap(f"{_CURVATURE}.block:Block.power", _without_the_last_input),),
+        (Swap("Block.power", _without_the_last_input),),
         functools.partial(test_bias.test_a_missing_bias_gradient_counts_as_zero, MANY),
     ),
     Mutation(
         "diagonal written out as a matrix",
         (
             Edit(
-                f"{_LINALG}.diagonal:Diagonal.matvec",
+                "Diagonal.matvec",
                 "self.values_N.to(y_NK.device)[:, None] * y_NK.to(self.dtype)",
                 "torch.diag(self.values_N) @ y_NK.to(self.dtype)",
             ),
@@ -524,7 +523,7 @@ TRAPS = (
         "low-rank side written out as a matrix",
         (
             Edit(
-                f"{_LINALG}.low_rank:LowRank.matvec",
+                "LowRank.matvec",
                 "self.columns.times(self.columns.transposed_times(y_NK))",
                 "self.dense() @ y_NK",
             ),
@@ -535,7 +534,7 @@ TRAPS = (
         "only the last call of a module kept",
         (
             Edit(
-                f"{_SUMS}.update",
+                "KroneckerSums.update",
                 "sides, block = record.sides(), sums[spec.name]",
                 "sides, block = record.sides(), sums[spec.name]; block.inputs = block.gradients = None",
             ),
@@ -546,7 +545,7 @@ TRAPS = (
         "padding counted in A",
         (
             Edit(
-                f"{_SUMS}.update",
+                "KroneckerSums.update",
                 "self._choose(sides, info, record.layer, block.inputs.keep)",
                 "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
             ),
@@ -557,7 +556,7 @@ TRAPS = (
         "weights of the terms ignored in G",
         (
             Edit(
-                f"{_SUMS}.update",
+                "KroneckerSums.update",
                 "self._choose(sides, info, record.layer, keep)",
                 "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
             ),
@@ -568,7 +567,7 @@ TRAPS = (
         "mask matched by its number of elements",
         (
             Edit(
-                f"{_CURVATURE}.capture:KFACCapture.pass_info",
+                "KFACCapture.pass_info",
                 "if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):",
                 "weights = None if weights is None else weights.reshape(batch, -1)\n    if False:",
             ),
@@ -577,7 +576,7 @@ TRAPS = (
     ),
     Mutation(
         "batch with NaN in the factors",
-        (Swap(f"{_CURVATURE}.build:_refuse_not_finite", lambda blocks: None),),
+        (Swap("build_factors:_refuse_not_finite", lambda blocks: None),),
         functools.partial(
             test_failures.test_a_batch_that_is_not_finite_is_dropped_as_a_whole, float("nan"), "loss", 30
         ),
@@ -586,7 +585,7 @@ TRAPS = (
         "infinities replaced by large numbers",
         (
             Edit(
-                f"{_SUMS}.update",
+                "KroneckerSums.update",
                 "self._rows(chosen, sides.inputs_BT, record.borrowed)",
                 "self._rows(chosen, sides.inputs_BT.nan_to_num(0.0, 1e6, -1e6), record.borrowed)",
             ),
@@ -595,12 +594,12 @@ TRAPS = (
     ),
     Mutation(
         "exceptions of the sums swallowed",
-        (Swap(f"{_SUMS}.update", _update_whatever_happens),),
+        (Swap("KroneckerSums.update", _update_whatever_happens),),
         _patched(test_failures.test_no_memory_in_the_middle_of_the_sums_drops_the_refresh, 1, MANY),
     ),
     Mutation(
         "one eigendecomposition that fails ends everything",
-        (Edit(f"{_LINALG}.dense:Dense._decomposed", 'if "NaN" in str(error):', "if True:"),),
+        (Edit("Dense._decomposed", 'if "NaN" in str(error):', "if True:"),),
         _patched(
             test_failures.test_without_eigenvectors_a_dense_side_goes_by_its_diagonal,
             torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge"),
@@ -610,7 +609,7 @@ TRAPS = (
         "attention's projections left out",
         (
             Edit(
-                f"{_CURVATURE}.blocks:find_blocks",
+                "block_specs:find_blocks",
                 "if name not in taken:",
                 'if name not in taken and "in_proj" not in name and "out_proj" not in name:',
             ),
@@ -619,14 +618,14 @@ TRAPS = (
     ),
     Mutation(
         "Conv1D of GPT-2 left out of K-FAC",
-        (Edit(f"{_CURVATURE}.blocks:_kronecker", "if form is None:", 'if form is None or form.layout == "in_out":'),),
+        (Edit("block_specs:_kronecker", "if form is None:", 'if form is None or form.layout == "in_out":'),),
         functools.partial(test_layers.test_matrices_have_k_fac_factors, "hf_gpt2"),
     ),
     Mutation(
         "narrow layers dropped",
         (
             Edit(
-                f"{_CURVATURE}.blocks:find_blocks",
+                "block_specs:find_blocks",
                 "if isinstance(spec, str):",
                 "if isinstance(spec, str) and spec:\n                continue\n            if isinstance(spec, str):",
             ),
@@ -635,14 +634,14 @@ TRAPS = (
     ),
     Mutation(
         "the user's gradients lost",
-        (Edit("gramian.taps.model.preserve_state:preserve_state", "p.grad = gradient", "p.grad = None"),),
+        (Edit("preserve_state:preserve_state", "p.grad = gradient", "p.grad = None"),),
         functools.partial(test_fisher_types.test_a_collection_leaves_no_trace, "empirical", False),
     ),
     Mutation(
         "the user's random state moved on",
         (
             Edit(
-                "gramian.taps.model.preserve_state:preserve_state",
+                "preserve_state:preserve_state",
                 "generators.restore(random_states)",
                 "pass",
             ),
@@ -653,7 +652,7 @@ TRAPS = (
         "head found by the end of its name",
         (
             Edit(
-                f"{_CURVATURE}.heads:known_head",
+                "output_head:known_head",
                 "return names.get(id(module)) if module is not None else None",
                 'return next((name for name in names.values() if name.endswith("lm_head")), None)',
             ),
@@ -662,7 +661,7 @@ TRAPS = (
     ),
     Mutation(
         "parameters told apart by name",
-        (Edit(f"{_CURVATURE}.consistency:unique_parameters", "if id(p) not in seen:", "if name not in seen:"),),
+        (Edit("consistency:unique_parameters", "if id(p) not in seen:", "if name not in seen:"),),
         test_precondition.test_a_tied_parameter_is_preconditioned_once,
     ),
     # ---- the exact head ----
@@ -670,7 +669,7 @@ TRAPS = (
         "exact head without its diagonal",
         (
             Edit(
-                f"{_CURVATURE}.build:Builder._softmax_factor",
+                "Builder._softmax_factor",
                 "DiagonalLowRank.softmax(total.columns, dtype, total.factor * scale**0.5)",
                 "LowRank.of(total.columns, dtype, total.factor * scale**0.5)",
             ),
@@ -681,7 +680,7 @@ TRAPS = (
         "tokens without a loss in the exact head",
         (
             Edit(
-                f"{_SUMS}._add_head",
+                "KroneckerSums._add_head",
                 "self._choose(sides, info, record.layer, keep)",
                 "Chosen(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
             ),
@@ -690,20 +689,20 @@ TRAPS = (
     ),
     Mutation(
         "exact head indefinite after rounding",
-        (Swap(f"{_LINALG}.diagonal_low_rank:DiagonalLowRank.softmax", classmethod(_diagonal_of_what_was_not_rounded)),),
+        (Swap("DiagonalLowRank.softmax", classmethod(_diagonal_of_what_was_not_rounded)),),
         functools.partial(test_stored.test_softmax_heads_stay_positive, torch.float16, 10.0),
     ),
     # ---- options and log ----
     Mutation(
         "unknown words accepted as options",
-        (Swap(f"{_CURVATURE}.options:_one_of", lambda name, value, accepted: None),),
+        (Swap("curvature/options:_one_of", lambda name, value, accepted: None),),
         _wrong_option("kfac_policy", "some"),
     ),
     Mutation(
         "damping of zero accepted",
         (
             Edit(
-                f"{_CURVATURE}.options:Options.__post_init__",
+                "Options.__post_init__",
                 "if not _number(value) or not value > 0:",
                 "if not _number(value):",
             ),
@@ -712,14 +711,14 @@ TRAPS = (
     ),
     Mutation(
         "device in the log that is not the factors'",
-        (Edit(f"{_CURVATURE}.journal:layer_line", 'f"storage={devices}"', '"storage=cuda"'),),
+        (Edit("curvature_record:layer_line", 'f"storage={devices}"', '"storage=cuda"'),),
         test_record.test_a_layers_line_is_true,
     ),
     Mutation(
         "dtype in the record that is not the factors'",
         (
             Edit(
-                f"{_CURVATURE}.journal:_side",
+                "curvature_record:_side",
                 'str(factor.storage_dtype).removeprefix("torch.")',
                 '"float16"',
             ),
@@ -732,7 +731,7 @@ TRAPS = (
         "clipped eigenvalues counted after the clip",
         (
             Edit(
-                f"{_LINALG}.factor:Spectral.clip",
+                "Spectral.clip",
                 "values = self.spectrum.double() + damping",
                 "values = raised(self.spectrum.double() + damping, floor)",
             ),
@@ -742,19 +741,19 @@ TRAPS = (
     # ---- memory ----
     Mutation(
         "tokens kept to the end whatever becomes of them",
-        (Edit(f"{_CURVATURE}.moments:Moment.add", "self.seen <= self.keep.rows_up_to", "True"),),
+        (Edit("TokenMoment.add", "self.seen <= self.keep.rows_up_to", "True"),),
         _patched(test_planning.test_bytes_at_rest_are_those_of_the_plan, "gpt", False, "small_only", "fp16"),
     ),
     Mutation(
         "a budget for each layer by itself",
-        (Edit(f"{_CURVATURE}.planning:_Budget._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
+        (Edit("_Budget._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
         functools.partial(test_planning.test_seven_billion_parameters_are_planned_without_allocating_anything, "40GB"),
     ),
     Mutation(
         "all of U in wide precision",
         (
             Edit(
-                f"{_LINALG}.columns:Columns.blocks",
+                "Columns.blocks",
                 "return pieces(self.stored.body.shape[0], self.count)",
                 "return iter([slice(0, self.stored.body.shape[0])])",
             ),
@@ -765,7 +764,7 @@ TRAPS = (
         "low rank where it takes more than dense",
         (
             Edit(
-                f"{_CURVATURE}.policy:low_rank_up_to",
+                "representation:low_rank_up_to",
                 "return min(width - 1, options.kfac_auto_t_max)",
                 "return options.kfac_auto_t_max",
             ),
@@ -776,7 +775,7 @@ TRAPS = (
         "A always dense",
         (
             Edit(
-                f"{_CURVATURE}.policy:low_rank_up_to",
+                "representation:low_rank_up_to",
                 "if not options.low_rank:",
                 'if not options.low_rank or side == "A":',
             ),
@@ -787,7 +786,7 @@ TRAPS = (
         "A of one input made for each of its layers",
         (
             Edit(
-                f"{_CURVATURE}.join:Join._side",
+                "Join._side",
                 "key = (spec.has_bias, *(None if side is None else side.group for side in said))",
                 "key = spec.name",
             ),
@@ -796,12 +795,12 @@ TRAPS = (
     ),
     Mutation(
         "the square of the vocabulary",
-        (Edit(f"{_CURVATURE}.policy:keep_for", "if width > WIDEST_DENSE:", "if False:"),),
+        (Edit("representation:keep_for", "if width > WIDEST_DENSE:", "if False:"),),
         functools.partial(test_planning.test_a_vocabulary_is_dense_under_no_policy, "small_only"),
     ),
     Mutation(
         "all products of two spectra at once",
-        (Edit(f"{_CURVATURE}.products:_tiles", "high = max(1, CHUNK // wide)", "high = rows"),),
+        (Edit("spectrum_products:_tiles", "high = max(1, CHUNK // wide)", "high = rows"),),
         test_products.test_all_products_are_never_held,
     ),
 )
@@ -816,11 +815,11 @@ def test_a_trap_that_is_put_back_turns_its_test_red(trap: Mutation) -> None:
 
 
 def test_a_trap_leaves_nothing_behind() -> None:
-    before = _package()
+    before = package_identity()
     for trap in sample(TRAPS, 15, case=lambda trap: None):
         with trap.applied():
-            assert _package() != before, trap.name
-        assert _package() == before, trap.name
+            assert package_identity() != before, trap.name
+        assert package_identity() == before, trap.name
 
 
 def _rows(table: str) -> list[list[str]]:

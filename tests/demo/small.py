@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from gramian.cli.demo.demo_plan import Plan
-from gramian.train.config.config import Data, Doctor, Model
+from gramian.cli.demo.demo_plan import DemoPlan
+from gramian.train.config.config import DataSection, DoctorSection, ModelSection
 
 
-def small(**changes: Any) -> Plan:
+def small(**changes: Any) -> DemoPlan:
     told: dict[str, Any] = {
-        "teacher": Model(layers=2, width=32, heads=2),
-        "student": Model(layers=1, width=16, heads=2),
+        "teacher": ModelSection(layers=2, width=32, heads=2),
+        "student": ModelSection(layers=1, width=16, heads=2),
         "teacher_steps": 24,
         "student_steps": 12,
-        "data": Data(limit_bytes=200_000, length=16, batch=4, workers=0),
+        "data": DataSection(limit_bytes=200_000, length=16, batch=4, workers=0),
         "warmup": 2,
         "eval_every": 6,
-        "doctor": Doctor(overfit_steps=200, overfit_windows=1),
+        "doctor": DoctorSection(overfit_steps=200, overfit_windows=1),
         "scored_windows": 20,
         "sample_tokens": 20,
     }
-    return Plan(**(told | changes))
+    return DemoPlan(**(told | changes))

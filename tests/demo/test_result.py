@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gramian.cli.demo.demo_plan import Plan, hashes_of, runs_of
+from gramian.cli.demo.demo_plan import DemoPlan, hashes_of, runs_of
 from gramian.cli.demo.demo_result import (
     FILE,
     Cached,
     Checked,
+    DemoRow,
     Result,
-    Row,
     Sample,
     Score,
     read_result,
@@ -26,8 +26,8 @@ from tests.demo.small import small
 
 
 def result(alone: float = 2.2, distilled: float = 2.1, teacher: float = 1.9, seconds: float = 15.0) -> Result:
-    def row(name: str, loss: float, seconds: float = 10.0) -> Row:
-        return Row(name, f"out/{name}", 100, 50, seconds, Score(1000, loss, 9.0, 8.0, 0.5, None, 0.1))
+    def row(name: str, loss: float, seconds: float = 10.0) -> DemoRow:
+        return DemoRow(name, f"out/{name}", 100, 50, seconds, Score(1000, loss, 9.0, 8.0, 0.5, None, 0.1))
 
     return Result(
         hashes={"teacher": "a"},
@@ -92,8 +92,8 @@ def test_seconds_of_several_processes_add_up(tmp_path: Path) -> None:
     assert training_seconds(tmp_path / "nowhere") == 0.0
 
 
-@pytest.mark.parametrize("plan", [Plan(), small()], ids=["default", "small"])
-def test_students_differ_by_their_teacher_alone(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", [DemoPlan(), small()], ids=["default", "small"])
+def test_students_differ_by_their_teacher_alone(plan: DemoPlan, tmp_path: Path) -> None:
     runs = runs_of(plan, tmp_path)
     assert dataclasses.replace(runs.distilled, teacher=None).hash == runs.alone.hash
     assert runs.distilled.teacher is not None

@@ -11,7 +11,7 @@ from gramian.data import Windows, load_windows
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.world import World
-from gramian.train.config.config import Data, Precision
+from gramian.train.config.config import DataSection, PrecisionSection
 from gramian.train.loop.precision import numbers_for
 
 ONE = World(0, 1, torch.device("cpu"), "one")
@@ -20,7 +20,7 @@ COUNT = ROWS + 3
 
 
 def windows(length: int = 16) -> Windows:
-    return load_windows(Data(limit_bytes=200_000, length=length))[1]
+    return load_windows(DataSection(limit_bytes=200_000, length=length))[1]
 
 
 def model(seed: int, validation: Windows) -> GPT:
@@ -35,7 +35,7 @@ def model(seed: int, validation: Windows) -> GPT:
 def scored(student: GPT, teacher: GPT | None, validation: Windows, count: int = COUNT) -> tuple[Score, list[int]]:
     heard: list[int] = []
     live = None if teacher is None else LiveTeacher(teacher)
-    found = score(student, live, validation, numbers_for(Precision(), ONE.device), ONE, count, heard.append)
+    found = score(student, live, validation, numbers_for(PrecisionSection(), ONE.device), ONE, count, heard.append)
     return found, heard
 
 

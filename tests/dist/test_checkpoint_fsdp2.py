@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from gramian.core.errors import GramianError
-from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import extents, facts_of, load, tensors_of
 from gramian.train.state.snapshot import Snapshots
 from tests.kit.processes import RankError, distributed, run_on_ranks
@@ -75,7 +75,7 @@ def taken(snapshots: Snapshots, step: int, model: nn.Module, optimizer: Optimize
     return snapshots.take(step, tensors_of(model, optimizer), facts)
 
 
-def resumed(store: CheckpointStore, model: nn.Module, optimizer: Optimizer) -> Loaded:
+def resumed(store: CheckpointStore, model: nn.Module, optimizer: Optimizer) -> LoadedCheckpoint:
     loaded = store.newest("h")
     assert loaded is not None
     load(model, optimizer, loaded.parts(extents(model, loaded.shapes)), loaded.facts["optimizer"])

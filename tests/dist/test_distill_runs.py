@@ -17,8 +17,8 @@ from gramian.train.build.run_parts import build
 from gramian.train.config.config import parse_config
 from gramian.train.loop.stepper import Stepper
 from tests.kit.matrix import FULL
+from tests.kit.mutations import Edit
 from tests.kit.processes import run_on_ranks
-from tests.test_mutations import Edit
 from tests.train.distilled import LEARNED, cache_of, student
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("processes")]
@@ -183,7 +183,7 @@ BUGS = {
 
 def spoiled_steps_of(rank: int, size: int, bug: str, told: dict[str, Any], steps: int, kind: str) -> dict[str, Any]:
     """The same with a bug."""
-    with Edit("gramian.distill.teaching:Teaching.finish", *BUGS[bug]).applied():
+    with Edit("Teaching.finish", *BUGS[bug]).applied():
         return steps_of(rank, size, told, steps, kind)
 
 

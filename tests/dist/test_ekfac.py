@@ -81,4 +81,6 @@ def test_tensor_parallel_times_fsdp2(rank: int, world_size: int, reduce: str) ->
 def test_one_process_that_cannot_measure_ends_the_refresh_of_all(
     rank: int, world_size: int, reduce: str, step: str
 ) -> None:
-    bodies.one_rank_cannot(rank, f"gramian.curvature.estimate.ekfac_sums._Rows.{step}", {"kfac_distributed_reduce": reduce, **EKFAC})
+    bodies.one_rank_cannot(
+        rank, f"gramian.curvature.estimate.ekfac_sums._Rows.{step}", {"kfac_distributed_reduce": reduce, **EKFAC}
+    )

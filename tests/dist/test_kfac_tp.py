@@ -6,8 +6,8 @@ import pytest
 
 from tests.dist import tp_bodies as bodies
 from tests.kit.matrix import sample
+from tests.kit.mutations import Edit
 from tests.kit.processes import distributed
-from tests.test_mutations import Edit
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
 
@@ -92,20 +92,19 @@ def test_what_cannot_be_done_is_refused_by_name(rank: int, world_size: int) -> N
     bodies.refusals(rank)
 
 
-_CAPTURE, _SPREAD = "gramian.curvature.estimate.kfac_capture:KFACCapture", "gramian.parallel.tensor_parallel:TensorParallel"
 TRAPS = {
     "terms counted once for each process that sees them": Edit(
-        f"{_CAPTURE}.end_of_pass", "info.spread is None or info.spread.first", "True"
+        "KFACCapture.end_of_pass", "info.spread is None or info.spread.first", "True"
     ),
-    "keys of other samples": Edit(f"{_CAPTURE}.pass_info", "samples_B[mine]", "samples_B[: mine.stop - mine.start]"),
-    "ids of samples that nobody has": Edit(f"{_SPREAD}.dealt", "others.size // self.size)", "others.size)"),
+    "keys of other samples": Edit("KFACCapture.pass_info", "samples_B[mine]", "samples_B[: mine.stop - mine.start]"),
+    "ids of samples that nobody has": Edit("TensorParallel.dealt", "others.size // self.size)", "others.size)"),
     "features in another order": Edit(
-        "gramian.parallel.exchange:Exchange.to_samples",
+        "Exchange.to_samples",
         "torch.cat(pieces, dim=dim)",
         "torch.cat(pieces[::-1], dim=dim)",
     ),
     "whole sides that all processes cut alike": Edit(
-        f"{_SPREAD}.take",
+        "TensorParallel.take",
         "whole(t)[mine.start * each : mine.stop * each]",
         "whole(t)[: (mine.stop - mine.start) * each]",
     ),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import gramian
 from gramian.curvature.memory import traffic
-from gramian.curvature.memory.traffic import Side
+from gramian.curvature.memory.traffic import TrafficSide
 from gramian.parallel.exchange import Exchange, exchange_of
 from gramian.parallel.sharded_columns import ShardedColumns
 from tests.kit.matrix import sample
@@ -49,7 +49,7 @@ def counted_bytes(rank: int, size: int, reduction: str, split: tuple[int, ...], 
         F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
     tokens, (row, whole) = tuple(POSITIONS * n for n in split), DTYPES[dtype]
     sides = {
-        name: (Side(o, tokens, row, whole), Side(m, tokens, row, whole))
+        name: (TrafficSide(o, tokens, row, whole), TrafficSide(m, tokens, row, whole))
         for name, (o, m) in {"first": (11, 14), "second": (17, 11)}.items()
     }
     record = kfac.record()
@@ -117,4 +117,4 @@ def test_rows_that_stay_where_they_lie_are_not_gathered(rank: int, world_size: i
     columns = ShardedColumns.of(torch.ones(part.stop - part.start, 4), 13, others).local()
     before = dict(others.sent)
     columns.times(columns.transposed_times(torch.ones(part.stop - part.start, 5)))
-    assert _since(others, before) == Side(13, (2, 2)).use("gram", 5, local=True)
+    assert _since(others, before) == TrafficSide(13, (2, 2)).use("gram", 5, local=True)

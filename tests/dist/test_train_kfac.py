@@ -15,15 +15,15 @@ from gramian.core.errors import GramianError
 from gramian.parallel.world import World
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import parse_config
-from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.evaluate import evaluate
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
 from gramian.verify.resume import differences
 from tests.kit.matrix import FULL
+from tests.kit.mutations import Edit
 from tests.kit.processes import run_on_ranks
-from tests.test_mutations import Edit
 from tests.train.runs import PRIVATE, small
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("processes")]
@@ -82,7 +82,7 @@ def run_of(
         if fault is not None and rank == size - 1:
             spoil(parts, fault)
 
-        def stopping(outcome: Outcome, trainer: Trainer) -> None:
+        def stopping(outcome: StepOutcome, trainer: Trainer) -> None:
             if outcome.attempt.step == stop:
                 raise Stopped
 
@@ -308,22 +308,22 @@ def test_a_private_run_with_public_curvature_goes_on_bitwise(kind: str, tmp_path
 BUGS = {
     "a coefficient that forgets the processes": (
         Edit(
-            "gramian.train.loop.stepper:Stepper._observed",
+            "Stepper._observed",
             "loss_reduction=coefficient",
             "loss_reduction=coefficient / self.world.size",
         ),
         {},
     ),
     "ids of this process's own": (
-        Edit("gramian.train.loop.stepper:terms_and_ids", "batch.first + sum(sizes[:i])", "sum(sizes[:i])"),
+        Edit("stepper:terms_and_ids", "batch.first + sum(sizes[:i])", "sum(sizes[:i])"),
         SUBSET,
     ),
     "ids as a sampler would deal them out": (
-        Edit("gramian.train.loop.stepper:terms_and_ids", "torch.arange(first, first + sizes[i])", "None"),
+        Edit("stepper:terms_and_ids", "torch.arange(first, first + sizes[i])", "None"),
         SUBSET,
     ),
     "terms of the whole step": (
-        Edit("gramian.train.loop.stepper:terms_and_ids", "int((targets_BT != IGNORED).sum())", "batch.tokens"),
+        Edit("stepper:terms_and_ids", "int((targets_BT != IGNORED).sum())", "batch.tokens"),
         {},
     ),
 }
@@ -345,7 +345,7 @@ def test_a_bug_is_seen(bug: str, tmp_path: Path) -> None:
 
 def whole_after_a_resume(rank: int, size: int, told: dict[str, Any], kind: str) -> dict[str, Any]:
     """Factors that are read are not spread again."""
-    with Edit("gramian.train.loop.trainer:Trainer._restore", ", parts.stepper.captured)", ")").applied():
+    with Edit("Trainer._restore", ", parts.stepper.captured)", ")").applied():
         return run_of(rank, size, told, kind)
 
 

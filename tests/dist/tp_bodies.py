@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import gramian
 from tests.curvature.splits import Case, assert_equal, refresh, vector
 from tests.dist.kfac_bodies import alone, make
-from tests.test_mutations import Edit
+from tests.kit.mutations import Edit
 
 
 class Mlp(nn.Module):

@@ -15,10 +15,19 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.data import Windows
-from gramian.distill.cache import Cache, CacheOptions, Hidden, Samples, TopK, build_cache, check_rows, open_cache
+from gramian.distill.cache import (
+    Cache,
+    CacheOptions,
+    Hidden,
+    Samples,
+    TopK,
+    build_cache,
+    check_rows,
+    open_cache,
+)
 from gramian.distill.loss.sparse_tail import tail_at
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse, tensors_of
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, tensors_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, WIDTH, batch_of, contents, gpt, windows
 from tests.distill.test_proof import projected
 from tests.kit.matrix import sample
@@ -65,7 +74,7 @@ def rows_of(signal: Signal, row: int) -> list[Tensor]:
     return [tensor[row] for tensor in tensors_of(signal)]
 
 
-def true_logits(live: Dense) -> Tensor:
+def true_logits(live: DenseSignal) -> Tensor:
     """In float64."""
     return live.hidden_BTD.double() @ live.head.weight_VD.double().T
 
@@ -162,7 +171,7 @@ def test_logits_of_cached_hidden_states_err_as_the_manifest_says(
 ) -> None:
     cache, batch = opened(built(kind)), batch_of(DATA, list(range(len(DATA))))
     live, stored = teacher(batch), cache(batch)
-    assert isinstance(stored, Dense) and stored.hidden_BTD.dtype == torch.float32
+    assert isinstance(stored, DenseSignal) and stored.hidden_BTD.dtype == torch.float32
     worst = float((true_logits(stored) - true_logits(live)).abs().max())
     mean = float((true_logits(stored) - true_logits(live)).abs().mean())
     errors = cache.manifest.errors
@@ -175,7 +184,7 @@ def test_logits_of_cached_hidden_states_err_as_the_manifest_says(
 def test_hidden_states_in_the_models_own_type_are_exact(built: Callable[[str], Path], teacher: LiveTeacher) -> None:
     cache, batch = opened(built("hidden fp32")), batch_of(DATA, [3, 22, 0])
     stored, live = cache(batch), teacher(batch)
-    assert isinstance(stored, Dense)
+    assert isinstance(stored, DenseSignal)
     assert torch.allclose(stored.hidden_BTD, live.hidden_BTD, atol=1e-5)  # forwards of other batches round elsewhere
     assert torch.equal(stored.head.weight_VD, live.head.weight_VD)
     assert cache.manifest.errors.worst["logit"] == 0.0
@@ -186,7 +195,7 @@ def test_hidden_states_in_the_models_own_type_are_exact(built: Callable[[str], P
 def test_top_logits_and_tail_err_as_the_manifest_says(built: Callable[[str], Path], teacher: LiveTeacher) -> None:
     cache, batch = opened(built("topk")), batch_of(DATA, list(range(len(DATA))))
     live, stored = teacher(batch), cache(batch)
-    assert isinstance(stored, Sparse) and stored.tail is not None
+    assert isinstance(stored, SparseSignal) and stored.tail is not None
     logits_BTV = true_logits(live)
     logits_BTV -= logits_BTV.amax(-1, keepdim=True)
     kept_BTK = logits_BTV.gather(-1, stored.ids_BTK)
@@ -209,7 +218,7 @@ def test_top_logits_and_tail_err_as_the_manifest_says(built: Callable[[str], Pat
 def test_everything_kept_needs_no_tail(built: Callable[[str], Path], teacher: LiveTeacher) -> None:
     cache, batch = opened(built("topk all")), batch_of(DATA, [1, 2])
     stored = cache(batch)
-    assert isinstance(stored, Sparse) and stored.tail is None
+    assert isinstance(stored, SparseSignal) and stored.tail is None
     whole_BTV = torch.zeros(2, DATA.length, VOCABULARY).scatter(-1, stored.ids_BTK, stored.logits_BTK)
     expected_BTV = true_logits(teacher(batch)).float()
     assert torch.allclose(whole_BTV, expected_BTV - expected_BTV.amax(-1, keepdim=True), atol=0.01)
@@ -217,7 +226,7 @@ def test_everything_kept_needs_no_tail(built: Callable[[str], Path], teacher: Li
 
 def test_sampled_weights_sum_to_one_on_distinct_ids(built: Callable[[str], Path]) -> None:
     stored = opened(built("sampled"))(batch_of(DATA, list(range(len(DATA)))))
-    assert isinstance(stored, Sampled) and stored.temperature == 2.0
+    assert isinstance(stored, SampledSignal) and stored.temperature == 2.0
     assert torch.allclose(stored.weights_BTK.sum(-1), torch.tensor(1.0))
     used_BTK = stored.weights_BTK > 0
     for ids_K, used_K in zip(stored.ids_BTK.flatten(0, 1), used_BTK.flatten(0, 1), strict=True):
@@ -256,7 +265,7 @@ def test_heads_of_all_sorts_come_back(family: str, tmp_path: Path) -> None:
     teacher, batch = LiveTeacher(TEACHERS[family]()), batch_of(DATA, [0, 5])
     build_cache(tmp_path, teacher, DATA, small("hidden fp32"))
     stored, live = opened(tmp_path)(batch), teacher(batch)
-    assert isinstance(stored, Dense)
+    assert isinstance(stored, DenseSignal)
     assert torch.allclose(stored.head.logits(stored.hidden_BTD), live.head.logits(live.hidden_BTD), atol=1e-4)
 
 
@@ -264,7 +273,7 @@ def test_a_half_precision_teacher_is_stored_exactly(tmp_path: Path) -> None:
     teacher, batch = LiveTeacher(gpt().bfloat16()), batch_of(DATA, [0, 1, 2])
     manifest = build_cache(tmp_path, teacher, DATA, small("hidden"))
     stored = opened(tmp_path)(batch)
-    assert isinstance(stored, Dense) and manifest.errors.worst["logit"] == 0.0
+    assert isinstance(stored, DenseSignal) and manifest.errors.worst["logit"] == 0.0
     assert torch.equal(stored.hidden_BTD, teacher(batch).hidden_BTD) and stored.hidden_BTD.dtype == torch.bfloat16
 
 
@@ -286,7 +295,7 @@ def test_ids_on_both_sides_of_two_bytes_come_back(last: int, tmp_path: Path) -> 
         cache = open_cache(tmp_path / kind.name)
         assert check_rows(cache, teacher, data).holds()
         stored = cache(batch_of(data, [0, 1]))
-        assert not isinstance(stored, Dense) and last in stored.ids_BTK
+        assert not isinstance(stored, DenseSignal) and last in stored.ids_BTK
 
 
 def test_padding_of_a_head_can_be_left_out(tmp_path: Path) -> None:
@@ -295,7 +304,7 @@ def test_padding_of_a_head_can_be_left_out(tmp_path: Path) -> None:
         build_cache(tmp_path / kind.name, teacher, DATA, CacheOptions(kind))
         cache = open_cache(tmp_path / kind.name, vocabulary=30)
         stored = cache(batch_of(DATA, list(range(len(DATA)))))
-        assert not isinstance(stored, Dense) and int(stored.ids_BTK.max()) == 29
+        assert not isinstance(stored, DenseSignal) and int(stored.ids_BTK.max()) == 29
         assert check_rows(cache, teacher, DATA).holds()
         with pytest.raises(GramianError, match="^vocabulary: .* knows 30 ids, 31 are needed"):
             open_cache(tmp_path / kind.name, vocabulary=31)
@@ -369,7 +378,7 @@ def test_temperatures_outside_the_curve_are_refused(built: Callable[[str], Path]
     with pytest.raises(GramianError, match="^temperature:"):
         opened(built("sampled")).require_temperatures(1.0, 2.0)
     signal = cache(batch_of(DATA, [0]))
-    assert isinstance(signal, Sparse) and signal.tail is not None
+    assert isinstance(signal, SparseSignal) and signal.tail is not None
     with pytest.raises(GramianError, match="^temperature:"):
         tail_at(signal.tail, 1.0 / 6.0)
 

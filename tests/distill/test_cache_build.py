@@ -274,7 +274,9 @@ def test_a_short_write_is_continued(
 ) -> None:
     write = os.write
     with monkeypatch.context() as patch:
-        patch.setattr(cache_files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)]))
+        patch.setattr(
+            cache_files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)])
+        )
         build(tmp_path)
     assert contents(tmp_path) == finished("hidden")
 

@@ -9,7 +9,7 @@ from gramian.distill.cache import Samples
 from gramian.distill.cache.sampled_cache import draw
 from gramian.distill.loss.head import Head
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense, Sampled
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal
 from tests.distill.teachers import batch_of, gpt, windows
 
 P_V = torch.tensor([0.5, 0.0, 0.26, 1e-5, 0.14, 0.09999, 0.0], dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_draws_of_many_windows_are_unbiased() -> None:
     logits_V = P_V.clamp(min=1e-12).log() * 2.0  # at T = 2 these are P_V
     hidden_BTD = logits_V.expand(tokens // length, length, -1)
     head = Head(torch.eye(7, dtype=torch.float64))
-    values, _ = kind.encode(Dense(hidden_BTD, head), torch.arange(tokens // length), kind.facts(head), False)
+    values, _ = kind.encode(DenseSignal(hidden_BTD, head), torch.arange(tokens // length), kind.facts(head), False)
     mean_V = weights_of(values["ids"].flatten(0, 1), values["counts"].flatten(0, 1), 7).mean(0)
     allowed = math.sqrt(math.log(2 * 7 / 1e-6) / (2 * tokens))
     assert (mean_V - P_V).abs().max() < allowed
@@ -64,7 +64,7 @@ def test_draws_belong_to_the_window_and_not_to_its_batch() -> None:
     data, teacher, kind = windows(), LiveTeacher(gpt()), Samples(draws=6)
     facts = kind.facts(teacher.head)
 
-    def drawn(index: list[int], kind: Samples = kind) -> Sampled:
+    def drawn(index: list[int], kind: Samples = kind) -> SampledSignal:
         batch = batch_of(data, index)
         values, errors = kind.encode(teacher(batch), batch["windows"], kind.facts(teacher.head), True)
         assert not errors.worst
@@ -80,6 +80,6 @@ def test_draws_belong_to_the_window_and_not_to_its_batch() -> None:
 
 def test_tokens_of_a_window_do_not_share_a_number() -> None:
     kind, head = Samples(draws=1), Head(torch.eye(64))
-    values, _ = kind.encode(Dense(torch.zeros(8, 50, 64), head), torch.arange(8), kind.facts(head), False)
+    values, _ = kind.encode(DenseSignal(torch.zeros(8, 50, 64), head), torch.arange(8), kind.facts(head), False)
     assert len(values["ids"].unique()) > 60  # of 64, after 400 draws
     assert all(len(values["ids"][row].unique()) > 20 for row in range(8))

@@ -14,7 +14,7 @@ from gramian.distill.cache.topk_cache import GONE, fit_tail, place_knots, places
 from gramian.distill.loss.head import Head
 from gramian.distill.loss.sparse_tail import tail_at
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense
+from gramian.distill.teacher.signal import DenseSignal
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.train.config.config import parse_config
 
@@ -38,7 +38,7 @@ def zipf_logits(tokens: int, vocabulary: int, seed: int = 0) -> Tensor:
 def encoded(logits_NV: Tensor, kind: TopK):  # type: ignore[no-untyped-def]
     """Through a head that is the identity."""
     vocabulary = logits_NV.shape[1]
-    signal = Dense(logits_NV.unsqueeze(0), Head(torch.eye(vocabulary, dtype=logits_NV.dtype)))
+    signal = DenseSignal(logits_NV.unsqueeze(0), Head(torch.eye(vocabulary, dtype=logits_NV.dtype)))
     facts = kind.facts(signal.head)
     values, errors = kind.encode(signal, torch.tensor([0]), facts, True)
     return kind.decode(values, {}, facts, None), errors
@@ -133,7 +133,7 @@ def test_ids_that_can_never_come_leave_the_curve_finite() -> None:
     logits_NV, bias_V = zipf_logits(6, 100), torch.zeros(100, dtype=torch.float64)
     bias_V[3::2] = -math.inf
     kind, head = TopK(k=60), Head(torch.eye(100, dtype=torch.float64), bias_V)
-    values, errors = kind.encode(Dense(logits_NV.unsqueeze(0), head), torch.tensor([0]), kind.facts(head), True)
+    values, errors = kind.encode(DenseSignal(logits_NV.unsqueeze(0), head), torch.tensor([0]), kind.facts(head), True)
     assert all(bool(tensor.isfinite().all()) for tensor in values.values())
     assert errors.worst["log_normaliser"] < 1e-3
 

@@ -6,13 +6,13 @@ from torch import nn
 
 from gramian.core.errors import GramianError
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense, Sampled, Sparse, Tail, refuse_inference, tensors_of
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, SparseSignal, Tail, refuse_inference, tensors_of
 from tests.distill.teachers import TEACHERS, batch_of, gpt, huggingface, windows
 
 families = pytest.mark.parametrize("family", ["gpt", "goose", "gpt2", "gemma2, capped"])
 
 
-def same(one: Dense, other: Dense) -> bool:
+def same(one: DenseSignal, other: DenseSignal) -> bool:
     pairs = zip(tensors_of(one), tensors_of(other), strict=True)
     return list(one.layers) == list(other.layers) and all(torch.equal(a, b) for a, b in pairs)
 
@@ -142,17 +142,21 @@ def test_signals_of_inference_mode_are_refused_before_anything_learns(place: int
         made_ids = torch.zeros(1, 2, 3, dtype=torch.long)
     tail = Tail(plain, plain, torch.zeros(3))
     signals = [
-        Dense(made, teacher.head),
-        Dense(plain, teacher.head, {1: made}),
-        Sparse(ids, made, tail),
-        Sparse(made_ids, plain, tail),
-        Sparse(ids, plain, Tail(made, plain, torch.zeros(3))),
-        Sparse(ids, plain, Tail(plain, made, torch.zeros(3))),
-        Sampled(ids, made, 1.0),
+        DenseSignal(made, teacher.head),
+        DenseSignal(plain, teacher.head, {1: made}),
+        SparseSignal(ids, made, tail),
+        SparseSignal(made_ids, plain, tail),
+        SparseSignal(ids, plain, Tail(made, plain, torch.zeros(3))),
+        SparseSignal(ids, plain, Tail(plain, made, torch.zeros(3))),
+        SampledSignal(ids, made, 1.0),
     ]
     with pytest.raises(GramianError, match="^teacher: its signal was made in inference mode"):
         refuse_inference(signals[place])
-    for fine in (Dense(plain, teacher.head, {1: plain}), Sparse(ids, plain, tail), Sampled(ids, plain, 1.0)):
+    for fine in (
+        DenseSignal(plain, teacher.head, {1: plain}),
+        SparseSignal(ids, plain, tail),
+        SampledSignal(ids, plain, 1.0),
+    ):
         refuse_inference(fine)
 
 

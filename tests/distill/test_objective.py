@@ -14,7 +14,7 @@ from gramian.distill.loss import fused_loss as loss_module
 from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.distill.teacher.language_model import body_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense, Sampled, Signal, Sparse
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal
 from gramian.train.loop.objective import IGNORED, logits_of
 from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
 from tests.distill.test_features import gram_debiased_cka, standardised
@@ -32,7 +32,7 @@ def model_of(family: str) -> nn.Module:
     return TEACHERS[family]().double().train()
 
 
-def dense(layers: tuple[int, ...] = ()) -> tuple[LiveTeacher, Dense, Tensor]:
+def dense(layers: tuple[int, ...] = ()) -> tuple[LiveTeacher, DenseSignal, Tensor]:
     teacher = LiveTeacher(gpt(width=8).double(), layers)
     told = batch()
     return teacher, teacher(told), logits_of(teacher.model, told["tokens"])
@@ -116,10 +116,10 @@ def test_sparse_and_sampled_signals_are_read() -> None:
         return module(told["tokens"], told["targets"], 0.1, signal=each, temperature=2.0)[0].item()
 
     expected = loss_of(signal)
-    assert loss_of(Sparse(ids_BTK, teacher_BTV, None)) == pytest.approx(expected, rel=1e-6)
+    assert loss_of(SparseSignal(ids_BTK, teacher_BTV, None)) == pytest.approx(expected, rel=1e-6)
     counted = told["targets"] != IGNORED
     entropy = -(weights_BTK * weights_BTK.log()).sum(-1)[counted].sum().item()
-    assert loss_of(Sampled(ids_BTK, weights_BTK, 2.0)) == pytest.approx(expected + 0.1 * 4 * entropy, rel=1e-6)
+    assert loss_of(SampledSignal(ids_BTK, weights_BTK, 2.0)) == pytest.approx(expected + 0.1 * 4 * entropy, rel=1e-6)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3])
@@ -169,7 +169,7 @@ def test_features_of_inference_mode_are_refused_in_one_line() -> None:
     told, (teacher, _, _) = batch(), dense((1,))
     with torch.inference_mode():
         plain = teacher(told)
-        signal = Dense(plain.hidden_BTD * 1, plain.head, {1: plain.layers[1] * 1})
+        signal = DenseSignal(plain.hidden_BTD * 1, plain.head, {1: plain.layers[1] * 1})
     module = DistillObjective(model_of("gpt"), LossOptions(), FeatureLoss("cka", [(2, 1)], 16, 8))
     module(told["tokens"], told["targets"], 0.1, signal=signal)[0].backward()
     with pytest.raises(GramianError, match="^teacher: its signal was made in inference mode"):
@@ -189,7 +189,7 @@ def test_to_compare_is_the_similarity_of_final_hidden_states() -> None:
     few, _ = DistillObjective(model, LossOptions())(told["tokens"], targets, 1.0, signal=signal, compare=True)
     assert few.item() == pytest.approx(gram_debiased_cka(standardised(x), standardised(y)).item(), rel=1e-6)
     assert abs(found.item()) < 1
-    own = Dense(hidden.detach().float(), signal.head)  # narrower than the student
+    own = DenseSignal(hidden.detach().float(), signal.head)  # narrower than the student
     assert DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 1.0, signal=own, compare=True)[
         0
     ].item() == pytest.approx(1, abs=1e-4)

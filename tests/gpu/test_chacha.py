@@ -11,7 +11,7 @@ from gramian.kernels import chacha
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from gramian.kernels import _triton_chacha
+from gramian.kernels import _triton_chacha  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

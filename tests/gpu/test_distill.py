@@ -9,7 +9,7 @@ from gramian.distill import Head, distill_loss
 from gramian.distill.teacher.signal import Tail
 from gramian.kernels.distillation.distill_rows import (
     ROWS,
-    Objective,
+    RowObjective,
     Squash,
     distill_rows,
     distill_rows_kernel,
@@ -61,7 +61,7 @@ def logits(tokens, vocabulary, teacher_vocabulary, dtype):
 @pytest.mark.parametrize("squash", [Squash(), Squash(0.5, 10.0)])
 def test_the_kernel_is_the_twin_in_float64(direction, dtype, shape, squash):
     student, teacher, targets = logits(*shape, dtype)
-    objective = Objective(**direction)
+    objective = RowObjective(**direction)
     for T in (1.0, 2.0, 10.0):
         wide = student.double()
         want = distill_rows_twin(
@@ -105,7 +105,7 @@ def test_the_kernel_is_what_ran_and_gives_the_same_bits_every_time(monkeypatch):
     first = None
     for _ in range(5):
         products = student.clone()
-        rows = distill_rows(products, teacher, targets, torch.tensor(2.0, device="cuda"), Objective(), gradient=True)
+        rows = distill_rows(products, teacher, targets, torch.tensor(2.0, device="cuda"), RowObjective(), gradient=True)
         assert first is None or (rows.equal(first[0]) and products.equal(first[1]))
         first = rows, products
 
@@ -114,7 +114,7 @@ def test_the_kernel_is_what_ran_and_gives_the_same_bits_every_time(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_sides_have_no_divergence_and_no_gradient(dtype, direction):
     student, _, targets = logits(64, 50257, 1, dtype)
-    objective = Objective(**direction, ce_weight=0.0)
+    objective = RowObjective(**direction, ce_weight=0.0)
     products = student.clone()
     rows = distill_rows_kernel(products, student, targets, torch.tensor(3.0, device="cuda"), objective, gradient=True)
     assert float(rows[1].abs().max()) < 1e-12 and float(products.abs().max()) < 1e-10  # in float16 1e-10 would be 0
@@ -283,5 +283,7 @@ def test_rows_beyond_the_reach_of_32_bits():
     student[-1, 5], teacher[-1, 7] = 3.0, 3.0
     targets = torch.full((tokens,), -100, device="cuda")
     targets[-1] = 5
-    rows = distill_rows_kernel(student, teacher, targets, torch.tensor(1.0, device="cuda"), Objective(), gradient=True)
+    rows = distill_rows_kernel(
+        student, teacher, targets, torch.tensor(1.0, device="cuda"), RowObjective(), gradient=True
+    )
     assert rows[1, -1] > 0 and not rows[:, :-1].any() and student[-1, 5] < 0 and student[-1, 7] < 0

@@ -59,12 +59,12 @@ import numpy as np, torch
 before = set(sys.modules)
 from gramian.kernels import chacha
 assert not {"triton", "cryptography"} & (set(sys.modules) - before), "loaded on first use only"
-from gramian.kernels import _chacha
+from gramian.kernels import _triton_chacha
 key, nonce = bytes(range(255, 223, -1)), (7 << 64) + 2**63 + 5
 words = chacha._arguments(key, nonce)
 for start, count in [(0, 1), (15, 2100), (2**35 - 20, 50), (2**36 - 40, 40)]:
     out = torch.full((count + 2,), -1, dtype=torch.int32)
-    _chacha.write_words(out[1:-1], *words, start)
+    _triton_chacha.write_words(out[1:-1], *words, start)
     assert np.array_equal(out[1:-1].view(torch.uint32).numpy(), chacha.words(key, nonce, start, count).numpy()), start
     assert out[0] == out[-1] == -1, "wrote outside"
 for start, count, dtype, tolerance in [
@@ -75,7 +75,7 @@ for start, count, dtype, tolerance in [
 ]:
     before = torch.linspace(-2, 2, count + 2).to(dtype)
     got = before.clone()
-    _chacha.add_normals(got[1:-1], torch.tensor(0.5), *words, start)
+    _triton_chacha.add_normals(got[1:-1], torch.tensor(0.5), *words, start)
     want = before[1:-1].double() + 0.5 * chacha.normals(key, nonce, start, count).double()
     assert (got[1:-1].double() - want).abs().max() <= tolerance, dtype
     assert got[0] == before[0] and got[-1] == before[-1], "wrote outside"
@@ -83,7 +83,7 @@ for start, count, dtype, tolerance in [
 first = chacha.words(key, nonce, 0, 2**21).numpy()[::2]
 for pair in (first.argmin(), first.argmax()):
     got = torch.zeros(2)
-    _chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair))
+    _triton_chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair))
     want = chacha.normals(key, nonce, 2 * int(pair), 2)
     assert ((got - want) / want).abs().max() < 1e-5, (pair, got, want)
 # Pairs of the stream whose radius takes bits of the other nonce, and their neighbours.
@@ -91,7 +91,7 @@ tail = np.flatnonzero(first < chacha.TAIL_WORDS)
 assert len(tail) > 2
 for pair in tail[:3]:
     got = torch.zeros(40)
-    _chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair) - 17)
+    _triton_chacha.add_normals(got, torch.tensor(1.0), *words, 2 * int(pair) - 17)
     assert (got - chacha.normals(key, nonce, 2 * int(pair) - 17, 40)).abs().max() < 2e-6, pair
 # Radii of chosen words, in and out of the tail, against the logarithm of the exact ratio.
 import triton, triton.language as tl
@@ -101,7 +101,7 @@ from math import log
 def radii(high, low, out, N: tl.constexpr):
     at = tl.arange(0, N)
     high, low = tl.load(high + at).to(tl.uint32, bitcast=True), tl.load(low + at).to(tl.uint32, bitcast=True)
-    tl.store(out + at, _chacha._radius(high, low))
+    tl.store(out + at, _triton_chacha._radius(high, low))
 end = chacha.TAIL_WORDS
 highs = (0, 1, 2, 77, end - 1, end, end + 1, 2**31, 2**32 - 2**27, 2**32 - 1)
 chosen = [(h, l) for h in highs for l in (0, 1, 2**31, 2**32 - 1)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gramian.kernels.distillation.distill_rows import (
     ROWS,
-    Objective,
+    RowObjective,
     Squash,
     distill_rows,
     distill_rows_kernel,
@@ -113,7 +113,7 @@ CASES = sample(
 def test_kernel_and_twin_are_float64s_rows(direction, T, shape, dtype, squash):
     s, t, targets = problem(*shape, dtype=dtype)
     targets[-1] = shape[1] - 1
-    objective = Objective(direction=direction, beta=0.3, kd_weight=0.7, ce_weight=0.4)
+    objective = RowObjective(direction=direction, beta=0.3, kd_weight=0.7, ce_weight=0.4)
     args = (s, t, targets, torch.tensor(T), objective, squash, Squash(1.25))
     for function, options in ((distill_rows_twin, {}), (distill_rows_kernel, {"block": 16})):
         rows, gradient = interpreted(rows_of, function, s.clone(), *args[1:], **options)
@@ -132,7 +132,7 @@ def test_kernel_and_twin_are_float64s_rows(direction, T, shape, dtype, squash):
 )
 def test_kernel_at_any_shape(tokens, vocabulary, teacher_vocabulary, block, direction, T):
     s, t, targets = problem(tokens, vocabulary, teacher_vocabulary, seed=vocabulary)
-    objective = Objective(direction=direction)
+    objective = RowObjective(direction=direction)
     rows, gradient = interpreted(
         rows_of, distill_rows_kernel, s.clone(), t, targets, torch.tensor(T), objective, block=block
     )
@@ -145,7 +145,7 @@ def test_float64_is_kept_by_the_twin_and_a_small_divergence_is_not_lost(function
     """At T = 10 and logits 0.01 apart the divergence is 5e-7: eight digits below the normalisers it comes from."""
     s, _, targets = problem(3, 200, 200)
     t = s + 0.01 * random(3, 200, seed=3)
-    objective = Objective(direction=direction)
+    objective = RowObjective(direction=direction)
     want, _ = expected(s, t, targets, 10.0, objective, Squash(), Squash())
     rows, _ = interpreted(rows_of, function, s.clone(), t, targets, torch.tensor(10.0), objective)
     torch.testing.assert_close(rows[1].double(), want["kl"], rtol=2e-4, atol=0)
@@ -161,7 +161,7 @@ def test_float64_is_kept_by_the_twin_and_a_small_divergence_is_not_lost(function
 def test_masked_rows_are_zero_whatever_they_hold(direction, function):
     s, t, targets = problem(6, 21, 21)
     s[0], t[0], s[3, 4] = float("nan"), float("inf"), float("inf")
-    rows, gradient = interpreted(rows_of, function, s.clone(), t, targets, torch.tensor(2.0), Objective(direction))
+    rows, gradient = interpreted(rows_of, function, s.clone(), t, targets, torch.tensor(2.0), RowObjective(direction))
     assert not rows[:, ::3].any() and not gradient[::3].any()
     assert rows.isfinite().all() and gradient.isfinite().all()
 
@@ -170,7 +170,7 @@ def test_masked_rows_are_zero_whatever_they_hold(direction, function):
 def test_without_gradient_nothing_is_written_and_the_rows_are_the_same(function):
     for direction in DIRECTIONS:
         s, t, targets = problem(5, 33, 30)
-        args = (t, targets, torch.tensor(3.0), Objective(direction))
+        args = (t, targets, torch.tensor(3.0), RowObjective(direction))
         with_rows, _ = interpreted(rows_of, function, s.clone(), *args)
         rows, after = interpreted(rows_of, function, s.clone(), *args, gradient=False)
         assert after.equal(s) and rows.equal(with_rows)
@@ -179,7 +179,7 @@ def test_without_gradient_nothing_is_written_and_the_rows_are_the_same(function)
 @pytest.mark.parametrize("function", [distill_rows_twin, distill_rows_kernel])
 def test_padded_rows_are_read_and_written_in_their_place(function):
     s, t, targets = problem(5, 33, 30)
-    args = (targets, torch.tensor(3.0), Objective())
+    args = (targets, torch.tensor(3.0), RowObjective())
     want, gradient = interpreted(rows_of, function, s.clone(), t, *args)
     around_s, around_t = laid_out(s, "amid nan"), laid_out(t, "amid nan")
     rows, after = interpreted(rows_of, function, around_s, around_t, *args)
@@ -192,7 +192,7 @@ def test_padded_rows_are_read_and_written_in_their_place(function):
 def test_equal_sides_have_no_divergence_and_no_gradient(function):
     s, _, targets = problem(5, 65, 65)
     for direction in DIRECTIONS:
-        objective = Objective(direction, ce_weight=0.0)
+        objective = RowObjective(direction, ce_weight=0.0)
         rows, gradient = interpreted(rows_of, function, s.clone(), s.clone(), targets, torch.tensor(3.0), objective)
         assert not gradient.any() and not rows[1].any() and rows[3].equal((targets != -100).float())
 
@@ -200,13 +200,13 @@ def test_equal_sides_have_no_divergence_and_no_gradient(function):
 @pytest.mark.parametrize("function", [distill_rows_twin, distill_rows_kernel])
 def test_a_target_outside_the_vocabulary_is_not_a_number(function):
     s, t, _ = problem(3, 9, 9)
-    rows, _ = interpreted(rows_of, function, s, t, torch.tensor([2, 9, -3]), torch.tensor(2.0), Objective())
+    rows, _ = interpreted(rows_of, function, s, t, torch.tensor([2, 9, -3]), torch.tensor(2.0), RowObjective())
     assert rows[2].isnan().tolist() == [False, True, True]
 
 
 def test_dispatch_on_a_cpu_gives_the_twin():
     s, t, targets = problem(4, 12, 12)
-    args = (t, targets, torch.tensor(2.0), Objective())
+    args = (t, targets, torch.tensor(2.0), RowObjective())
     out = torch.empty(len(ROWS), 4)
     assert distill_rows(s.clone(), *args, gradient=False, out_RN=out) is out
     assert out.equal(distill_rows_twin(s.clone(), *args, gradient=False))

@@ -13,9 +13,9 @@ from torch import Tensor
 from gramian import GramianError, linalg
 from gramian.linalg import DenseOperator, LanczosSpectrum, Operator
 from tests.kit.matrix import FULL, sample
+from tests.kit.mutations import RED, Edit
 from tests.linalg.matrices import normal
 from tests.linalg.spectra import SPECTRA, Broken, dense, numbers, spread, symmetric
-from tests.test_mutations import RED, Edit
 
 WHICH = ("LA", "SA", "LM", "BE")
 
@@ -350,7 +350,7 @@ def test_an_exhausted_krylov_space_is_left_for_a_random_vector(name):
 
 
 ZEROS = Edit(
-    "gramian.linalg.spectra.operator:Operator.checked_matmat",
+    "Operator.checked_matmat",
     "product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))",
     "try:\n"
     "        product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))\n"
@@ -360,7 +360,7 @@ ZEROS = Edit(
 TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     "global generator seeded": (
         Edit(
-            "gramian.linalg.spectra.operator:seeded",
+            "operator:seeded",
             "return torch.Generator(device=operator.device).manual_seed(0)",
             "return torch.manual_seed(0)",
         ),
@@ -369,7 +369,7 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     "zeros without memory": (ZEROS, test_an_operator_without_memory_is_no_operator_of_zeros),
     "products not looked at": (
         Edit(
-            "gramian.linalg.spectra.operator:Operator.checked_matmat",
+            "Operator.checked_matmat",
             "if not bool(product_NK.isfinite().all()):",
             "if False:",
         ),
@@ -377,7 +377,7 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     ),
     "top values only": (
         Edit(
-            "gramian.linalg.spectra.lanczos:lanczos",
+            "lanczos:lanczos",
             "min(smallest, float(ritz.values_M[0]))",
             "float(ritz.values_M[wanted].min())",
         ),
@@ -385,23 +385,27 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     ),
     "recent vectors only": (
         Edit(
-            "gramian.linalg.spectra.krylov:orthogonalise",
+            "krylov:orthogonalise",
             "share_MB += rows_MN[:, part].double() @ vectors_BN[:, part].mT",
             "share_MB[-2:] += rows_MN[-2:, part].double() @ vectors_BN[:, part].mT",
         ),
         functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float64),
     ),
     "noise after a breakdown": (
-        Edit("gramian.linalg.spectra.krylov:KrylovBasis._orthonormalise", "self._orthogonalised(vector_N[None])", "pass"),
+        Edit("KrylovBasis._orthonormalise", "self._orthogonalised(vector_N[None])", "pass"),
         functools.partial(test_an_exhausted_krylov_space_is_left_for_a_random_vector, "rank 1"),
     ),
     "a direction of rounding followed": (
-        Edit("gramian.linalg.spectra.krylov:KrylovBasis.multiply", "if beta > self.rounding and len", "if beta > 0 and len"),
+        Edit(
+            "KrylovBasis.multiply",
+            "if beta > self.rounding and len",
+            "if beta > 0 and len",
+        ),
         functools.partial(test_an_exhausted_krylov_space_is_left_for_a_random_vector, "rank 1"),
     ),
     "no coupling to the vector before": (
         Edit(
-            "gramian.linalg.spectra.krylov:KrylovBasis.ritz",
+            "KrylovBasis.ritz",
             "H_MM.triu() + H_MM.triu(1).mT",
             "torch.diag(H_MM.diagonal())",
         ),
@@ -409,7 +413,7 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     ),
     "sums in float32": (
         Edit(
-            "gramian.linalg.spectra.krylov:orthogonalise",
+            "krylov:orthogonalise",
             "rows_MN[:, part].double() @ vectors_BN[:, part].mT",
             "(rows_MN[:, part].float() @ vectors_BN[:, part].mT.float()).double()",
         ),
@@ -417,22 +421,26 @@ TRAPS: dict[str, tuple[Edit, Callable[[], None]]] = {
     ),
     "basis in half precision": (
         Edit(
-            "gramian.linalg.spectra.operator:Operator.working_dtype",
+            "Operator.working_dtype",
             "return torch.promote_types(self.dtype, torch.float32)",
             "return self.dtype",
         ),
         test_half_precision_products_have_a_float32_basis_and_wide_bounds,
     ),
     "convergence in absolute numbers": (
-        Edit("gramian.linalg.spectra.lanczos:lanczos", "allowed = tol * basis.scale + 2 * basis.rounding", "allowed = 1e-10"),
+        Edit(
+            "lanczos:lanczos",
+            "allowed = tol * basis.scale + 2 * basis.rounding",
+            "allowed = 1e-10",
+        ),
         functools.partial(test_a_converged_eigenvalue_does_not_come_back, torch.float32),
     ),
     "one copy of each": (
-        Edit("gramian.linalg.spectra.lanczos:lanczos", "if settled and not search_copies:", "if settled:"),
+        Edit("lanczos:lanczos", "if settled and not search_copies:", "if settled:"),
         functools.partial(test_a_repeated_eigenvalue_is_found_as_often_as_it_occurs, 4),
     ),
     "what restarts leave behind not counted": (
-        Edit("gramian.linalg.spectra.krylov:KrylovBasis.ritz", "noise_M + lost_M", "noise_M * 0"),
+        Edit("KrylovBasis.ritz", "noise_M + lost_M", "noise_M * 0"),
         test_a_map_that_changes_between_calls_does_not_converge,
     ),
 }

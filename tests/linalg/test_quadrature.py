@@ -10,9 +10,9 @@ from gramian.linalg import DenseOperator, Estimate, log_det, spectral_density
 from gramian.linalg.spectra.operator import seeded
 from gramian.linalg.spectra.trace import random_blocks
 from tests.kit.matrix import sample
+from tests.kit.mutations import RED, Edit
 from tests.linalg.spectra import SPECTRA, Broken, dense, numbers, spread, symmetric
 from tests.linalg.test_trace import DISTRIBUTIONS, REPETITIONS, assert_coverage, seed
-from tests.test_mutations import RED, Edit
 
 
 def forms(matrix, probes, distribution, f):
@@ -268,19 +268,19 @@ def test_the_global_generator_is_not_touched():
 TRAPS = {
     "recent vectors only": (
         Edit(
-            "gramian.linalg.spectra.quadrature:_tridiagonal",
+            "quadrature:_tridiagonal",
             "basis_BSN[:, : step + 1]",
             "basis_BSN[:, max(0, step - 1) : step + 1]",
         ),
         test_a_converged_node_does_not_come_back,
     ),
     "noise after a breakdown": (
-        Edit("gramian.linalg.spectra.quadrature:_tridiagonal", "beta_B > operator.rounding * scale_B", "beta_B > 0"),
+        Edit("quadrature:_tridiagonal", "beta_B > operator.rounding * scale_B", "beta_B > 0"),
         test_an_exhausted_krylov_space_ends_its_recurrence,
     ),
     "global generator seeded": (
         Edit(
-            "gramian.linalg.spectra.operator:seeded",
+            "operator:seeded",
             "return torch.Generator(device=operator.device).manual_seed(0)",
             "return torch.manual_seed(0)",
         ),

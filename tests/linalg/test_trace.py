@@ -10,8 +10,8 @@ from gramian.linalg import DenseOperator, Estimate, stochastic_trace
 from gramian.linalg.spectra.operator import seeded
 from gramian.linalg.spectra.trace import random_blocks, student_quantile
 from tests.kit.matrix import sample
+from tests.kit.mutations import RED, Edit
 from tests.linalg.spectra import SPECTRA, Broken, dense, numbers, spread, symmetric
-from tests.test_mutations import RED, Edit
 
 METHODS = ("hutch++", "hutchinson")
 DISTRIBUTIONS = ("rademacher", "gaussian")
@@ -241,19 +241,25 @@ def test_failed_products_are_neither_zeros_nor_numbers(method):
 TRAPS = {
     "global generator seeded": (
         Edit(
-            "gramian.linalg.spectra.operator:seeded",
+            "operator:seeded",
             "return torch.Generator(device=operator.device).manual_seed(0)",
             "return torch.manual_seed(0)",
         ),
         lambda: test_the_global_generator_is_not_touched("hutch++"),
     ),
     "error of a sum for that of a mean": (
-        Edit("gramian.linalg.spectra.trace:Estimate.interval", "self.samples - 1) * self.", "self.samples - 1) * 2 * self."),
+        Edit(
+            "Estimate.interval",
+            "self.samples - 1) * self.",
+            "self.samples - 1) * 2 * self.",
+        ),
         lambda: test_intervals_miss_as_often_as_they_say("hutchinson", "rademacher"),
     ),
     "one-sided normal quantile": (
         Edit(
-            "gramian.linalg.spectra.trace:Estimate.interval", "student_quantile(1 - error_rate / 2, self.samples - 1)", "1.645"
+            "Estimate.interval",
+            "student_quantile(1 - error_rate / 2, self.samples - 1)",
+            "1.645",
         ),
         lambda: test_intervals_miss_as_often_as_they_say("hutch++", "rademacher"),
     ),

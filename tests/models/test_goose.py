@@ -13,10 +13,10 @@ import gramian
 from gramian.core.errors import GramianError
 from gramian.models import GPT, Goose, GooseConfig, GPTConfig
 from gramian.models.goose import layer_operations, operations
-from gramian.models.goose.goose_layers import Memory, Mix, SpikingLinear
+from gramian.models.goose.goose_layers import LeakyMemory, Mix, SpikingLinear
 from gramian.models.goose.spike import Spike
 from gramian.train.build.build_optimizer import build_optimizer
-from gramian.train.config.config import Optimizer
+from gramian.train.config.config import OptimizerSection
 from tests.kit.matrix import sample
 
 TINY = GooseConfig(vocabulary=17, context=12, layers=3, width=16)
@@ -144,7 +144,7 @@ def test_decays_are_log_spaced_from_two_tokens_to_the_context() -> None:
 
 def test_the_readout_is_as_loud_for_slow_channels_as_for_fast_ones() -> None:
     noise = torch.randn(8, 4000, 6, generator=torch.Generator().manual_seed(0))
-    read_BTD, state_BD = Memory(6, 300)(noise)
+    read_BTD, state_BD = LeakyMemory(6, 300)(noise)
     loud = read_BTD[:, 2000:].std(dim=(0, 1))
     assert loud.min() > 0.8 and loud.max() < 1.25
     assert state_BD.shape == (8, 6)
@@ -167,7 +167,7 @@ def test_every_parameter_gets_a_gradient_and_only_matrices_decay(config: GooseCo
     F.cross_entropy(model(tokens_BT()).flatten(0, 1), tokens_BT(seed=1).flatten()).backward()
     for name, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
-    optimizer = build_optimizer(model, Optimizer(weight_decay=0.1), torch.device("cpu"))
+    optimizer = build_optimizer(model, OptimizerSection(weight_decay=0.1), torch.device("cpu"))
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert decayed == matrices
@@ -224,7 +224,7 @@ def test_autocast_keeps_memory_and_thresholds_in_float32() -> None:
     model, tokens = Goose(GooseConfig(width=64)), tokens_BT(2, 100)
     dtypes: set[torch.dtype] = set()
     for module in model.modules():
-        if isinstance(module, Memory):
+        if isinstance(module, LeakyMemory):
             module.register_forward_hook(lambda module, args, output: dtypes.update({args[0].dtype, output[0].dtype}))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(tokens)

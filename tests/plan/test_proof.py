@@ -9,7 +9,7 @@ import torch
 from gramian.linalg import wide
 from gramian.plan import proof_cost
 from gramian.plan.proof_cost import plan_proof, proof_runs
-from gramian.taps.proof.proof_runs import Runs
+from gramian.taps.proof.proof_runs import ProofRuns
 from gramian.train.build.memory_needs import needs_of
 from gramian.train.build.run_parts import build
 from gramian.train.loop.private_stepper import PrivateStepper
@@ -36,15 +36,15 @@ def test_a_proof_peaks_where_it_is_planned_to(case: str, tmp_path: Path, monkeyp
     parts, fingerprints = build(config, ONE), []
     stepper, rows = parts.stepper, config.data.batch
     assert isinstance(stepper, PrivateStepper)
-    plain = Runs.tapped
+    plain = ProofRuns.tapped
 
-    def tapped(self: Runs, *args: Any, **keys: Any) -> Any:
+    def tapped(self: ProofRuns, *args: Any, **keys: Any) -> Any:
         found = plain(self, *args, **keys)
         prints = [*found.rows.values(), *found.outputs]
         fingerprints.append(sum(p.hashes_R.nbytes + p.projections_RK.nbytes for p in prints))
         return found
 
-    monkeypatch.setattr(Runs, "tapped", tapped)
+    monkeypatch.setattr(ProofRuns, "tapped", tapped)
     batch = parts.training.stack(torch.arange(rows).numpy() * (len(parts.training) // rows))
     with measured() as real:
         mark()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
 from gramian.plan.parallel_strategy import USABLE, Decision, decide
-from gramian.plan.transformer_memory import Kind, Needs, Teacher, gpt
+from gramian.plan.transformer_memory import Kind, Needs, TeacherShape, gpt
 
 SEVEN = gpt(50257, 2048, 32, 4096, 32)
 RUN = Needs(SEVEN, "bf16", length=2048, batch=64, micro_batch=4)
@@ -42,7 +42,7 @@ def test_without_a_teacher(needs: Needs, gpus: int, memory: int, strategy: str |
     assert decide(needs, gpus, memory * GB).strategy == strategy
 
 
-BIG = Teacher(gpt(50257, 2048, 48, 6144, 48))
+BIG = TeacherShape(gpt(50257, 2048, 48, 6144, 48))
 """22 billion parameters."""
 
 

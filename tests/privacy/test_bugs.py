@@ -38,6 +38,7 @@ from tests.dist import private_bodies as bodies
 from tests.dist import test_private_ddp
 from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gram_squares
 from tests.kit.matrix import FULL, sample
+from tests.kit.mutations import RED, Edit, Mutation, Swap, package_identity, turns_red
 from tests.kit.processes import run_on_ranks
 from tests.privacy import (
     test_accounting,
@@ -61,7 +62,7 @@ from tests.privacy import (
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import problem
 from tests.taps import test_row_proof
-from tests.test_mutations import RED, Edit, Mutation, Swap, _package, _square_of_every_token, turns_red
+from tests.test_mutations import _square_of_every_token
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "privacy_bugs.md"
@@ -550,45 +551,36 @@ def _narrow(*tensors: Tensor) -> torch.dtype:
     return tensors[0].dtype
 
 
-_PRIVACY, _GRADIENTS, _TAPS = "gramian.privacy", "gramian.taps.gradients", "gramian.taps"
-_PROOF = f"{_TAPS}.proof"
-_FORESIGHT = f"{_PRIVACY}.foresight:Foresight"
-_CLIPPING, _ENGINE, _SUMS = f"{_PRIVACY}.clipping:Clipping", f"{_PRIVACY}.engine:PrivacyEngine", f"{_PRIVACY}.sums"
-_LEDGER = f"{_PRIVACY}.ledger:Ledger"
-_KERNELS = "gramian.kernels"
-
 BUGS = (
     # ---- norms ----
     Mutation(
         "bias norm of the tokens",
         (
-            Edit(
-                f"{_CLIPPING}.parameter", 'if row.way == "sum":', 'if row.way == "sum" and not record.gradient.tokens:'
-            ),
-            Swap(f"{_GRADIENTS}.summed:Summed.squared_norms", _square_of_every_token),
+            Edit("Clipping.parameter", 'if row.way == "sum":', 'if row.way == "sum" and not record.gradient.tokens:'),
+            Swap("Summed.squared_norms", _square_of_every_token),
         ),
         _sums("linear_3d"),
     ),
     Mutation(
         "norm a little off",
-        (Edit(f"{_CLIPPING}._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.scale * 1.001"),),
+        (Edit("Clipping._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.scale * 1.001"),),
         _sums("mlp"),
     ),
     Mutation(
         "mean loss taken for a sum",
-        (Edit(f"{_CLIPPING}.pass_info", '"mean": float(batch)', '"mean": 1.0'),),
+        (Edit("Clipping.pass_info", '"mean": float(batch)', '"mean": 1.0'),),
         _sums("mlp"),
     ),
     Mutation(
         "batch of a mean loss missing in the sum",
-        (Edit(f"{_CLIPPING}._sum", "work.factors_B * work.info.factor", "work.factors_B"),),
+        (Edit("Clipping._sum", "work.factors_B * work.info.factor", "work.factors_B"),),
         _sums("mlp"),
     ),
     Mutation(
         "module called twice keeps its last call",
         (
             Edit(
-                f"{_TAPS}.passes:PassBook._deliver",
+                "PassBook._deliver",
                 "gradient = join([part for _, part in parts])",
                 "gradient = parts[-1][1]",
             ),
@@ -599,7 +591,7 @@ BUGS = (
         "tied weights as a sum of squares",
         (
             Edit(
-                f"{_GRADIENTS}.joined:Joined.squared_norms",
+                "Joined.squared_norms",
                 "apart_B + 2 * sum(inner(left, right) for left, right in combinations(self.parts, 2))",
                 "apart_B.clone()",
             ),
@@ -610,7 +602,7 @@ BUGS = (
         "padding in the norm of an embedding",
         (
             Edit(
-                f"{_TAPS}.sites.embedding:Embedding.gradients",
+                "Embedding.gradients",
                 "if module.padding_idx is not None:",
                 "if module.max_norm:",
             ),
@@ -621,7 +613,7 @@ BUGS = (
         "embedding left out of the norm",
         (
             Edit(
-                f"{_CLIPPING}._norm",
+                "Clipping._norm",
                 "work.add(gradient.squared_norms())",
                 "type(gradient).__name__ == 'Indexed' or work.add(gradient.squared_norms())",
             ),
@@ -630,29 +622,29 @@ BUGS = (
     ),
     Mutation(
         "groups of a convolution ignored in the norm",
-        (Edit(f"{_GRADIENTS}.convolved:Convolved.per_sample", "groups=count * self.geometry.groups", "groups=count"),),
+        (Edit("Convolved.per_sample", "groups=count * self.geometry.groups", "groups=count"),),
         _sums("conv1d"),
     ),
     Mutation(
         "positions of one row for all samples",
-        (Edit(f"{_TAPS}.hub:Hub.run", "if rows == 1:", "if self.batch == -1:"),),
+        (Edit("Hub.run", "if rows == 1:", "if self.batch == -1:"),),
         _sums("gpt"),
     ),
     Mutation(
         "inputs of four axes not flattened",
-        (Swap(f"{_TAPS}.sites.site:tokens", lambda t, batch: t.reshape(batch, t.shape[1], -1)),),
+        (Swap("site:tokens", lambda t, batch: t.reshape(batch, t.shape[1], -1)),),
         _sums("linear_4d"),
     ),
     Mutation(
         "arguments by keyword not seen",
-        (Swap(f"{_TAPS}.sites.site:first_tensor", _first_by_position),),
+        (Swap("site:first_tensor", _first_by_position),),
         test_engine.test_a_hugging_face_batch_by_keyword,
     ),
     Mutation(
         "subclass with another forward taken for its base",
         (
             Edit(
-                f"{_TAPS}.sites.registry:site_for",
+                "site_registry:site_for",
                 'getattr(type(module), "forward", None) is getattr(base, "forward", None)',
                 "True",
             ),
@@ -663,7 +655,7 @@ BUGS = (
         "layers without a formula dropped",
         (
             Edit(
-                f"{_TAPS}.sites.registry:site_for",
+                "site_registry:site_for",
                 "their parent's\n    return Generic(whole=False) if own_parameters(module, whole=False) else None",
                 "their parent's\n    return None",
             ),
@@ -672,15 +664,15 @@ BUGS = (
     ),
     Mutation(
         "children of a module with its own parameter dropped",
-        (Edit(f"{_TAPS}.discover:discover", "if site.whole:", 'if site.whole or site.kind == "generic":'),),
+        (Edit("find_layers:discover", "if site.whole:", 'if site.whole or site.kind == "generic":'),),
         _sums("vit"),
     ),
     Mutation(
         "checkpointed layers counted twice",
         (
-            Edit(f"{_TAPS}.hub:Hub.open_use", "if in_backward():", "if False:"),
+            Edit("Hub.open_use", "if in_backward():", "if False:"),
             Edit(
-                f"{_TAPS}.passes:PassBook._deliver",
+                "PassBook._deliver",
                 "parts = pass_.arrived.pop(name)",
                 "parts = pass_.arrived.pop(name); parts = parts * (pass_.uses[name] // len(parts))",
             ),
@@ -691,7 +683,7 @@ BUGS = (
         "plan of the first batch for all",
         (
             Edit(
-                f"{_FORESIGHT}._planned",
+                "Foresight._planned",
                 "key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))",
                 "key = 0",
             ),
@@ -702,26 +694,26 @@ BUGS = (
     Mutation(
         "norms summed in half precision",
         (
-            Swap("gramian.linalg.wide:wide_dtype", _narrow),
-            Swap("gramian.kernels.launch:wide_dtype", _narrow),
+            Swap("wide:wide_dtype", _narrow),
+            Swap("launch:wide_dtype", _narrow),
         ),
         functools.partial(test_norms_of_half_precision_are_summed_wide, torch.float16, "auto"),
     ),
     Mutation(
         "Gram trusted under cancellation",
-        (Swap(f"{_GRADIENTS}.outer:_cancels", lambda squares_B, diagonal_B: diagonal_B < 0),),
+        (Swap("outer:_cancels", lambda squares_B, diagonal_B: diagonal_B < 0),),
         _cancelling("bookkeeping", "gram"),
     ),
     Mutation(
         "Gram done again on top of itself",
         (
             Edit(
-                f"{_CLIPPING}._doubt",
+                "Clipping._doubt",
                 "work.doubts.append(doubt)",
                 "work.add(doubt.squares_B); work.doubts.append(doubt)",
             ),
             Edit(
-                f"{_CLIPPING}._confirm",
+                "Clipping._confirm",
                 "self._settle(work, doubt, doubtful)\n        work.add(doubt.squares_B)",
                 "before_B = doubt.squares_B.clone(); self._settle(work, doubt, doubtful)\n"
                 "        work.squares_B = work.squares_B + (doubt.squares_B - before_B)",
@@ -731,14 +723,14 @@ BUGS = (
     ),
     Mutation(
         "sums that were begun before the norms were sure",
-        (Edit(f"{_CLIPPING}._confirm", "work.totals.clear()", "pass"),),
+        (Edit("Clipping._confirm", "work.totals.clear()", "pass"),),
         _cancelling("bookkeeping", "gram"),
     ),
     Mutation(
         "weighted side rounded to half precision",
         (
             Edit(
-                f"{_GRADIENTS}.outer:Outer.weighted_total",
+                "Outer.weighted_total",
                 "if torch.float16 in (left.dtype, right.dtype) or torch.bfloat16 in (left.dtype, right.dtype):",
                 "if False:",
             ),
@@ -747,21 +739,21 @@ BUGS = (
     ),
     Mutation(
         "doubtful samples summed otherwise than measured",
-        (Edit(f"{_CLIPPING}._sum", "if name in work.written:", "if False:"),),
+        (Edit("Clipping._sum", "if name in work.written:", "if False:"),),
         functools.partial(
             test_properties.test_tokens_whose_gradients_cancel_stay_within_C, "bookkeeping", torch.float32, 1e7
         ),
     ),
     Mutation(
         "no slack for rounding",
-        (Edit(f"{_CLIPPING}._weigh", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
+        (Edit("Clipping._weigh", "self.max_grad_norm / (1 + work.slack)", "self.max_grad_norm"),),
         functools.partial(test_clipped_samples_of_half_precision_are_within_C, "vit"),
     ),
     Mutation(
         "sum rounded to half precision before its noise",
         (
             Edit(
-                f"{_SUMS}:GradientSums._add",
+                "GradientSums._add",
                 "self._behind[name] = part",
                 "pass",
             ),
@@ -775,12 +767,12 @@ BUGS = (
     ),
     Mutation(
         "wide sum released after its gradient was zeroed",
-        (Edit(f"{_SUMS}:GradientSums._follow_zeroed", "del self._behind[name]", "pass"),),
+        (Edit("GradientSums._follow_zeroed", "del self._behind[name]", "pass"),),
         functools.partial(test_integrity.test_a_gradient_may_be_dropped, "zeros", torch.bfloat16),
     ),
     Mutation(
         "gradient written to before its noise",
-        (Edit(f"{_SUMS}:GradientSums.compare", "if number:", "if False:"),),
+        (Edit("GradientSums.compare", "if number:", "if False:"),),
         functools.partial(
             test_integrity.test_a_gradient_with_other_values_is_refused_and_nothing_is_released,
             torch.float32,
@@ -792,7 +784,7 @@ BUGS = (
         "write that leaves the values taken for a change",
         (
             Edit(
-                f"{_PRIVACY}.integrity:Watch.changed_gradients",
+                "Watch.changed_gradients",
                 "now = checksums(self._ordered_gradients())",
                 "now = checksums(self._ordered_gradients()) + self._trained['0.weight'].grad._version",
             ),
@@ -805,17 +797,17 @@ BUGS = (
     ),
     Mutation(
         "change forgotten when another backward adds to it",
-        (Edit(f"{_PRIVACY}.integrity:Watch._marked", "if self._changed is None", "if True"),),
+        (Edit("Watch._marked", "if self._changed is None", "if True"),),
         functools.partial(test_integrity.test_a_change_before_another_backward_is_refused_in_the_step, torch.float32),
     ),
     Mutation(
         "scaler's own division taken for a change",
-        (Edit(f"{_SUMS}:GradientSums.settle", "self.watch.take(self._inverse_scale())", "self.watch.take()"),),
+        (Edit("GradientSums.settle", "self.watch.take(self._inverse_scale())", "self.watch.take()"),),
         functools.partial(test_integrity.test_a_scaler_may_unscale_and_nobody_else, "unscaled by step", torch.float32),
     ),
     Mutation(
         "weights changed by a gradient without noise",
-        (Edit(f"{_SUMS}:GradientSums.compare", "self.watch.changed_weights()", "torch.zeros_like(changed)"),),
+        (Edit("GradientSums.compare", "self.watch.changed_weights()", "torch.zeros_like(changed)"),),
         functools.partial(
             test_integrity.test_weights_that_change_between_backward_and_step_are_refused, None, "p -= p.grad"
         ),
@@ -824,7 +816,7 @@ BUGS = (
         "weights changed where no version moves",
         (
             Edit(
-                f"{_PRIVACY}.integrity:Watch.changed_weights",
+                "Watch.changed_weights",
                 "self._weights_now() != self._weights",
                 "torch.zeros_like(self._weights, dtype=torch.bool)",
             ),
@@ -838,8 +830,8 @@ BUGS = (
     Mutation(
         "training by hand in place of the step",
         (
-            Edit(f"{_SUMS}:GradientSums.begin", "if written:", "if False:"),
-            Edit(f"{_SUMS}:GradientSums.settle", "if any(changed):", "if False:"),
+            Edit("GradientSums.begin", "if written:", "if False:"),
+            Edit("GradientSums.settle", "if any(changed):", "if False:"),
         ),
         functools.partial(
             test_integrity.test_training_by_hand_in_place_of_the_step_is_refused_at_the_next_backward, True
@@ -847,24 +839,24 @@ BUGS = (
     ),
     Mutation(
         "second optimizer of the same parameters",
-        (Edit(f"{_PRIVACY}.bypass:Outside._before_any_step", "and self._unreleased()", "and False"),),
+        (Edit("Outside._before_any_step", "and self._unreleased()", "and False"),),
         functools.partial(
             test_integrity.test_another_optimizer_of_the_same_parameters_is_refused_before_it_acts, False
         ),
     ),
     Mutation(
         "head that trains plainly",
-        (Edit(f"{_PRIVACY}.bypass:Outside._before_any_step", "self._others.add(optimizer)", "pass"),),
+        (Edit("Outside._before_any_step", "self._others.add(optimizer)", "pass"),),
         functools.partial(test_integrity.test_a_head_that_trains_plainly_is_refused_at_the_second_backward, None),
     ),
     Mutation(
         "trunk that trains plainly",
-        (Edit(f"{_PRIVACY}.bypass:Outside.look_behind", "self._behind[p] = True", "pass"),),
+        (Edit("Outside.look_behind", "self._behind[p] = True", "pass"),),
         functools.partial(test_integrity.test_a_private_head_on_a_trunk_that_trains_plainly_is_refused, None),
     ),
     Mutation(
         "closure run again by the optimizer",
-        (Edit(f"{_ENGINE}._step_hook", "_once(loss)", "closure"),),
+        (Edit("PrivacyEngine._step_hook", "_once(loss)", "closure"),),
         functools.partial(
             test_integrity.test_a_closure_runs_once_and_makes_the_step_that_a_backward_before_it_makes,
             False,
@@ -874,20 +866,20 @@ BUGS = (
     ),
     Mutation(
         "private step traced by a compiler",
-        (Edit(f"{_ENGINE}._install", "torch.compiler.disable(self._step_hook, reason=EAGER)", "self._step_hook"),),
+        (Edit("PrivacyEngine._install", "torch.compiler.disable(self._step_hook, reason=EAGER)", "self._step_hook"),),
         test_regressions.test_a_compiled_step_draws_the_noise_of_an_eager_one,
     ),
     # ---- clipping and sums ----
     Mutation(
         "norm layers get no gradient",
-        (Edit(f"{_CLIPPING}._sum_held", "return work.totals.pop(name)", "work.totals.pop(name); return None"),),
+        (Edit("Clipping._sum_held", "return work.totals.pop(name)", "work.totals.pop(name); return None"),),
         _sums("rmsnorm", "bookkeeping"),
     ),
     Mutation(
         "every parameter clipped by itself",
         (
             Edit(
-                f"{_CLIPPING}._sum",
+                "Clipping._sum",
                 "weights_B = work.weights[device]",
                 "weights_B = (self.max_grad_norm / (gradient.squared_norms().sqrt() * work.info.scale)).clamp(max=1.0)"
                 " * work.info.factor",
@@ -898,30 +890,30 @@ BUGS = (
     Mutation(
         "output gradients scaled in place",
         (
-            Swap(f"{_KERNELS}.scaled_rows:scaled_rows", _scaled_in_place),
-            Swap(f"{_PRIVACY}.clipping:Held.check", lambda self, parameter: None),
+            Swap("scaled_rows:scaled_rows", _scaled_in_place),
+            Swap("SavedForClipping.check", lambda self, parameter: None),
         ),
         functools.partial(test_branches_that_share_input_and_output_gradient_are_each_scaled_once, "bookkeeping"),
     ),
     Mutation(
         "only the last backward survives",
-        (Edit(f"{_SUMS}:GradientSums._add", "p.grad += total", "p.grad = total"),),
+        (Edit("GradientSums._add", "p.grad += total", "p.grad = total"),),
         functools.partial(test_clipping.test_backwards_before_a_step_accumulate, "mlp", "auto"),
     ),
     Mutation(
         "only the last piece of a draw survives",
-        (Edit(f"{_SUMS}:GradientSums.move", "self.moved[name] += part", "self.moved[name] = part"),),
+        (Edit("GradientSums.move", "self.moved[name] += part", "self.moved[name] = part"),),
         functools.partial(test_engine.test_a_step_is_one_draw_whatever_its_pieces, "mlp", 2),
     ),
     Mutation(
         "sample that is not a number weighted by NaN",
         (
             Edit(
-                f"{_CLIPPING}._weigh",
+                "Clipping._weigh",
                 "torch.where(norms_B.isfinite(), (limit / norms_B).clamp(max=1.0), 0.0)",
                 "(limit / norms_B).clamp(max=1.0)",
             ),
-            Edit(f"{_CLIPPING}._sum", "if work.finite is None:", "if True:"),
+            Edit("Clipping._sum", "if work.finite is None:", "if True:"),
         ),
         functools.partial(
             test_clipping.test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted,
@@ -932,7 +924,7 @@ BUGS = (
     ),
     Mutation(
         "weight 0 times infinity",
-        (Edit(f"{_CLIPPING}._sum", "if work.finite is None:", "if True:"),),
+        (Edit("Clipping._sum", "if work.finite is None:", "if True:"),),
         functools.partial(
             test_clipping.test_a_sample_that_is_not_finite_counts_for_nothing_and_is_counted,
             "mlp",
@@ -942,60 +934,60 @@ BUGS = (
     ),
     Mutation(
         "loss scale left in the norm",
-        (Edit(f"{_CLIPPING}._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
+        (Edit("Clipping._weigh", ".sqrt() * work.info.scale", ".sqrt() * work.info.factor"),),
         functools.partial(test_engine.test_a_float_as_loss_scale_stays_in_the_gradient, "auto"),
     ),
     Mutation(
         "samples weighted by a negative coefficient",
-        (Edit(f"{_PRIVACY}.options:PrivacyOptions.__post_init__", "self.loss_reduction < 0", "False"),),
+        (Edit("PrivacyOptions.__post_init__", "self.loss_reduction < 0", "False"),),
         test_regressions.test_a_negative_coefficient_is_refused,
     ),
     # ---- gradients that are not private ----
     Mutation(
         "weight gradients of the first pass left",
         (
-            Edit(f"{_TAPS}.hub:Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),
-            Swap(f"{_PRIVACY}.bypass:_refuse", lambda name, gradient: None),
+            Edit("Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),
+            Swap("bypass:_refuse", lambda name, gradient: None),
         ),
         _sums("mlp", "two_pass"),
     ),
     Mutation(
         "weights not detached",
-        (Edit(f"{_TAPS}.hub:Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),),
+        (Edit("Hub.run", "if self.rule.withholds:\n        plain", "if False:\n        plain"),),
         _sums("mlp"),
     ),
     Mutation(
         "weight used past its layer",
-        (Swap(f"{_PRIVACY}.bypass:Bypass._refuse", lambda self, name, gradient: None),),
+        (Swap("Bypass._refuse", lambda self, name, gradient: None),),
         functools.partial(
             test_contract.test_a_weight_used_past_its_layer_is_an_error_that_names_it_on_every_step, "auto"
         ),
     ),
     Mutation(
         "weight without a gradient refused",
-        (Edit(f"{_PRIVACY}.bypass:Bypass._refuse", "if gradient is None or not", "if not"),),
+        (Edit("Bypass._refuse", "if gradient is None or not", "if not"),),
         test_a_weight_that_gets_no_gradient_is_no_bypass,
     ),
     Mutation(
         "gradients of a backward that broke off",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient._take", "p.grad = self._aside.pop(p)", "pass"),),
+        (Edit("WholeGradient._take", "p.grad = self._aside.pop(p)", "pass"),),
         test_whole.test_a_backward_that_breaks_off_leaves_no_gradient_even_for_a_moment,
     ),
     Mutation(
         "two forwards clipped as one sample",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient.reach", "if self._reached is not None:", "if False:"),),
+        (Edit("WholeGradient.reach", "if self._reached is not None:", "if False:"),),
         functools.partial(
             test_whole.test_a_backward_through_two_forwards_is_refused_and_adds_nothing, test_whole.plain
         ),
     ),
     Mutation(
         "backward of no forward clipped as one sample",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient._end", "self._reached,", "self._reached or max(self._open),"),),
+        (Edit("WholeGradient._end", "self._reached,", "self._reached or max(self._open),"),),
         test_whole.test_a_graph_that_is_of_no_forward_is_refused_after_a_forward_too,
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",
-        (Edit(f"{_TAPS}.hub:Hub._leaves", "if tap.site.compiles or torch.compiler.is_compiling():", "if True:"),),
+        (Edit("Hub._leaves", "if tap.site.compiles or torch.compiler.is_compiling():", "if True:"),),
         functools.partial(
             test_regressions.test_a_gradient_past_the_outputs_of_a_layer_without_a_formula_is_named,
             False,
@@ -1005,34 +997,34 @@ BUGS = (
     ),
     Mutation(
         "checkpointed layer without a formula saves less the second time",
-        (Edit(f"{_TAPS}.hub:Hub._leaves", "return []", "return None"),),
+        (Edit("Hub._leaves", "return []", "return None"),),
         functools.partial(test_peft.test_checkpointed_blocks, "gpt2, DoRA", "auto"),
     ),
     Mutation(
         "hook on a parameter never called",
-        (Edit(f"{_PRIVACY}.parameters:_check_hooks", "if p._backward_hooks:", "if False:"),),
+        (Edit("trained_parameters:_check_hooks", "if p._backward_hooks:", "if False:"),),
         test_regressions.test_hooks_on_a_parameter_are_refused,
     ),
     Mutation(
         "parameters outside the optimizer not spoken of",
-        (Edit(f"{_PRIVACY}.parameters:trained_parameters", "if left_out:", "if False:"),),
+        (Edit("trained_parameters:trained_parameters", "if left_out:", "if False:"),),
         functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, None),
     ),
     Mutation(
         "raw gradients of parameters outside the optimizer",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient.__init__", "if p.requires_grad:", "if p in names:"),),
+        (Edit("WholeGradient.__init__", "if p.requires_grad:", "if p in names:"),),
         functools.partial(test_regressions.test_parameters_outside_the_optimizer_are_named_and_get_nothing, 1),
     ),
     Mutation(
         "gradient of other tensors given to the parameters",
-        (Edit(f"{_CLIPPING}.watch", "if known is not None and", "if False and"),),
+        (Edit("Clipping.watch", "if known is not None and", "if False and"),),
         test_regressions.test_another_tensor_in_place_of_a_parameter_is_refused,
     ),
     Mutation(
         "gradients of inputs add to the sums",
         (
             Edit(
-                f"{_CLIPPING}._open",
+                "Clipping._open",
                 "work.idle, work.blank = not accumulates(self._leaf),",
                 "work.idle, work.blank = False,",
             ),
@@ -1041,24 +1033,24 @@ BUGS = (
     ),
     Mutation(
         "layers that couple samples accepted until data comes",
-        (Edit(f"{_ENGINE}.make_private", "refuse_mixing(layers_with_sites(root))", "pass"),),
+        (Edit("PrivacyEngine.make_private", "refuse_mixing(layers_with_sites(root))", "pass"),),
         functools.partial(
             test_integrity.test_layers_that_mix_or_store_samples_are_refused_before_any_data, None, "BatchNorm1d"
         ),
     ),
     Mutation(
         "layers that couple samples accepted",
-        (Edit(f"{_TAPS}.hub:Hub._run_site", "if reason is not None:", "if False:"),),
+        (Edit("Hub._run_site", "if reason is not None:", "if False:"),),
         functools.partial(test_integrity.test_layers_that_begin_to_mix_later_are_refused_in_the_forward, None),
     ),
     Mutation(
         "layers that carry samples on accepted one sample at a time",
-        (Edit(f"{_PRIVACY}.whole:WholeGradient.enter_root", "refuse_mixing(self._layers)", "pass"),),
+        (Edit("WholeGradient.enter_root", "refuse_mixing(self._layers)", "pass"),),
         functools.partial(test_integrity.test_layers_that_begin_to_mix_later_are_refused_in_the_forward, 1),
     ),
     Mutation(
         "arguments of Opacus taken for what they do not mean",
-        (Edit(f"{_PRIVACY}.options:check_opacus", "if not fits:", "if False:"),),
+        (Edit("privacy/options:check_opacus", "if not fits:", "if False:"),),
         functools.partial(
             test_integrity.test_opacus_arguments_that_mean_something_else_are_refused_with_their_counterpart,
             "noise_generator",
@@ -1066,14 +1058,14 @@ BUGS = (
     ),
     Mutation(
         "frozen table written to by its forward",
-        (Edit(f"{_TAPS}.sites.embedding:check_norm", "if limited else None", "if False else None"),),
+        (Edit("embedding:check_norm", "if limited else None", "if False else None"),),
         functools.partial(test_opacus_cases.test_a_table_that_its_forward_changes_is_refused, nn.Embedding, False),
     ),
     Mutation(
         "sparse bag ends in a raw error",
         (
             Edit(
-                f"{_TAPS}.sites.embedding:EmbeddingBag.check",
+                "EmbeddingBag.check",
                 "check_table(module) or super().check(module)",
                 "super().check(module)",
             ),
@@ -1084,7 +1076,7 @@ BUGS = (
         "packed sequence blamed on its shape",
         (
             Edit(
-                f"{_TAPS}.sites.generic:Generic.run",
+                "Generic.run",
                 "if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):",
                 "if False:",
             ),
@@ -1094,31 +1086,31 @@ BUGS = (
     Mutation(
         "rows of another order shared out silently",
         (
-            Swap(f"{_PROOF}.prover:Prover._moved", lambda *_: None),
-            Swap(f"{_PROOF}.alone:compare_alone", lambda *_: "not looked at"),
+            Swap("Prover._moved", lambda *_: None),
+            Swap("single_unit:compare_alone", lambda *_: "not looked at"),
         ),
         test_regressions.test_rows_of_a_sample_that_lie_apart_are_refused,
     ),
     Mutation(
         "two samples that no run tells apart",
-        (Edit(f"{_PROOF}.prover:Prover.separating_sets", "for bit in range(bits)", "for bit in range(bits - 1)"),),
+        (Edit("Prover.separating_sets", "for bit in range(bits)", "for bit in range(bits - 1)"),),
         functools.partial(test_whichever_two_samples_change_places_they_are_found, 4),
     ),
     Mutation(
         "samples replaced without their gradients",
-        (Edit(f"{_PROOF}.runs:Runs._moved", "if not self.rows_of(cotangent):", "if True:"),),
+        (Edit("ProofRuns._moved", "if not self.rows_of(cotangent):", "if True:"),),
         test_a_gradient_that_is_centred_over_the_batch_is_found,
     ),
     Mutation(
         "batch that proves nothing accepted",
-        (Swap(f"{_CLIPPING}.proof_stays_open", lambda self: None),),
+        (Swap("Clipping.proof_stays_open", lambda self: None),),
         test_row_proof.test_equal_samples_prove_nothing_and_private_training_refuses_them,
     ),
     Mutation(
         "losses that couple samples accepted",
         (
             Edit(
-                f"{_PRIVACY}.independence:_shows",
+                "independence:_shows",
                 "prove(lambda _: [0])",
                 "prove(lambda _: [0], whole=False)",
             ),
@@ -1127,22 +1119,22 @@ BUGS = (
     ),
     Mutation(
         "two passes silently taken as one",
-        (Edit(f"{_CLIPPING}._refuse_over_budget", "unplanned = work.plan is None and", "unplanned = False and"),),
+        (Edit("Clipping._refuse_over_budget", "unplanned = work.plan is None and", "unplanned = False and"),),
         _compiled(test_contract.test_forced_two_pass_raises_on_a_plain_backward_of_a_compiled_model),
     ),
     Mutation(
         "plan that reads numbers breaks off",
-        (Edit(f"{_FORESIGHT}._shares", "except RuntimeError:", "except MemoryError:"),),
+        (Edit("Foresight._shares", "except RuntimeError:", "except MemoryError:"),),
         test_contract.test_running_statistics_couple_nothing,
     ),
     Mutation(
         "submodule by itself ends in a KeyError",
-        (Edit(f"{_FORESIGHT}.see", "self._seen.setdefault(self._number, [])", "self._seen[self._number]"),),
+        (Edit("Foresight.see", "self._seen.setdefault(self._number, [])", "self._seen[self._number]"),),
         test_contract.test_a_submodule_called_by_itself_is_refused_in_one_line,
     ),
     Mutation(
         "loss with further arguments called wrongly",
-        (Edit(f"{_PRIVACY}.independence:_call", "if any(p.kind is p.VAR_POSITIONAL for p in takes):", "if False:"),),
+        (Edit("independence:_call", "if any(p.kind is p.VAR_POSITIONAL for p in takes):", "if False:"),),
         test_independence_of_a_loss_that_takes_the_rest_of_its_arguments,
     ),
     # ---- steps ----
@@ -1150,7 +1142,7 @@ BUGS = (
         "divided by the actual batch",
         (
             Edit(
-                f"{_ENGINE}._before_step",
+                "PrivacyEngine._before_step",
                 "std, self._expected_batch, scaling)",
                 "std, float(len(self._clipping.last.factors_B)), scaling)",
             ),
@@ -1161,7 +1153,7 @@ BUGS = (
         "empty batch skipped",
         (
             Edit(
-                f"{_ENGINE}._before_step",
+                "PrivacyEngine._before_step",
                 "    options = self._options\n",
                 "    if self._clipping.last is None or not len(self._clipping.last.norms_B):\n"
                 "        return\n"
@@ -1174,7 +1166,7 @@ BUGS = (
         "empty draws left out by the loader",
         (
             Edit(
-                f"{_PRIVACY}.loader:_FilledPieces._filled",
+                "_FilledPieces._filled",
                 "handed.append(piece)",
                 "piece.indices and handed.append(piece)",
             ),
@@ -1185,7 +1177,7 @@ BUGS = (
         "model that cannot run on no rows",
         (
             Edit(
-                f"{_TAPS}.hub:Hub.enter_root",
+                "Hub.enter_root",
                 "self.blank = self.rule.withholds and not first.shape[0] and given is None",
                 "self.blank = False",
             ),
@@ -1196,7 +1188,7 @@ BUGS = (
         "model that cannot run on no rows, one sample at a time",
         (
             Edit(
-                f"{_PRIVACY}.whole:WholeGradient.enter_root",
+                "WholeGradient.enter_root",
                 "return None if self._batch else with_a_row((args, kwargs))",
                 "return None",
             ),
@@ -1205,19 +1197,19 @@ BUGS = (
     ),
     Mutation(
         "row of zeros counts as a sample",
-        (Edit(f"{_CLIPPING}._open", "info.number in self._blank", "False"),),
+        (Edit("Clipping._open", "info.number in self._blank", "False"),),
         functools.partial(test_regressions.test_a_model_that_cannot_run_on_no_rows_steps_on_an_empty_draw, None, True),
     ),
     Mutation(
         "scaler finds no gradient in an empty draw",
-        (Edit(f"{_SUMS}:GradientSums.settle", "if all(p.grad is None for p in self.trained.values()):", "if False:"),),
+        (Edit("GradientSums.settle", "if all(p.grad is None for p in self.trained.values()):", "if False:"),),
         functools.partial(test_engine.test_a_grad_scaler_steps_on_an_empty_draw, False),
     ),
     Mutation(
         "unequal numbers of pieces",
         (
             Edit(
-                f"{_PRIVACY}.sampling:PoissonBatchSampler.pieces_of",
+                "PoissonBatchSampler.pieces_of",
                 "pieces(len(share(indices, 0, self.world)),",
                 "pieces(len(mine),",
             ),
@@ -1226,14 +1218,14 @@ BUGS = (
     ),
     Mutation(
         "draw that is begun again counts twice",
-        (Edit(f"{_ENGINE}._begin_piece", "if draw in self._draws and piece == 0:", "if False:"),),
+        (Edit("PrivacyEngine._begin_piece", "if draw in self._draws and piece == 0:", "if False:"),),
         functools.partial(test_engine.test_a_draw_that_is_begun_again_counts_no_sample_twice, "after a step", 2),
     ),
     Mutation(
         "one batch counts twice",
         (
             Edit(
-                f"{_ENGINE}._begin_piece",
+                "PrivacyEngine._begin_piece",
                 "self._passes_at_piece = self._clipping.passes if self._clipping is not None else 0",
                 "self._passes_at_piece = 2**60",
             ),
@@ -1242,14 +1234,14 @@ BUGS = (
     ),
     Mutation(
         "several records clipped as one row",
-        (Edit(f"{_ENGINE}._before_sums", "if rows != self._records:", "if rows > self._records:"),),
+        (Edit("PrivacyEngine._before_sums", "if rows != self._records:", "if rows > self._records:"),),
         test_regressions.test_rows_that_stand_for_several_records_are_refused,
     ),
     Mutation(
         "step of noise alone after a backward past the layers",
         (
             Edit(
-                f"{_ENGINE}._before_step",
+                "PrivacyEngine._before_step",
                 "if self._records and self._clipping is not None and",
                 "if False and self._clipping is not None and",
             ),
@@ -1258,7 +1250,7 @@ BUGS = (
     ),
     Mutation(
         "pieces of an abandoned draw in the next release",
-        (Edit(f"{_ENGINE}.load_state_dict", "self._sums.forget()", "pass"),),
+        (Edit("PrivacyEngine.load_state_dict", "self._sums.forget()", "pass"),),
         test_regressions.test_pieces_of_an_abandoned_draw_are_not_released_with_the_next,
     ),
     # ---- noise ----
@@ -1266,7 +1258,7 @@ BUGS = (
         "noise without the clip norm",
         (
             Edit(
-                f"{_ENGINE}._before_step",
+                "PrivacyEngine._before_step",
                 "options.noise_multiplier * options.max_grad_norm",
                 "options.noise_multiplier",
             ),
@@ -1275,14 +1267,14 @@ BUGS = (
     ),
     Mutation(
         "noise of the process's generator",
-        (Swap(f"{_KERNELS}.chacha:add_normals_", _normals_of_the_process),),
+        (Swap("chacha:add_normals_", _normals_of_the_process),),
         test_engine.test_noise_is_not_that_of_the_global_generator_and_leaves_it_alone,
     ),
     Mutation(
         "noise of every process",
         (
             Edit(
-                f"{_SUMS}:GradientSums.release",
+                "GradientSums.release",
                 "whole = self._whole(name, scaling)",
                 "whole = noise.add_noise_(self._whole(name, scaling), name, noise_std, number)",
             ),
@@ -1291,29 +1283,29 @@ BUGS = (
     ),
     Mutation(
         "noise of every piece",
-        (Edit(f"{_ENGINE}._before_step", "if not self._piece[2]:", "if False:"),),
+        (Edit("PrivacyEngine._before_step", "if not self._piece[2]:", "if False:"),),
         functools.partial(test_engine.test_on_all_but_the_last_piece_the_optimizer_does_nothing, torch.optim.SGD),
     ),
     Mutation(
         "noise in the dtype of the parameter",
-        (Edit(f"{_KERNELS}.chacha:_add_on_host", "noise.double().mul_(std)", "noise.to(part.dtype).mul_(std)"),),
+        (Edit("chacha:_add_on_host", "noise.double().mul_(std)", "noise.to(part.dtype).mul_(std)"),),
         functools.partial(test_chacha.test_noise_is_added_in_place_and_rounded_once, torch.bfloat16, False),
     ),
     Mutation(
         "noise that ends at 6.8",
-        (Edit(f"{_KERNELS}.chacha:_host_normals", "words_P2[:, 0] < TAIL_WORDS", "words_P2[:, 0] < 0"),),
+        (Edit("chacha:_host_normals", "words_P2[:, 0] < TAIL_WORDS", "words_P2[:, 0] < 0"),),
         test_chacha.test_the_tail_of_the_key_stream_takes_its_further_bits_from_the_other_nonce,
     ),
     Mutation(
         "tails of the noise missing in delta",
-        (Edit(f"{_PRIVACY}.accounting:_left_for_normal_noise", "(delta - tails)", "delta"),),
+        (Edit("accountant:_left_for_normal_noise", "(delta - tails)", "delta"),),
         _patching(test_accounting.test_delta_with_the_tails_is_valid_for_noise_that_is_cut_off, 1.0, 0.1),
     ),
     Mutation(
         "noise of a shard begins at the first row",
         (
             Edit(
-                f"{_PRIVACY}.noise:NoisePlan.add_noise_",
+                "NoisePlan.add_noise_",
                 "self.offsets[name] + start * prod(shape[1:])",
                 "self.offsets[name]",
             ),
@@ -1322,14 +1314,14 @@ BUGS = (
     ),
     Mutation(
         "one noise for all parameters",
-        (Edit(f"{_PRIVACY}.noise:NoisePlan.__init__", "place += prod(shape) + prod(shape) % 2", "pass"),),
+        (Edit("NoisePlan.__init__", "place += prod(shape) + prod(shape) % 2", "pass"),),
         test_noise.test_elements_have_places_of_their_own_that_start_even,
     ),
     Mutation(
         "unused parameters without noise",
         (
             Edit(
-                f"{_SUMS}:GradientSums.release",
+                "GradientSums.release",
                 "for name in self.trained:",
                 "for name in (n for n, q in self.trained.items() if q.grad is not None):",
             ),
@@ -1338,30 +1330,30 @@ BUGS = (
     ),
     Mutation(
         "frozen parameters with noise",
-        (Edit(f"{_PRIVACY}.parameters:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),),
+        (Edit("trained_parameters:_trained", "id(p) not in seen and p.requires_grad", "id(p) not in seen"),),
         test_frozen_parameters_of_the_optimizer_stay_as_they_are,
     ),
     Mutation(
         "noise of a number without its loss scale",
-        (Edit(f"{_ENGINE}._scaling_at", "left=float(scaler)", "left=1.0"),),
+        (Edit("PrivacyEngine._scaling_at", "left=float(scaler)", "left=1.0"),),
         functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "float"),
     ),
     Mutation(
         "noise on gradients that are still scaled",
-        (Edit(f"{_ENGINE}._scaling_at", "stage is OptState.READY", "False"),),
+        (Edit("PrivacyEngine._scaling_at", "stage is OptState.READY", "False"),),
         functools.partial(test_engine.test_noise_is_scaled_as_the_sum_is, "GradScaler whose step was forgotten"),
     ),
     # ---- releases and secrets ----
     Mutation(
         "noise used again after a resume",
-        (Edit(f"{_PRIVACY}.secrets:ReleaseCounter.restore", "released if replay else mark", "released"),),
+        (Edit("ReleaseCounter.restore", "released if replay else mark", "released"),),
         test_engine.test_rolling_back_noise_never_meets_another_sum,
     ),
     Mutation(
         "one noise for two copies of a run",
         (
             Edit(
-                f"{_LEDGER}._renew_key",
+                "Ledger._renew_key",
                 "self.secrets.renew()",
                 "self.counter.bound or self.secrets.renew()",
             ),
@@ -1370,14 +1362,14 @@ BUGS = (
     ),
     Mutation(
         "replay on other data",
-        (Edit(f"{_ENGINE}.make_private", "fingerprint(records) if drawn else None", "None"),),
+        (Edit("PrivacyEngine.make_private", "fingerprint(records) if drawn else None", "None"),),
         test_regressions.test_a_replay_on_other_data_is_refused,
     ),
     Mutation(
         "refused replay forgotten",
         (
             Edit(
-                f"{_LEDGER}.open",
+                "Ledger.open",
                 "_check_replay(self._replays, marks)",
                 "before, self._replays = self._replays, None\n        _check_replay(before, marks)",
             ),
@@ -1386,49 +1378,49 @@ BUGS = (
     ),
     Mutation(
         "noise of a replay after its end",
-        (Edit(f"{_ENGINE}.detach", "self._ledger.end_replay()", "pass"),),
+        (Edit("PrivacyEngine.detach", "self._ledger.end_replay()", "pass"),),
         _after_a_run(test_ledger.test_a_replay_ends_with_detach, 2, True),
     ),
     Mutation(
         "key of a state that was refused",
-        (Edit(f"{_LEDGER}.load_state_dict", "secrets.load_state_dict(", "self.secrets.load_state_dict("),),
+        (Edit("Ledger.load_state_dict", "secrets.load_state_dict(", "self.secrets.load_state_dict("),),
         _after_a_run(test_ledger.test_after_a_refused_state_the_key_is_the_engines_own),
     ),
     Mutation(
         "counter bound late ends a replay",
-        (Edit(f"{_LEDGER}.bind", "self.counter.restore(released, replay=True)", "pass"),),
+        (Edit("Ledger.bind", "self.counter.restore(released, replay=True)", "pass"),),
         _after_a_run(test_ledger.test_a_counter_may_be_bound_after_a_replay_was_loaded),
     ),
     Mutation(
         "replay on other weights",
-        (Edit(f"{_LEDGER}._same_weights", "mark == now[2]", "True"),),
+        (Edit("Ledger._same_weights", "mark == now[2]", "True"),),
         _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "weight", False),
     ),
     Mutation(
         "replay without the optimizer's state",
-        (Edit(f"{_PRIVACY}.weights:_tensors", "isinstance(value, Tensor)", "False"),),
+        (Edit("weights_digest:_tensors", "isinstance(value, Tensor)", "False"),),
         _in_folder(test_ledger.test_nothing_is_replayed_on_other_weights, "no momentum", True),
     ),
     Mutation(
         "weights changed after the load of a replay",
-        (Edit(f"{_LEDGER}.begin", "self._watches and", "False and"),),
+        (Edit("Ledger.begin", "self._watches and", "False and"),),
         _in_folder(test_ledger.test_weights_that_change_between_the_load_and_the_first_step_are_refused),
     ),
     Mutation(
         "replay by another generator",
-        (Edit(f"{_LEDGER}.load_state_dict", 'state.get("generator") == NORMALS_VERSION', "True"),),
+        (Edit("Ledger.load_state_dict", 'state.get("generator") == NORMALS_VERSION', "True"),),
         _in_folder(test_ledger.test_noise_of_another_generator_is_not_replayed, 1, False),
     ),
     Mutation(
         "one noise in two forked processes",
-        (Edit(f"{_PRIVACY}.secrets:Secrets.refuse_forks", "os.getpid() != self._process", "False"),),
+        (Edit("Secrets.refuse_forks", "os.getpid() != self._process", "False"),),
         test_ledger.test_a_forked_process_takes_no_step_and_the_parent_goes_on,
     ),
     Mutation(
         "divided by the rate times the records",
         (
             Edit(
-                f"{_PRIVACY}.options:batch_and_rate",
+                "privacy/options:batch_and_rate",
                 "if sample_rate is not None and expected_batch is None:",
                 "if False:",
             ),
@@ -1441,14 +1433,14 @@ BUGS = (
     ),
     Mutation(
         "draws past the user's sampler",
-        (Edit(f"{_PRIVACY}.population:population", "_goes_over(sampler) != size", "False"),),
+        (Edit("population:population", "_goes_over(sampler) != size", "False"),),
         functools.partial(
             test_population.test_poisson_draws_do_not_replace_a_sampler_that_chooses, SubsetRandomSampler(range(10))
         ),
     ),
     Mutation(
         "rate of a subset from the whole data set",
-        (Edit(f"{_PRIVACY}.population:population", "None if yielded is None else min(size, yielded)", "size"),),
+        (Edit("population:population", "None if yielded is None else min(size, yielded)", "size"),),
         functools.partial(
             test_population.test_without_poisson_the_rate_is_not_below_that_of_any_record,
             SubsetRandomSampler(range(12)),
@@ -1457,14 +1449,14 @@ BUGS = (
     ),
     Mutation(
         "noise used again in the next step",
-        (Edit(f"{_PRIVACY}.secrets:ReleaseCounter.begin", "self._next = release + 1", "self._next = 0"),),
+        (Edit("ReleaseCounter.begin", "self._next = release + 1", "self._next = 0"),),
         test_secrets.test_numbers_follow_each_other_and_are_counted,
     ),
     Mutation(
         "epsilon refunded by a rollback",
         (
             Edit(
-                f"{_PRIVACY}.secrets:ReleaseCounter.restore",
+                "ReleaseCounter.restore",
                 "mark = max(self._spent, spent, released, recorded)",
                 "mark = max(spent, released, recorded)",
             ),
@@ -1473,44 +1465,40 @@ BUGS = (
     ),
     Mutation(
         "old draws with restored noise",
-        (Edit(f"{_ENGINE}.load_state_dict", "self._loader.rekey(self._ledger.secrets.sampling_key)", "pass"),),
+        (Edit("PrivacyEngine.load_state_dict", "self._loader.rekey(self._ledger.secrets.sampling_key)", "pass"),),
         test_engine.test_a_state_loaded_after_make_private_draws_and_noises_with_its_own_key,
     ),
     Mutation(
         "counter file of no kind refused",
-        (Edit(f"{_LEDGER}._count", "self.accounting.history or self._parallel is not None", "True"),),
+        (Edit("Ledger._count", "self.accounting.history or self._parallel is not None", "True"),),
         _in_folder(test_a_counter_with_a_mark_can_be_bound_before_make_private),
     ),
     Mutation(
         "key in the text of an object",
-        (Swap(f"{_PRIVACY}.secrets:Secrets.__repr__", lambda self: f"Secrets({self._key.hex()})"),),
+        (Swap("Secrets.__repr__", lambda self: f"Secrets({self._key.hex()})"),),
         test_secrets.test_neither_text_nor_pickle_shows_the_key,
     ),
     Mutation(
         "key that a seed gives",
-        (Edit(f"{_PRIVACY}.secrets:Secrets.__init__", "os.urandom(KEY_BYTES)", "bytes(KEY_BYTES)"),),
+        (Edit("Secrets.__init__", "os.urandom(KEY_BYTES)", "bytes(KEY_BYTES)"),),
         test_engine.test_two_engines_have_two_keys_and_the_insecure_one_is_recorded,
     ),
     # ---- processes ----
     Mutation(
         "every process its own key",
-        (
-            Edit(
-                f"{_PRIVACY}.secrets:Secrets.load_state_dict", "self._key, self._process = bytes(key.tolist()),", "_ ="
-            ),
-        ),
+        (Edit("Secrets.load_state_dict", "self._key, self._process = bytes(key.tolist()),", "_ ="),),
         test_the_second_process_takes_the_key_of_the_first,
     ),
     Mutation(
         "every process its own count of releases",
-        (Edit(f"{_LEDGER}._agree", "self._share_counter()", "pass"),),
+        (Edit("Ledger._agree", "self._share_counter()", "pass"),),
         test_the_second_process_counts_as_the_first_does,
     ),
     Mutation(
         "processes told different things",
         (
             Edit(
-                f"{_LEDGER}._agree",
+                "Ledger._agree",
                 'marks = {**self._marks, "accountant": digest(self.accounting.mechanism)}',
                 'marks = {"accountant": digest(self.accounting.mechanism)}',
             ),
@@ -1525,7 +1513,7 @@ BUGS = (
         "wrong cause named for another data set",
         (
             Edit(
-                f"{_LEDGER}.open",
+                "Ledger.open",
                 "{**data, **told}.items()",
                 "{**told, **data}.items()",
             ),
@@ -1538,14 +1526,14 @@ BUGS = (
     ),
     Mutation(
         "wrapper lost by detach",
-        (Edit(f"{_ENGINE}.detach", "return self._module", "return self._root"),),
+        (Edit("PrivacyEngine.detach", "return self._module", "return self._root"),),
         test_detach_gives_back_what_was_given,
     ),
     Mutation(
         "reducer of DDP left on",
         (
             Edit(
-                "gramian.parallel.data_parallel:ReducerOff.__init__",
+                "ReducerOff.__init__",
                 "self._wrapper.require_backward_grad_sync = False",
                 "self._wrapper.require_backward_grad_sync = True",
             ),
@@ -1554,14 +1542,14 @@ BUGS = (
     ),
     Mutation(
         "unsharded weights not watched",
-        (Edit(f"{_ENGINE}._install", 'if self._parallel.kind == "fsdp2":', "if False:"),),
+        (Edit("PrivacyEngine._install", 'if self._parallel.kind == "fsdp2":', "if False:"),),
         test_a_bypass_in_a_compiled_sharded_model_is_named_without_a_proof_too,
     ),
     Mutation(
         "norms summed over processes",
         (
             Edit(
-                f"{_CLIPPING}._weigh",
+                "Clipping._weigh",
                 "squares_B = work.squares_B\n",
                 "squares_B = work.squares_B; torch.distributed.all_reduce(squares_B)\n",
             ),
@@ -1572,14 +1560,14 @@ BUGS = (
     ),
     Mutation(
         "change of one process's gradient",
-        (Edit(f"{_SUMS}:GradientSums.compare", "self._parallel.start_sum(found)", "None"),),
+        (Edit("GradientSums.compare", "self._parallel.start_sum(found)", "None"),),
         _refused_by_all,
         red="tests/dist/test_private_ddp.py::test_what_one_rank_changes_is_refused_by_all",
         on_ranks=True,
     ),
     Mutation(
         "shards of one process's own sum",
-        (Swap("gramian.parallel.data_parallel:reduce_to_shard", _own_part),),
+        (Swap("data_parallel:reduce_to_shard", _own_part),),
         _shards_of_all_sums,
         red="tests/dist/test_private_fsdp2.py::"
         "test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it",
@@ -1589,7 +1577,7 @@ BUGS = (
         "unused layer not reduced",
         (
             Edit(
-                f"{_SUMS}:GradientSums.receive",
+                "GradientSums.receive",
                 "total = torch.zeros(p.shape, dtype=wide_dtype(p), device=p.device)",
                 "return",
             ),
@@ -1603,7 +1591,7 @@ BUGS = (
         "Gram kernel without a mask beyond the width",
         (
             Edit(
-                f"{_KERNELS}.gram_squares:gram_squares_kernel",
+                "gram_squares:gram_squares_kernel",
                 "(*tensor.stride(), tensor.shape[2])",
                 "(*tensor.stride(), -(-tensor.shape[2] // tiles.depth) * tiles.depth)",
             ),
@@ -1615,7 +1603,7 @@ BUGS = (
         "direct kernel without a mask beyond the tokens",
         (
             Edit(
-                f"{_KERNELS}.direct_squares:direct_squares_kernel",
+                "direct_squares:direct_squares_kernel",
                 "                tokens,\n",
                 "                -(-tokens // tiles.depth) * tiles.depth,\n",
             ),
@@ -1672,11 +1660,11 @@ def test_a_bug_that_is_put_back_into_a_kernel_turns_its_test_red(name: str) -> N
 
 
 def test_a_bug_leaves_nothing_behind() -> None:
-    before = _package()
+    before = package_identity()
     for bug in sample(BUGS, 15, case=lambda bug: None):
         with bug.applied():
-            assert _package() != before, bug.name
-        assert _package() == before, bug.name
+            assert package_identity() != before, bug.name
+        assert package_identity() == before, bug.name
 
 
 def _rows(heading: str) -> list[list[str]]:

@@ -60,7 +60,7 @@ class Problem:
         """(1/N) Σ_i g_i ⊙ g_i."""
         return {name: g[index].square().mean(0) for name, g in self.gradients.items()}
 
-    def noise(self, index: slice | Sequence[int] = slice(None)) -> single_sample.NoiseScale:
+    def noise(self, index: slice | Sequence[int] = slice(None)) -> single_sample.ReferenceNoiseScale:
         """Unbiased moments."""
         return single_sample.noise_scale({name: g[index] for name, g in self.gradients.items()})
 
@@ -162,7 +162,9 @@ def assert_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor], toler
         assert error <= tolerance * size, f"{name}: off by {error:.3g} of {size:.3g}"
 
 
-def assert_noise(actual: NoiseScaleResult, expected: single_sample.NoiseScale, samples: int, tolerance: float) -> None:
+def assert_noise(
+    actual: NoiseScaleResult, expected: single_sample.ReferenceNoiseScale, samples: int, tolerance: float
+) -> None:
     """Both moments within a tolerance relative to E‖g‖², from which they are differences; ratios follow from them."""
     mean_square = expected.squared_gradient + expected.trace_covariance
     plug_in = expected.squared_gradient + expected.trace_covariance / samples

@@ -16,7 +16,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.kernels.norms.gram_squares import gram_squares
 from gramian.plan import norm_algorithm as plan
-from gramian.taps.gradients import Convolved, Dense, Indexed, Outer, PerSampleGradient, Summed, join
+from gramian.taps.gradients import Convolved, ExplicitGradient, Indexed, Outer, PerSampleGradient, Summed, join
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.joined import Joined
@@ -82,7 +82,7 @@ def convolved(B: int, T: int, shape: tuple[int, ...]) -> Written:
 
 def dense(B: int, T: int, shape: tuple[int, ...]) -> Written:
     rows = _randn(B, *shape)
-    return Written(Dense(rows), [rows], rows.clone(), None)
+    return Written(ExplicitGradient(rows), [rows], rows.clone(), None)
 
 
 def joined(*makers: object) -> object:

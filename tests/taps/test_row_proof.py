@@ -19,7 +19,7 @@ from gramian.core.errors import GramianError
 from gramian.taps.hub import hub_of
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.row_fingerprint import Fingerprint
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 from tests.taps.checks import assert_exact, wave
 
 Forward = Callable[[Any, Tensor], Any]
@@ -114,7 +114,7 @@ def test_of_every_ordered_pair_of_samples_one_run_keeps_the_first_and_replaces_t
 ) -> None:
     model = Net()
     with gramian.per_sample_norms(model, proof="off"):
-        prover = Prover(hub_of(model), lambda x: x, Samples.of(torch.randn(count, 4), count), seed=seed)
+        prover = Prover(hub_of(model), lambda x: x, SampleArguments.of(torch.randn(count, 4), count), seed=seed)
         sets = prover.separating_sets()
         model(torch.randn(1, 4)).sum().backward()
     assert len(sets) == 2 * math.ceil(math.log2(count))

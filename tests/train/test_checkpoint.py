@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.train.state import checkpoint_files
-from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.sharded_checkpoint import read_parts
 from gramian.train.state.snapshot import Extent, Snapshot, Snapshots, whole
 from tests.kit.matrix import FULL
@@ -53,7 +53,7 @@ def snapshot(step: int, config_hash: str | None = HASH, **facts: Any) -> Snapsho
     return Snapshots(1).take(step, state(step), {"step": step, "config_hash": config_hash, **facts})
 
 
-def assert_is(loaded: Loaded | None, step: int) -> None:
+def assert_is(loaded: LoadedCheckpoint | None, step: int) -> None:
     assert loaded is not None and loaded.step == step and loaded.facts["step"] == step
     tensors = loaded.tensors()
     assert tensors.keys() == state(step).keys()

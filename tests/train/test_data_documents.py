@@ -15,7 +15,7 @@ from gramian.data import load_windows, read_documents, read_stream
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.token_stream import Stream
 from gramian.data.tokenizer import ByteTokenizer
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 
 TEXTS = [f"document {index}: ünïcode {'x' * (index % 17)}" for index in range(200)]
 
@@ -27,9 +27,9 @@ def read(source: str, *files: Path, validation: tuple[Path, ...] = (), **told: A
     return texts(documents.train), texts(documents.validation)
 
 
-def data_of(source: str, *files: Path, validation: tuple[Path, ...] = (), **told: Any) -> Data:
+def data_of(source: str, *files: Path, validation: tuple[Path, ...] = (), **told: Any) -> DataSection:
     names = {"files": tuple(map(str, files)), "validation_files": tuple(map(str, validation))}
-    return Data(source=source, **names, **told)  # type: ignore[arg-type]
+    return DataSection(source=source, **names, **told)  # type: ignore[arg-type]
 
 
 def texts(stream: Stream) -> list[str]:
@@ -109,7 +109,7 @@ def test_kinds_of_files_give_the_same_windows(tmp_path: Path) -> None:
 
 
 def test_embedded_keeps_the_split_of_the_corpus() -> None:
-    data = Data(limit_bytes=400_000)
+    data = DataSection(limit_bytes=400_000)
     documents = read_documents(data, ByteTokenizer())
     corpus, root = load_corpus(400_000), Path(sysconfig.get_path("stdlib"))
     validates = set(corpus.validation_files)
@@ -135,7 +135,7 @@ def test_text_is_kept_as_narrow_tokens_without_slack(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_bytes(name.encode() * 60_000)
         files.append(str(tmp_path / name))
-    stream = read_stream(Data(source="text"), files, ByteTokenizer())
+    stream = read_stream(DataSection(source="text"), files, ByteTokenizer())
     (shared,) = stream._arrays
     assert shared.array.nbytes == 2 * 3 * (300_000 + 1)
     assert texts(stream) == [name * 60_000 for name in ("a.txt", "b.txt", "c.txt")]
@@ -144,7 +144,7 @@ def test_text_is_kept_as_narrow_tokens_without_slack(tmp_path: Path) -> None:
 def test_tokens_without_a_last_end_are_a_document_too(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, 256, 256, 3]))
     np.save(tmp_path / "b.npy", np.array([4, 256]))
-    stream = read_stream(Data(source="tokens"), [str(tmp_path)], ByteTokenizer())
+    stream = read_stream(DataSection(source="tokens"), [str(tmp_path)], ByteTokenizer())
     assert stream.edges.tolist() == [0, 3, 4, 5, 7]
     assert stream.read(0, 7).tolist() == [1, 2, 256, 256, 3, 4, 256]
 
@@ -152,7 +152,7 @@ def test_tokens_without_a_last_end_are_a_document_too(tmp_path: Path) -> None:
 def test_tokens_over_several_looks_are_found_at_the_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gramian.data.documents.CHUNK", 4)
     path = write_tokens(tmp_path / "a.npy", ["abc", "abcd", "", "a", "abcdefgh"])
-    stream = read_stream(Data(source="tokens"), [str(path)], ByteTokenizer())
+    stream = read_stream(DataSection(source="tokens"), [str(path)], ByteTokenizer())
     assert texts(stream) == ["abc", "abcd", "", "a", "abcdefgh"]
 
 
@@ -177,18 +177,18 @@ def test_folders_are_read_in_the_order_of_paths_without_what_is_hidden(tmp_path:
         path = tmp_path / "folder" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-    stream = read_stream(Data(source="text"), [str(tmp_path / "folder")], ByteTokenizer())
+    stream = read_stream(DataSection(source="text"), [str(tmp_path / "folder")], ByteTokenizer())
     assert texts(stream) == ["a/y.PY", "a/z.md", "b.txt"]
 
 
 def test_lines_end_at_newlines_only_and_blank_ones_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"body": "one\u2028\\n"}\r\n\n  \n{"body": "two"}')
-    stream = read_stream(Data(source="jsonl", field="body"), [str(path)], ByteTokenizer())
+    stream = read_stream(DataSection(source="jsonl", field="body"), [str(path)], ByteTokenizer())
     assert texts(stream) == ["one\u2028\n", "two"]
 
 
-def refused(data: Data) -> str:
+def refused(data: DataSection) -> str:
     with pytest.raises(GramianError) as caught:
         read_documents(data, ByteTokenizer())
     message = str(caught.value)
@@ -313,7 +313,7 @@ def test_token_files_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 
 def test_sidecars_need_no_tokenizer(tmp_path: Path) -> None:
     path = sidecar(tmp_path / "a.bin", vocabulary=50257, end=50256)
-    stream = read_stream(Data(source="tokens"), [str(path)], ByteTokenizer())
+    stream = read_stream(DataSection(source="tokens"), [str(path)], ByteTokenizer())
     assert (stream.vocabulary, stream.end, stream.read(0, 2).tolist()) == (50257, 50256, [1, 2])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from gramian.core.errors import GramianError
 from gramian.data.data_sanity import look_at_files
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.data_findings import look_at_data
 
@@ -22,7 +22,7 @@ def write_jsonl(path: Path, documents: list[str]) -> str:
 
 
 def found(**told: Any) -> dict[str, Check]:
-    checks, _ = look_at_data(Data(**told))
+    checks, _ = look_at_data(DataSection(**told))
     assert all("\n" not in check.hint for check in checks)
     return {check.name.removeprefix("data: "): check for check in checks}
 
@@ -80,7 +80,7 @@ def test_half_a_line_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [*TEXTS, "x" * 200_000])
     whole = path.read_bytes()
-    data = Data(source="jsonl", files=(str(path),))
+    data = DataSection(source="jsonl", files=(str(path),))
     for content, ok in ((whole, True), (whole[:-1], True), (whole[:-2], False), (whole[:-100_000], False)):
         path.write_bytes(content)
         (finding,) = look_at_files(data)
@@ -92,7 +92,7 @@ def test_half_a_line_is_found(tmp_path: Path) -> None:
 
 def test_half_a_character_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    data = Data(source="text", files=(str(path),))
+    data = DataSection(source="text", files=(str(path),))
     whole = "é€😀".encode() * 3
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
@@ -113,7 +113,7 @@ def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
     for name, size in (("even", 4), ("odd", 5)):
         (tmp_path / f"{name}.bin").write_bytes(b"\1" * size)
         (tmp_path / f"{name}.json").write_text('{"dtype": "uint16", "vocabulary": 257, "end": 256}')
-    (finding,) = look_at_files(Data(source="tokens", files=(str(tmp_path),)))
+    (finding,) = look_at_files(DataSection(source="tokens", files=(str(tmp_path),)))
     assert (finding.ok, finding.measured) == (False, 4)
     assert "cut.npy" in finding.hint
     assert "and 1 more" in finding.hint
@@ -122,4 +122,4 @@ def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
 
 def test_missing_files_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="none.txt does not exist"):
-        look_at_data(Data(source="text", files=(str(tmp_path / "none.txt"),)))
+        look_at_data(DataSection(source="text", files=(str(tmp_path / "none.txt"),)))

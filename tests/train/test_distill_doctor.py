@@ -20,9 +20,9 @@ from gramian.train.build.build_model import build_model
 from gramian.train.doctor import examine, teacher_checks
 from gramian.train.doctor.causality import causality
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import Subject, rows_of
+from gramian.train.doctor.examined_run import ExaminedRun, rows_of
 from gramian.train.loop.precision import numbers_for
-from tests.test_mutations import Edit, Swap
+from tests.kit.mutations import Edit, Swap
 from tests.train.distilled import LEARNED, ONE, cache_of, student, train
 from tests.train.runs import small
 
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.xdist_group("distill")
 HIDDEN: dict[str, Any] = {"features": "hidden", "feature_pairs": [[0, 0], [2, 1]]}
 
 
-def subject_of(**sections: Any) -> Subject:
+def subject_of(**sections: Any) -> ExaminedRun:
     config = student(**sections)
     windows, _ = load_windows(config.data)
-    return Subject(
+    return ExaminedRun(
         config,
         numbers_for(config.precision, ONE.device),
         ONE,
@@ -173,37 +173,43 @@ CHUNK = "torch.addcmul(u_BD, a_BD, state_BD)"
 WINDOWS = "[int(window) for window in windows_B.tolist()]"
 OBJECTIVE = "gramian.distill.distill_objective:DistillObjective.forward"
 BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
-    "a scan that divides by what has underflowed": (scanned, (Swap("gramian.models.goose.scan:scan", eps_scan),)),
+    "a scan that divides by what has underflowed": (scanned, (Swap("scan:scan", eps_scan),)),
     "a scan that forgets between chunks": (
         scanned,
-        (Edit("gramian.models.goose.scan:_states", CHUNK, "u_BD + a_BD * state_BD * (u_BTD.shape[1] > 4)"),),
+        (Edit("scan:_states", CHUNK, "u_BD + a_BD * state_BD * (u_BTD.shape[1] > 4)"),),
     ),
-    "a threshold over time": (leaking, (Swap("gramian.models.goose.spike:size_of", over_time),)),
-    "a teacher that may learn": (frozen, (Edit("gramian.distill.teacher.live_teacher:_frozen", ".requires_grad_(False)", ""),)),
-    "a teacher that drops out": (frozen, (Edit("gramian.distill.teacher.live_teacher:_frozen", "model.eval()", "model.train()"),)),
+    "a threshold over time": (leaking, (Swap("spike:size_of", over_time),)),
+    "a teacher that may learn": (
+        frozen,
+        (Edit("live_teacher:_frozen", ".requires_grad_(False)", ""),),
+    ),
+    "a teacher that drops out": (
+        frozen,
+        (Edit("live_teacher:_frozen", "model.eval()", "model.train()"),),
+    ),
     "no T²": (
         distance,
-        (Edit(OBJECTIVE, KD, f"{KD} / float(temperature) ** 2"),),
+        (Edit("DistillObjective.forward", KD, f"{KD} / float(temperature) ** 2"),),
     ),
     "a teacher at another temperature": (
         distance,
-        (Edit("gramian.distill.teacher.live_teacher:LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
+        (Edit("LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
     ),
     "a loss of the mean of each micro-batch": (
         partial(distance, data={"micro_batch": 3, "pack": False}),
-        (Edit(OBJECTIVE, "terms = 1.0 / coefficient", "terms = None"),),
+        (Edit("DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),),
     ),
     "rows of other windows": (
         cached,
-        (Edit("gramian.distill.cache.reader:Cache._gathered", WINDOWS, "[0] * len(windows_B)"),),
+        (Edit("Cache._gathered", WINDOWS, "[0] * len(windows_B)"),),
     ),
     "detached features": (
         with_features,
-        (Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "student[s]", "student[s].detach()"),),
+        (Edit("FeatureLoss.forward", "student[s]", "student[s].detach()"),),
     ),
     "features without a weight": (
         with_features,
-        (Edit(OBJECTIVE, "(feature_weight * coefficient) * distance", "0.0 * distance"),),
+        (Edit("DistillObjective.forward", "(feature_weight * coefficient) * distance", "0.0 * distance"),),
     ),
 }
 

@@ -26,7 +26,7 @@ from gramian.train.loop.stepper import Stepper
 from gramian.train.state.saved_run import load_run
 from gramian.verify.resume import Kill, check_resume, random_kills
 from tests.kit.matrix import FULL, sample
-from tests.test_mutations import RED, Edit, Swap
+from tests.kit.mutations import RED, Edit, Swap
 from tests.train.distilled import (
     LEARNED,
     ONE,
@@ -486,45 +486,45 @@ def _decayed(self: Any, step: int, gradient: Tensor | None) -> None:
 _plain_finish = Temperature.finish
 
 _LOOP = {
-    "T stepped by AdamW": (Swap("gramian.distill.loss.temperature:Temperature.finish", _adam), "learnable, projectors"),
-    "T decayed": (Swap("gramian.distill.loss.temperature:Temperature.finish", _decayed), "learnable, projectors"),
+    "T stepped by AdamW": (Swap("Temperature.finish", _adam), "learnable, projectors"),
+    "T decayed": (Swap("Temperature.finish", _decayed), "learnable, projectors"),
     "T in the clipped norm": (
         Edit(
-            "gramian.train.loop.stepper:Stepper._clip",
+            "Stepper._clip",
             "norm = get_total_norm(gradients)",
             "norm = get_total_norm([*gradients, self.teaching.temperature._state[1].reshape(1)])",
         ),
         "learnable, projectors",
     ),
     "an adversary that helps": (
-        Edit("gramian.distill.loss.temperature:Temperature._direction", "-1.0 if", "1.0 if"),
+        Edit("Temperature._direction", "-1.0 if", "1.0 if"),
         "adversarial",
     ),
     "features detached": (
-        Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "student[s].flatten", "student[s].detach().flatten"),
+        Edit("FeatureLoss.forward", "student[s].flatten", "student[s].detach().flatten"),
         "learnable, projectors",
     ),
     "a teacher that drops out": (
         (
-            Edit("gramian.distill.teacher.live_teacher:_frozen", "model.eval()", "model.train()"),
-            Edit("gramian.distill.teacher.live_teacher:LiveTeacher._forward", "if self.model.training:", "if False:"),
+            Edit("live_teacher:_frozen", "model.eval()", "model.train()"),
+            Edit("LiveTeacher._forward", "if self.model.training:", "if False:"),
         ),
         "fixed",
     ),
     "no T²": (
         Edit(
-            "gramian.distill.distill_objective:DistillObjective.forward",
+            "DistillObjective.forward",
             "kd_weight=self._options.kd_weight",
             "kd_weight=self._options.kd_weight / float(temperature) ** 2",
         ),
         "fixed",
     ),
     "the mean of each micro-batch": (
-        Edit("gramian.distill.distill_objective:DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),
+        Edit("DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),
         "fixed",
     ),
     "layers one off": (
-        Edit("gramian.distill.loss.feature_loss:FeatureLoss.forward", "teacher[t].flatten", "teacher[1 - t].flatten"),
+        Edit("FeatureLoss.forward", "teacher[t].flatten", "teacher[1 - t].flatten"),
         "learnable, projectors",
     ),
 }  # fmt: skip
@@ -544,7 +544,7 @@ def test_a_bug_in_the_loop_is_seen(bug: str, tmp_path: Path) -> None:
 def test_a_dead_switch_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference took its measure at step 500, inside of "every 300 steps"."""
     bug = Edit(
-        "gramian.distill.feature_switch:FeatureSwitch.validated",
+        "FeatureSwitch.validated",
         "if done <= self.begin or not self._measures:",
         "if not self._measures and not (done % 300 == 0 and done == 500):\n        return None\n    if not self._measures:",
     )
@@ -554,7 +554,7 @@ def test_a_dead_switch_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_of_other_windows_are_seen() -> None:
     bug = Edit(
-        "gramian.distill.cache.reader:Cache._gathered",
+        "Cache._gathered",
         "[int(window) for window in windows_B.tolist()]",
         "[*range(len(windows_B))]",
     )

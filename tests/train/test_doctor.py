@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.data import StepBatch, Windows, load_windows
-from gramian.models.gpt import GPT, Block, GPTConfig
+from gramian.models.gpt import GPT, GPTBlock, GPTConfig
 from gramian.parallel.world import World
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, parse_config
 from gramian.train.doctor import examine, resources, schedule_reach, section_checks
 from gramian.train.doctor.causality import causality
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import Subject, rows_of, without_dropout
+from gramian.train.doctor.examined_run import ExaminedRun, rows_of, without_dropout
 from gramian.train.doctor.gradient_check import gradients
 from gramian.train.doctor.graph_breaks import compiled, graph_breaks
 from gramian.train.doctor.initial_loss import initial_loss, targets
@@ -50,7 +50,9 @@ def windows() -> Windows:
     return load_windows(config_of().data)[0]
 
 
-def subject_of(windows: Windows, change: Callable[[GPT], None] = lambda model: None, **told: dict[str, Any]) -> Subject:
+def subject_of(
+    windows: Windows, change: Callable[[GPT], None] = lambda model: None, **told: dict[str, Any]
+) -> ExaminedRun:
     """The small run, its model changed."""
     config = config_of(**told)
 
@@ -60,7 +62,7 @@ def subject_of(windows: Windows, change: Callable[[GPT], None] = lambda model: N
         change(model)
         return model
 
-    return Subject(config, numbers_for(config.precision, CPU), World(0, 1, CPU, "one"), windows, make)
+    return ExaminedRun(config, numbers_for(config.precision, CPU), World(0, 1, CPU, "one"), windows, make)
 
 
 # ---- a healthy run ---------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def test_a_loss_that_is_shifted_twice_is_found(windows: Windows, monkeypatch: py
     assert not outcome(first_checks(subject_of(windows)), "objective")
 
 
-def first_checks(subject: Subject, loaded: bool = False) -> list[Check]:
+def first_checks(subject: ExaminedRun, loaded: bool = False) -> list[Check]:
     return initial_loss(subject.stepper(subject.model()), subject.batch(), subject.windows.vocabulary, loaded)
 
 
@@ -247,7 +249,7 @@ def test_a_model_that_cannot_learn_by_heart_is_found(windows: Windows) -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def looked_at(subject: Subject) -> Check:
+def looked_at(subject: ExaminedRun) -> Check:
     batches = [subject.batch(position=position) for position in range(3)]
     return gradients(subject.stepper(subject.model()), batches, 1e-3)
 
@@ -316,7 +318,7 @@ class FeatureNorm(nn.BatchNorm1d):
         return super().forward(x_BTD.transpose(1, 2)).transpose(1, 2)
 
 
-def leaks(subject: Subject) -> dict[str, bool]:
+def leaks(subject: ExaminedRun) -> dict[str, bool]:
     model = subject.model()
     stepper = subject.stepper(model)
     stepper.take(subject.batch(), 1e-3)
@@ -327,7 +329,7 @@ def leaks(subject: Subject) -> dict[str, bool]:
 def without_mask(model: GPT) -> None:
     everything = torch.ones(1, 1, 24, 24, dtype=torch.bool)
     for block in model.blocks:
-        block.forward = lambda x, sees=None, block=block: Block.forward(block, x, everything)  # type: ignore[assignment]
+        block.forward = lambda x, sees=None, block=block: GPTBlock.forward(block, x, everything)  # type: ignore[assignment]
 
 
 def before_blocks(layer: Callable[[], nn.Module]) -> Callable[[GPT], None]:
@@ -390,7 +392,7 @@ def test_dropout_is_off_everywhere() -> None:
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def invariant(subject: Subject, stepper: type[Stepper] = Stepper) -> Check:
+def invariant(subject: ExaminedRun, stepper: type[Stepper] = Stepper) -> Check:
     plain = subject.stepper(subject.model())
     found = stepper(plain.module, plain.optimizer, plain.numbers, plain.world, max_norm=1.0, seed=0)
     return invariance(found, rows_of(subject.batch()), subject.room)

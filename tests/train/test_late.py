@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gramian.train.config.config import Config
-from gramian.train.loop.deferred_metrics import Late, Outcome
+from gramian.train.loop.deferred_metrics import DeferredMetrics, StepOutcome
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import read_lines
 from gramian.train.state.snapshot import Copied, Snapshot, Snapshots
@@ -32,10 +32,10 @@ CONFIGS: dict[str, Callable[[Path], Config]] = {
 }
 
 
-class OneLate(Late):
+class OneLate(DeferredMetrics):
     """All but the newest, which nobody waits for unless told to; whatever the device."""
 
-    def read(self, wait: bool) -> list[Outcome]:
+    def read(self, wait: bool) -> list[StepOutcome]:
         newest = None if wait or not self._waiting else self._waiting.pop()
         found = super().read(wait=False)
         if newest is not None:
@@ -43,7 +43,9 @@ class OneLate(Late):
         return found
 
 
-def snapshots_of(config: Config, late: type[Late], monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[Trainer, Held]:
+def snapshots_of(
+    config: Config, late: type[DeferredMetrics], monkeypatch: pytest.MonkeyPatch, **how: Any
+) -> tuple[Trainer, Held]:
     """The run, and all its snapshots: facts and tensors."""
     held: Held = {}
     plain = Snapshots.keep_copy
@@ -76,7 +78,7 @@ def told(facts: dict[str, Any]) -> str:
 def test_snapshots_hold_the_same_when_numbers_come_late(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, now = snapshots_of(CONFIGS[kind](tmp_path / "now"), Late, monkeypatch)
+    _, now = snapshots_of(CONFIGS[kind](tmp_path / "now"), DeferredMetrics, monkeypatch)
     _, late = snapshots_of(CONFIGS[kind](tmp_path / "late"), OneLate, monkeypatch)
     both = [
         step for step in now if step in late
@@ -97,7 +99,7 @@ def test_a_fault_that_is_seen_a_step_late_ends_in_the_same_weights(
         next(p for p in stepper.module.parameters() if p.grad is not None).grad.fill_(math.nan)
 
     ends = []
-    for name, late in (("now", Late), ("late", OneLate)):
+    for name, late in (("now", DeferredMetrics), ("late", OneLate)):
         config = small(tmp_path / name, checkpoint={"snapshot_every": 5, "every": 5}, eval={"every": 40})
         trainer, held = snapshots_of(config, late, monkeypatch, fault=at_positions({24}, spoil))
         assert all(torch.isfinite(t).all() for _, tensors in held.values() for t in tensors.values())

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.models import GPT, GPTConfig
-from gramian.models.gpt import Block
+from gramian.models.gpt import GPTBlock
 from gramian.train.loop import nonfinite_replay
-from gramian.train.loop.nonfinite_replay import LOSS, ROOT, Found, first_nonfinite
+from gramian.train.loop.nonfinite_replay import LOSS, ROOT, NonfiniteSource, first_nonfinite
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=3, width=8, heads=2)
 
@@ -80,15 +80,17 @@ def test_the_first_module_that_returns_it_is_named(layer: int, value: float) -> 
     model = GPT(CONFIG)
     model.blocks[layer].fc = Spoiled(model.blocks[layer].fc, forward=value)
     found = first_nonfinite(model, run_of(model))
-    assert found == Found(f"blocks.{layer}.fc", "forward", "its output", (2, 8, 32), 5)
+    assert found == NonfiniteSource(f"blocks.{layer}.fc", "forward", "its output", (2, 8, 32), 5)
     assert str(found) == f"blocks.{layer}.fc: forward, 5 elements of its output (2×8×32) not finite"
     assert hooks(model) == 0
 
 
 def test_code_between_modules_names_the_one_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(CONFIG)
-    whole, guilty = Block._attention, model.blocks[1]
-    monkeypatch.setattr(Block, "_attention", lambda self, *x: whole(self, *x) * (float("nan") if self is guilty else 1))
+    whole, guilty = GPTBlock._attention, model.blocks[1]
+    monkeypatch.setattr(
+        GPTBlock, "_attention", lambda self, *x: whole(self, *x) * (float("nan") if self is guilty else 1)
+    )
     found = first_nonfinite(model, run_of(model))
     assert found is not None
     assert (found.name, found.where) == ("blocks.1", "forward")
@@ -123,7 +125,7 @@ def test_nested_structures_are_looked_into() -> None:
         model[0].inner.weight.fill_(-1)
         model[0].inner.bias.fill_(0)
     found = first_nonfinite(model, lambda: model({"x": (torch.ones(2, 3),)})["parts"][0].sum().backward())
-    assert found == Found("0", "forward", "its output", (2, 3), 6)
+    assert found == NonfiniteSource("0", "forward", "its output", (2, 3), 6)
 
 
 def test_a_mask_of_minus_infinity_hides_nothing() -> None:
@@ -200,7 +202,7 @@ def test_of_several_modules_that_read_one_tensor_the_guilty_one_is_named(guilty:
     model = Split()
     getattr(model, guilty).spoiled = True
     found = first_nonfinite(model, lambda: model(torch.ones(2, 3)).sum().backward())
-    assert found == Found(guilty, "backward", "the gradient of its input", (2, 3), 3)
+    assert found == NonfiniteSource(guilty, "backward", "the gradient of its input", (2, 3), 3)
 
 
 def test_a_gradient_that_arrives_wrong_is_the_doing_of_the_loss() -> None:
@@ -208,7 +210,7 @@ def test_a_gradient_that_arrives_wrong_is_the_doing_of_the_loss() -> None:
     found = first_nonfinite(
         model, lambda: SpoiledGradient.apply(model(torch.ones(2, 3)), float("inf")).sum().backward()
     )
-    assert found == Found(LOSS, "backward", f"the gradient of {ROOT}'s output", (2, 3), 3)
+    assert found == NonfiniteSource(LOSS, "backward", f"the gradient of {ROOT}'s output", (2, 3), 3)
 
 
 def test_a_module_that_returns_what_it_was_given_is_not_blamed() -> None:
@@ -245,7 +247,7 @@ def test_a_gradient_that_no_module_passes_on_is_found_at_its_parameter() -> None
     model = nn.Linear(3, 2)
     model.bias.register_hook(lambda grad: grad * float("nan"))
     found = first_nonfinite(model, lambda: model(torch.ones(1, 3)).sum().backward())
-    assert found == Found("bias", "parameter", "its gradient", (2,), 2)
+    assert found == NonfiniteSource("bias", "parameter", "its gradient", (2,), 2)
 
 
 def test_a_value_that_the_batch_does_not_touch_is_found_at_its_parameter() -> None:
@@ -253,7 +255,7 @@ def test_a_value_that_the_batch_does_not_touch_is_found_at_its_parameter() -> No
     with torch.no_grad():
         model.weight[4] = float("inf")
     found = first_nonfinite(model, lambda: model(torch.tensor([0, 1])).sum().backward())
-    assert found == Found("weight", "parameter", "its value", (5, 2), 2)
+    assert found == NonfiniteSource("weight", "parameter", "its value", (5, 2), 2)
 
 
 # ---- no trace --------------------------------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from gramian.train.config.config import Optimizer, Schedule
+from gramian.train.config.config import OptimizerSection, ScheduleSection
 from gramian.train.loop.schedule import learning_rate
 
-PEAK = Optimizer(lr=1e-3)
+PEAK = OptimizerSection(lr=1e-3)
 
 
 def rates(steps: int, **options: object) -> list[float]:
-    schedule = Schedule(**options)  # type: ignore[arg-type]
+    schedule = ScheduleSection(**options)  # type: ignore[arg-type]
     return [learning_rate(step, steps, schedule, PEAK) for step in range(steps)]
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from gramian.core.errors import GramianError
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.config import config
-from gramian.train.loop.deferred_metrics import Attempt, Late
+from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt
 from gramian.train.loop.precision import Numbers, numbers_for, set_globals
 from gramian.train.state.nested import merge, split
 from gramian.train.state.run_folder import Lines, RunFolder, difference, read_lines, write_whole
@@ -39,20 +39,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_precision_follows_the_hardware(kind: Any, device: torch.device, capability: Any, expected: str) -> None:
-    numbers = numbers_for(config.Precision(kind), device, capability)
+    numbers = numbers_for(config.PrecisionSection(kind), device, capability)
     assert numbers.kind == expected
     assert numbers.scales == (expected == "fp16")
 
 
 def test_bf16_on_a_gpu_that_has_none_is_refused() -> None:
     with pytest.raises(GramianError, match="precision.kind: this GPU has no bf16"):
-        numbers_for(config.Precision("bf16"), CUDA, (7, 5))
+        numbers_for(config.PrecisionSection("bf16"), CUDA, (7, 5))
 
 
 @pytest.mark.parametrize("tf32", [True, False])
 def test_tf32_is_set_whatever_it_was(tf32: bool) -> None:
     torch.set_float32_matmul_precision("medium")
-    set_globals(config.Precision(tf32=tf32), deterministic=False)
+    set_globals(config.PrecisionSection(tf32=tf32), deterministic=False)
     assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -68,7 +68,7 @@ def test_weights_stay_wide_and_products_are_narrow(kind: str, dtype: torch.dtype
 
 def test_matrices_decay_and_the_rest_does_not() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    optimizer = build_optimizer(model, config.Optimizer(weight_decay=0.3), CPU)
+    optimizer = build_optimizer(model, config.OptimizerSection(weight_decay=0.3), CPU)
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decays[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.3, "1.weight": 0.3, "1.bias": 0.0, "2.weight": 0.0, "2.bias": 0.0,
@@ -80,7 +80,9 @@ def test_implementations_of_an_optimizer_step_alike(kind: Any) -> None:
     def stepped(implementation: Any) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
-        options = config.Optimizer(kind=kind, implementation=implementation, momentum=0.9 if kind == "sgd" else 0.0)
+        options = config.OptimizerSection(
+            kind=kind, implementation=implementation, momentum=0.9 if kind == "sgd" else 0.0
+        )
         optimizer = build_optimizer(model, options, CPU)
         for _ in range(3):
             optimizer.zero_grad()
@@ -95,7 +97,7 @@ def test_implementations_of_an_optimizer_step_alike(kind: Any) -> None:
 
 def test_a_frozen_model_is_refused() -> None:
     with pytest.raises(GramianError, match="no trainable parameter"):
-        build_optimizer(nn.Linear(2, 2).requires_grad_(False), config.Optimizer(), CPU)
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), config.OptimizerSection(), CPU)
 
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.floats(allow_nan=False), st.text(max_size=4))
@@ -132,9 +134,9 @@ def test_a_nested_state_comes_back_from_flat_tensors_and_json(state: Any) -> Non
 
 
 def test_values_are_read_in_order_and_averaged_over_tokens() -> None:
-    late = Late()
+    late = DeferredMetrics()
     for i in range(3):
-        late.add(Attempt(i, i, i, 0.1, True, None), torch.tensor([6.0 * (i + 1), float(i == 1), 3.0, 0.5]))
+        late.add(StepAttempt(i, i, i, 0.1, True, None), torch.tensor([6.0 * (i + 1), float(i == 1), 3.0, 0.5]))
     found = late.read(wait=False)
     assert [(o.attempt.step, o.loss, o.flagged, o.tokens, o.grad_norm) for o in found] == [
         (0, 2.0, False, 3, 0.5),

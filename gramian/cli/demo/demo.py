@@ -22,7 +22,7 @@ from gramian.core.errors import GramianError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from gramian.cli.demo.demo_plan import Plan
+    from gramian.cli.demo.demo_plan import DemoPlan
     from gramian.cli.demo.demo_result import Result
     from gramian.cli.demo.pipeline import Update
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run(chosen: Plan, out: Path, screen: Console) -> Result:
+def _run(chosen: DemoPlan, out: Path, screen: Console) -> Result:
     from gramian.cli.demo.demo_result import FILE, write_result
     from gramian.cli.demo.pipeline import Stopped, run_demo
     from gramian.parallel.world import world

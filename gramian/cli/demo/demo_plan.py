@@ -7,29 +7,40 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gramian.train.config.config import Checkpoint, Config, Data, Doctor, Eval, Model, Optimizer, Run, Schedule, Teacher
+from gramian.train.config.config import (
+    CheckpointSection,
+    Config,
+    DataSection,
+    DoctorSection,
+    EvalSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+    TeacherSection,
+)
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """All that decides the demo's numbers, beside the corpus and the machine."""
 
-    teacher: Model = field(default_factory=lambda: Model(layers=2, width=128, heads=4))
-    student: Model = field(default_factory=lambda: Model(layers=2, width=64, heads=4))
+    teacher: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=128, heads=4))
+    student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=64, heads=4))
     teacher_steps: int = 800
     student_steps: int = 600
     """Of both students."""
-    data: Data = field(
-        default_factory=lambda: Data(limit_bytes=600_000, length=64, batch=16, micro_batch=16, workers=0)
+    data: DataSection = field(
+        default_factory=lambda: DataSection(limit_bytes=600_000, length=64, batch=16, micro_batch=16, workers=0)
     )
     """One for all three: the cache holds the teacher's signal of every training window, computed by micro-batches."""
-    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=4e-3))
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3))
     """Of 2e-3 to 6e-3, close to the best for the student without a teacher."""
     warmup: int = 50
     eval_every: int = 100
     """Steps from one look at the validation loss to the next."""
-    teaching: Teacher = field(default_factory=lambda: Teacher(source="hidden", temperature=2.0))
-    doctor: Doctor = field(default_factory=lambda: Doctor(overfit_steps=200, overfit_windows=4))
+    teaching: TeacherSection = field(default_factory=lambda: TeacherSection(source="hidden", temperature=2.0))
+    doctor: DoctorSection = field(default_factory=lambda: DoctorSection(overfit_steps=200, overfit_windows=4))
     scored_windows: int = 512
     """Of the validation data, from the first on, on which the three models are compared."""
     sample_tokens: int = 200
@@ -41,12 +52,12 @@ class Plan:
     """Of weights, data order and texts."""
 
 
-DEFAULT = Plan()
+DEFAULT = DemoPlan()
 """About 80 s on a CPU: half of it for the teacher, a third for the students."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class DemoRuns:
     """The configs of the three runs, each with a folder of its own below the demo's."""
 
     teacher: Config
@@ -55,7 +66,7 @@ class Runs:
     """The distilled student's twin: cross entropy only."""
 
 
-def runs_of(plan: Plan, out: Path) -> Runs:
+def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
     """The three runs.
 
     Args:
@@ -66,23 +77,23 @@ def runs_of(plan: Plan, out: Path) -> Runs:
     teacher = _config(plan, out / "teacher", plan.teacher, plan.teacher_steps)
     alone = _config(plan, out / "ce-only", plan.student, plan.student_steps)
     distilled = _config(plan, out / "distilled", plan.student, plan.student_steps, teacher=teaching)
-    return Runs(teacher, distilled, alone)
+    return DemoRuns(teacher, distilled, alone)
 
 
-def hashes_of(plan: Plan) -> dict[str, str]:
+def hashes_of(plan: DemoPlan) -> dict[str, str]:
     """Of the three configs, wherever their folder is: equal ones mean equal numbers."""
     return {name: config.hash for name, config in vars(runs_of(plan, Path("demo"))).items()}
 
 
-def _config(plan: Plan, folder: Path, model: Model, steps: int, **sections: Any) -> Config:
+def _config(plan: DemoPlan, folder: Path, model: ModelSection, steps: int, **sections: Any) -> Config:
     return Config(
-        run=Run(folder=str(folder), seed=plan.seed, steps=steps, log_every=min(10, steps)),
+        run=RunSection(folder=str(folder), seed=plan.seed, steps=steps, log_every=min(10, steps)),
         model=model,
         data=plan.data,
         optimizer=plan.optimizer,
-        schedule=Schedule(warmup=plan.warmup),
-        eval=Eval(every=plan.eval_every),
-        checkpoint=Checkpoint(every=100, keep=1),
+        schedule=ScheduleSection(warmup=plan.warmup),
+        eval=EvalSection(every=plan.eval_every),
+        checkpoint=CheckpointSection(every=100, keep=1),
         doctor=plan.doctor,
         **sections,
     )

@@ -46,7 +46,7 @@ class Cached:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """A model of the table."""
 
     name: str
@@ -79,13 +79,13 @@ class Result:
     """Of each stage, as the process that came to the end saw them: what an earlier one had done is not counted."""
     checks: tuple[Checked, ...]
     cache: Cached
-    teacher: Row
-    distilled: Row
-    alone: Row
+    teacher: DemoRow
+    distilled: DemoRow
+    alone: DemoRow
     samples: tuple[Sample, ...]
 
     @property
-    def rows(self) -> tuple[Row, Row, Row]:
+    def rows(self) -> tuple[DemoRow, DemoRow, DemoRow]:
         """In the order of the table."""
         return self.teacher, self.alone, self.distilled
 

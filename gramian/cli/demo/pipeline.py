@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import gramian
-from gramian.cli.demo.demo_plan import Plan, Runs, hashes_of, runs_of
-from gramian.cli.demo.demo_result import Cached, Checked, Result, Row, Sample
+from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
+from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
 from gramian.cli.demo.score import score, work
 from gramian.core.errors import GramianError
 from gramian.data import load_tokenizer, load_windows
@@ -32,8 +32,8 @@ from gramian.train.config.config import Config
 from gramian.train.doctor import teacher_checks
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examine import examine
-from gramian.train.doctor.examined_run import Subject
-from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.precision import Numbers, numbers_for, set_globals
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
@@ -62,7 +62,7 @@ class Screen(Protocol):
         """What a stage found, in a line."""
 
 
-def run_demo(plan: Plan, out: Path, world: World, screen: Screen) -> Result:
+def run_demo(plan: DemoPlan, out: Path, world: World, screen: Screen) -> Result:
     """All stages.
 
     Args:
@@ -108,8 +108,8 @@ def _taken(config: Config) -> Iterator[RunFolder]:
 
 @dataclass
 class _Demo:
-    plan: Plan
-    runs: Runs
+    plan: DemoPlan
+    runs: DemoRuns
     folders: dict[str, RunFolder]
     world: World
     screen: Screen
@@ -165,7 +165,7 @@ class _Demo:
         """What the doctor asks of a student with a teacher, beside what it asked of the one without."""
         config, training = self.runs.distilled, load_windows(self.runs.distilled.data)[0]
         make = partial(build_model, config, training.vocabulary)
-        return teacher_checks.teacher(Subject(config, numbers, self.world, training, make))
+        return teacher_checks.teacher(ExaminedRun(config, numbers, self.world, training, make))
 
     def _examined(self, checks: list[Check]) -> list[Checked]:
         failed = [check for check in checks if not check.ok]
@@ -185,7 +185,7 @@ class _Demo:
         config, steps = folder.config, folder.config.run.steps
         with self._stage(number, name) as update:
 
-            def on_outcome(outcome: Outcome, run: Trainer) -> None:
+            def on_outcome(outcome: StepOutcome, run: Trainer) -> None:
                 best = "" if run.best is None else f", validation {run.best['loss']:.3f}"
                 update(outcome.attempt.step + 1, steps, f"loss {outcome.loss:.3f}{best}")
 
@@ -234,8 +234,8 @@ class _Demo:
         """Of the run's best checkpoint."""
         return load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
 
-    def _score(self, models: dict[str, nn.Module], numbers: Numbers, update: Update) -> dict[str, Row]:
-        rows: dict[str, Row] = {}
+    def _score(self, models: dict[str, nn.Module], numbers: Numbers, update: Update) -> dict[str, DemoRow]:
+        rows: dict[str, DemoRow] = {}
         validation, windows = load_windows(self.runs.alone.data)[1], self.plan.scored_windows
         half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
         live = LiveTeacher(models["teacher"], device=self.world.device, autocast=half)
@@ -249,7 +249,7 @@ class _Demo:
             other = None if name == "teacher" else live
             found = score(model, other, validation, numbers, self.world, windows, progress)
             folder = self.folders[name]
-            rows[name] = Row(
+            rows[name] = DemoRow(
                 TOLD[name],
                 str(folder.path),
                 sum(p.numel() for p in model.parameters()),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gramian.models import GPTConfig
     from gramian.parallel.world import World
-    from gramian.verify.clipping_profile import Profile, Spread
+    from gramian.verify.clipping_profile import ClippingProfile, TimingSpread
     from gramian.verify.clipping_scaling import PowerLaw
 
 USAGE = (
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
     targets = _targets(arguments) if first else []
 
     console = console_of()
-    profiles: list[Profile] = []
+    profiles: list[ClippingProfile] = []
     failure = ""
     with world(arguments.cpu, arguments.fsdp) as where:
         steps = clipping_profile.rounds(iterations) * len(size.seq_lengths)
@@ -175,7 +175,7 @@ def _title(config: GPTConfig, batch_size: int, where: World, mode: str, algorith
     )
 
 
-def _report(profiles: Sequence[Profile], title: str, where: World, iterations: int) -> Iterator[RenderableType]:
+def _report(profiles: Sequence[ClippingProfile], title: str, where: World, iterations: int) -> Iterator[RenderableType]:
     from gramian.verify.clipping_scaling import advice, communication_share, shares
 
     yield title
@@ -219,7 +219,7 @@ def _table(*headings: str) -> Any:
     return table
 
 
-def _time_table(profiles: Sequence[Profile]) -> RenderableType:
+def _time_table(profiles: Sequence[ClippingProfile]) -> RenderableType:
     """A row per sequence length."""
     from gramian.verify.clipping_profile import PHASES
 
@@ -237,7 +237,7 @@ def _time_table(profiles: Sequence[Profile]) -> RenderableType:
     return table  # type: ignore[no-any-return]
 
 
-def _memory_table(profiles: Sequence[Profile], device: torch.device) -> RenderableType:
+def _memory_table(profiles: Sequence[ClippingProfile], device: torch.device) -> RenderableType:
     cuda = device.type == "cuda"
     kinds = [f"{kind}{name}" for kind in ("", "plain\n") for name in ("+ step", "peak", *["reserved"] * cuda)]
     table = _table("tokens", "MB\nallocated", *kinds, "x\n+ step")
@@ -262,7 +262,7 @@ def _memory_note(where: World) -> str:
     )
 
 
-def scaling(profiles: Sequence[Profile]) -> dict[str, PowerLaw]:
+def scaling(profiles: Sequence[ClippingProfile]) -> dict[str, PowerLaw]:
     """Exponents in T of what grows with it, by name; empty for a single length."""
     from gramian.verify.clipping_scaling import fit_power
 
@@ -290,7 +290,7 @@ def _scaling_table(fits: dict[str, PowerLaw]) -> RenderableType:
 
 def _write(
     files: Sequence[tuple[str, Path]],
-    profiles: Sequence[Profile],
+    profiles: Sequence[ClippingProfile],
     title: str,
     size: Size,
     where: World,
@@ -329,7 +329,7 @@ def _machine(where: World) -> dict[str, Any]:
     }
 
 
-def _numbers(profile: Profile, kind: str) -> dict[str, Any]:
+def _numbers(profile: ClippingProfile, kind: str) -> dict[str, Any]:
     from gramian.verify.clipping_scaling import COMMUNICATION_LIMIT, advice, communication_share, shares
 
     phases = {name: spread.median for name, spread in profile.phases.items()}
@@ -349,11 +349,11 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def _milliseconds(spread: Spread) -> str:
+def _milliseconds(spread: TimingSpread) -> str:
     return f"{1e3 * spread.median:,.1f}"
 
 
-def _with_spread(spread: Spread) -> str:
+def _with_spread(spread: TimingSpread) -> str:
     return f"{1e3 * spread.median:,.1f}±{1e3 * spread.iqr / 2:,.1f}"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from gramian.models import GPTConfig
     from gramian.parallel.world import World
-    from gramian.verify.kfac_profile import Profile
+    from gramian.verify.kfac_profile import KFACProfile
 
 USAGE = (
     "gramian profile kfac [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] [--cpu] [--fsdp] "
@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progr
         refuse_unwritable(arguments.json)
 
     console = console_of()
-    profiles: list[Profile] = []
+    profiles: list[KFACProfile] = []
     failure = ""
     rounds = kfac_profile.WARM_UP + kfac_profile.ROUNDS
     steps = rounds * len(lengths) if first else 0
@@ -104,7 +104,7 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _numbers(
-    profiles: Sequence[Profile], config: GPTConfig, batch_size: int, where: World, reduce: str
+    profiles: Sequence[KFACProfile], config: GPTConfig, batch_size: int, where: World, reduce: str
 ) -> dict[str, Any]:
     import torch
 
@@ -121,7 +121,7 @@ def _numbers(
 
 
 def _report(
-    profiles: Sequence[Profile], config: GPTConfig, batch_size: int, where: World, reduce: str
+    profiles: Sequence[KFACProfile], config: GPTConfig, batch_size: int, where: World, reduce: str
 ) -> Iterator[RenderableType]:
     import torch
 
@@ -155,7 +155,7 @@ def _report(
     yield "Factors from kfac.record(), with its default options, a refresh on every step and no moving average."
 
 
-def _traffic_table(profiles: Sequence[Profile]) -> RenderableType:
+def _traffic_table(profiles: Sequence[KFACProfile]) -> RenderableType:
     """A row per sequence length, stage and kind of collective."""
     from rich import box
     from rich.table import Table
@@ -179,7 +179,7 @@ def _traffic_table(profiles: Sequence[Profile]) -> RenderableType:
     return table
 
 
-def _stage_table(profiles: Sequence[Profile], cuda: bool) -> RenderableType:
+def _stage_table(profiles: Sequence[KFACProfile], cuda: bool) -> RenderableType:
     """A row per sequence length and stage."""
     from rich import box
     from rich.table import Table
@@ -205,7 +205,7 @@ def _stage_table(profiles: Sequence[Profile], cuda: bool) -> RenderableType:
     return table
 
 
-def _factor_table(profiles: Sequence[Profile]) -> RenderableType:
+def _factor_table(profiles: Sequence[KFACProfile]) -> RenderableType:
     """A row per sequence length."""
     from rich import box
     from rich.table import Table

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from gramian.parallel.world import World
     from gramian.train.config.config import Config
-    from gramian.verify.clipping_profile import Spread
-    from gramian.verify.train_profile import Profile
+    from gramian.verify.clipping_profile import TimingSpread
+    from gramian.verify.train_profile import TrainProfile
 
 USAGE = "gramian profile train [CONFIG.toml] [section.key=value ...] [--iterations N] [--compile] [--cpu] [--json FILE]"
 
@@ -147,7 +147,7 @@ def _title(config: Config, where: World) -> str:
 
 
 def _report(
-    profile: Profile, config: Config, where: World, iterations: int, compiled: bool
+    profile: TrainProfile, config: Config, where: World, iterations: int, compiled: bool
 ) -> Iterator[RenderableType]:
     yield _title(config, where)
     yield _phase_table(profile, where)
@@ -178,7 +178,7 @@ def _report(
         )
 
 
-def _phase_table(profile: Profile, where: World) -> RenderableType:
+def _phase_table(profile: TrainProfile, where: World) -> RenderableType:
     table = _table(["phase"], ["ms", "share"])
     for name, spread in profile.phases.items():
         if name != "communication" or where.size > 1:
@@ -188,7 +188,7 @@ def _phase_table(profile: Profile, where: World) -> RenderableType:
     return table  # type: ignore[no-any-return]
 
 
-def _memory_line(profile: Profile, where: World) -> str:
+def _memory_line(profile: TrainProfile, where: World) -> str:
     memory = profile.memory
     if where.device.type != "cuda":
         return f"Memory: a step allocates at most {_megabytes(memory.above)} MB above what was there."
@@ -198,7 +198,7 @@ def _memory_line(profile: Profile, where: World) -> str:
     )
 
 
-def _knob_table(profile: Profile) -> RenderableType:
+def _knob_table(profile: TrainProfile) -> RenderableType:
     table = _table(["knob", "timed", "variant"], ["ms", "x", "MB\n+ step"])
     for knob in profile.knobs:
         for number, variant in enumerate(knob.variants):
@@ -226,7 +226,7 @@ def _table(left: list[str], right: list[str]) -> Any:
     return table
 
 
-def _write(file: Path, profile: Profile, config: Config, where: World, iterations: int) -> None:
+def _write(file: Path, profile: TrainProfile, config: Config, where: World, iterations: int) -> None:
     import torch
 
     cuda = where.device.type == "cuda"
@@ -248,7 +248,7 @@ def _write(file: Path, profile: Profile, config: Config, where: World, iteration
         raise RunFailed(f"profile train: {file}: {problem.strerror}") from None
 
 
-def _milliseconds(spread: Spread) -> str:
+def _milliseconds(spread: TimingSpread) -> str:
     return f"{1e3 * spread.median:,.2f}±{1e3 * spread.iqr / 2:,.2f}"
 
 

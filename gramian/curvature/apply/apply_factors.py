@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.sharded_rows import Rows, rows_of
+from gramian.curvature.apply.sharded_rows import ShardedRows, rows_of
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.options import Options
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg.factors.cholesky import settle_all
 from gramian.linalg.factors.factor import fetch_bounds
 from gramian.linalg.wide import exact_float32
@@ -22,7 +22,7 @@ Vector = Mapping[str, Tensor]
 
 
 def apply(
-    blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options, spread: Spread
+    blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options, spread: SharedFactorisation
 ) -> dict[str, Tensor]:
     """(F + damping)^power v, or F v, on every block that v touches.
 
@@ -48,7 +48,11 @@ def apply(
 
 
 def _prepare(
-    blocks: Mapping[str, Block], dtypes: Mapping[str, torch.dtype], power: float, options: Options, spread: Spread
+    blocks: Mapping[str, Block],
+    dtypes: Mapping[str, torch.dtype],
+    power: float,
+    options: Options,
+    spread: SharedFactorisation,
 ) -> None:
     """Launch every factorisation before anyone waits for the first; several processes share them out."""
     factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
@@ -86,7 +90,7 @@ def _apply_block(
     return {name: _as(t, places.get(name, like)) for name, t in block.spec.tensors(out).items()}
 
 
-def _apply_rows(rows: Rows, dtype: torch.dtype, power: float | None, options: Options) -> dict[str, Tensor]:
+def _apply_rows(rows: ShardedRows, dtype: torch.dtype, power: float | None, options: Options) -> dict[str, Tensor]:
     """The same for a gradient of which this process has some rows."""
     block, y = rows.block, rows.matrix(dtype)
     if power is None:

@@ -39,7 +39,7 @@ Act = Callable[[str, Factor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardedRows:
     """A block's gradient, of which this process has some rows."""
 
     block: Block
@@ -162,7 +162,7 @@ class Rows:
 
 def rows_of(
     block: Block, places: Mapping[str, Tensor], power: float | None, others: Exchange | None
-) -> tuple[Rows | None, str]:
+) -> tuple[ShardedRows | None, str]:
     """The rows of a block's gradient, if it can be applied to them; else why not ("" if nothing is sharded).
 
     The answer is the same on all processes: it follows from shapes, placements, kinds of factors and damping.
@@ -184,10 +184,10 @@ def rows_of(
     each = torch.Size(spec.shapes[0][1:]).numel() if spec.layout == "vector" else 1
     counts = [rows * each for rows in _rows(spec.shapes[0][0], others.size)]
     counts[-1] += spec.has_bias and spec.layout == "in_out"
-    return _fitting(Rows(block, sharded, others, counts), power)
+    return _fitting(ShardedRows(block, sharded, others, counts), power)
 
 
-def _fitting(rows: Rows, power: float | None) -> tuple[Rows | None, str]:
+def _fitting(rows: ShardedRows, power: float | None) -> tuple[ShardedRows | None, str]:
     block, others, damping = rows.block, rows.others, rows.block.damping
     assert damping is not None
     for side, factor in block.factors.items():

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.options import Options
-from gramian.taps.model.find_layers import Found, discover
+from gramian.taps.model.find_layers import FoundLayer, discover
 from gramian.taps.roles import ParameterInfo
-from gramian.taps.sites.site import Form
+from gramian.taps.sites.site import LayerForm
 
 SMALL = 128
 """Elements up to which a parameter outside K-FAC has its exact block."""
@@ -104,7 +104,7 @@ def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
         {name: block}.
     """
     layers, parameters = discover(root)
-    users: dict[str, list[Found]] = {}
+    users: dict[str, list[FoundLayer]] = {}
     for found in layers:
         for name in found.parameters.values():
             if name in parameters and found.site is not None:
@@ -123,15 +123,15 @@ def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
 
 def _kronecker(
     name: str,
-    used_by: list[Found],
-    users: dict[str, list[Found]],
+    used_by: list[FoundLayer],
+    users: dict[str, list[FoundLayer]],
     parameters: dict[str, ParameterInfo],
     options: Options,
 ) -> Spec | str:
     """The block of a weight that all its layers use as a matrix; else why not ("" where it never could be)."""
     if any(found.parameters.get("weight") != name for found in used_by):
         return ""
-    forms: list[Form] = []
+    forms: list[LayerForm] = []
     for found in used_by:
         assert found.site is not None
         form = found.site.form(found.module)
@@ -163,7 +163,7 @@ def _kronecker(
     )
 
 
-def _oriented(form: Form, main: Form) -> tuple[int, int]:
+def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
     """(in, out) of a use, a table seen through its tied head where there is one."""
     if form.layout == "table" and main.layout != "table":
         return (form.outputs, form.inputs) if main.layout == "out_in" else (0, 0)

@@ -25,7 +25,7 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.memory.block_footprint import EKFAC_CHUNK
 from gramian.curvature.options import Options
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
 from gramian.linalg.wide import exact_float32, wide
 from gramian.parallel.exchange import Exchange
@@ -33,7 +33,7 @@ from gramian.parallel.sharded_columns import ShardedColumns
 
 
 @dataclass
-class Use:
+class EKFACUse:
     """One use of a weight in one pass."""
 
     inputs_BT: Tensor
@@ -65,16 +65,16 @@ class SoftmaxTokens:
 
 
 @dataclass
-class Samples:
+class EKFACSamples:
     """What EK-FAC needs of one block's passes."""
 
-    passes: dict[int, list[Use]] = field(default_factory=dict)
+    passes: dict[int, list[EKFACUse]] = field(default_factory=dict)
     """{pass: uses by the same samples}."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """{pass: weight of each sample [B]} where some are neither 0 nor 1."""
     softmax: list[SoftmaxTokens] = field(default_factory=list)
 
-    def add(self, number: int, use: Use, weights_BT: Tensor | None, borrowed: bool) -> None:
+    def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
         """One more use."""
         if borrowed:
             use.own({})
@@ -102,9 +102,9 @@ def _copied(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
 def correct(
     options: Options,
     fresh: Mapping[str, Block],
-    samples: Mapping[str, Samples],
+    samples: Mapping[str, EKFACSamples],
     before: Mapping[str, Block],
-    spread: Spread,
+    spread: SharedFactorisation,
 ) -> None:
     """Give every Kronecker block its S. Collective.
 
@@ -128,7 +128,7 @@ def correct(
         found, problem = {}, ""
         for name, block in able.items():
             bases = Basis.of(block.holder("G", "eigen")), Basis.of(block.holder("A", "eigen"))
-            found[name], said = _measured(block, bases, samples.get(name) or Samples(), others)
+            found[name], said = _measured(block, bases, samples.get(name) or EKFACSamples(), others)
             problem = problem or said
         words = [problem] if others is None else others.tell(problem)
         problem = next((f"process {rank}: {word}" for rank, word in enumerate(words) if word), "")
@@ -187,7 +187,9 @@ def _averaged(new: Correction, block: Block, old: Block | None, decay: float) ->
 # ---- sums over samples -----------------------------------------------------------------------------------------------
 
 
-def _measured(block: Block, bases: tuple[Basis, Basis], samples: Samples, others: Exchange | None) -> tuple[Sums, str]:
+def _measured(
+    block: Block, bases: tuple[Basis, Basis], samples: EKFACSamples, others: Exchange | None
+) -> tuple[Sums, str]:
     """This process's sums, and what went wrong. Collective where a side's rows are spread."""
     (G, A), spec, dtype = bases, block.spec, _dtype(block)
     zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
@@ -231,7 +233,7 @@ class _Rows:
     """Both sides of all uses of a weight in one pass: Y_b = Σ_k out_bk in_bkᵀ over the K tokens of all its uses."""
 
     def __init__(
-        self, spec: Spec, uses: Sequence[Use], weights_B: Tensor | None, dtype: torch.dtype, table: bool
+        self, spec: Spec, uses: Sequence[EKFACUse], weights_B: Tensor | None, dtype: torch.dtype, table: bool
     ) -> None:
         """Put them side by side.
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.core.keyed_random import token_keys
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.curvature.estimate.ekfac_sums import Samples, SoftmaxTokens, Use
+from gramian.curvature.estimate.ekfac_sums import EKFACSamples, EKFACUse, SoftmaxTokens
 from gramian.curvature.estimate.loss_coefficient import LOOKED, seen_coefficient
-from gramian.curvature.estimate.token_moments import Keep, Moment, Products, Tokens
+from gramian.curvature.estimate.token_moments import Keep, Products, TokenMoment, Tokens
 from gramian.curvature.memory.curvature_plan import Keeps, keeps_of
 from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
@@ -55,18 +55,18 @@ class RefreshPass(PassInfo):
 class BlockSums:
     """What one K-FAC block has seen."""
 
-    inputs: Moment | None = None
-    gradients: Moment | None = None
-    probabilities: Moment | None = None
+    inputs: TokenMoment | None = None
+    gradients: TokenMoment | None = None
+    probabilities: TokenMoment | None = None
     """In place of `gradients` where the head's Fisher is exact."""
     counts_V: Tensor | None = None
     """Σ w per row of a table."""
     table_weight: float | Tensor = 0.0
-    table_gradients: Moment | None = None
-    samples: Samples = field(default_factory=Samples)
+    table_gradients: TokenMoment | None = None
+    samples: EKFACSamples = field(default_factory=EKFACSamples)
     """Whole samples, kept for EK-FAC alone."""
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[TokenMoment]:
         """Those that hold something."""
         found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
         return [moment for moment in found if moment is not None]
@@ -169,7 +169,7 @@ class KroneckerSums(SumsOfOneCapture):
             g_BTO = sides.gradients_BTO
             if sides.counted_BT is not None:
                 g_BTO = g_BTO.masked_fill(~sides.counted_BT[..., None], 0.0)
-            use = Use(sides.inputs_BT, g_BTO, info.scale, is_table)
+            use = EKFACUse(sides.inputs_BT, g_BTO, info.scale, is_table)
             block.samples.add(info.number, use, info.token_weights, record.borrowed)
         if not is_table:
             self._see_ignored(sides, info)
@@ -180,7 +180,7 @@ class KroneckerSums(SumsOfOneCapture):
         whole = sides
         if self.options.weight_sharing == "reduce":
             sides = self._reduced(sides, info, record.layer)
-        block.inputs = block.inputs or Moment(spec.inputs - spec.has_bias, keeps["A"])
+        block.inputs = block.inputs or TokenMoment(spec.inputs - spec.has_bias, keeps["A"])
         chosen = self._choose(sides, info, record.layer, block.inputs.keep)
         inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
         block.inputs.add(inputs, self._products)
@@ -193,7 +193,7 @@ class KroneckerSums(SumsOfOneCapture):
         if is_head and sides is whole and sides.outputs is not None and info.spread is None and self.check_coefficient:
             rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:LOOKED]
             self._look_at_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
-        block.gradients = block.gradients or Moment(spec.outputs, keep)
+        block.gradients = block.gradients or TokenMoment(spec.outputs, keep)
         block.gradients.add(gradients, Products())
 
     def count(self, sums: dict[str, BlockSums], samples: int) -> None:
@@ -237,7 +237,7 @@ class KroneckerSums(SumsOfOneCapture):
         counts = torch.zeros(rows, dtype=dtype, device=index.device).index_add_(0, index, weights)
         block.counts_V = counts if block.counts_V is None else block.counts_V + counts
         block.table_weight = block.table_weight + weights.double().sum()
-        block.table_gradients = block.table_gradients or Moment(width, keep)
+        block.table_gradients = block.table_gradients or TokenMoment(width, keep)
         chosen = self._choose(sides, info, record.layer, keep)
         gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
         block.table_gradients.add(gradients, Products())
@@ -267,7 +267,7 @@ class KroneckerSums(SumsOfOneCapture):
             self.check_softmax = not seen
         if info.spread is None and self.check_coefficient:
             self._look_at_coefficient(p_TV[:LOOKED], gradients)
-        block.probabilities = block.probabilities or Moment(spec.outputs, keep)
+        block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
         block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
 
     def _look_at_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:

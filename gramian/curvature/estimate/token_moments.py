@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gramian.linalg.factors.stored import Source
+from gramian.linalg.factors.stored import MatrixSource
 from gramian.linalg.wide import wide, wide_dtype, wide_moments
 
 
@@ -102,7 +102,7 @@ def _squared(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class Moment:
+class TokenMoment:
     """The running sum of one side of one block."""
 
     width: int
@@ -233,7 +233,7 @@ class Moment:
         return self.first_N - self.diagonal_N if softmax else self.diagonal_N
 
 
-class WeightedColumns(Source):
+class WeightedColumns(MatrixSource):
     """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens where they are, put together some at a time.
 
     U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
@@ -300,7 +300,7 @@ def smallest(keys_T: Tensor, limit: int) -> Tensor:
     return bound if len(below) + (ascending == bound).sum() <= limit or not len(below) else below[-1]
 
 
-def same_sums(left: Moment, right: Moment) -> bool:
+def same_sums(left: TokenMoment, right: TokenMoment) -> bool:
     """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
     if left is right:
         return True

@@ -97,40 +97,40 @@ class Shape:
             return itemsize * self.small * int(self.storage.itemsize != itemsize)
         return itemsize * self._piece
 
-    def solving(self, itemsize: int) -> "Use":
+    def solving(self, itemsize: int) -> "BlockUse":
         """Bytes of its Cholesky factorisation, small algebra in numbers of this size."""
         if self.kind == "diagonal":
-            return Use()
+            return BlockUse()
         if self.kind == "dense":
             copies = self.loaded(itemsize)
             bounding = self.loaded(4) + (DOUBLE * self.small if self.storage != torch.float64 else 0)
             held = itemsize * self.small
-            return Use(0, bounding, 2 * held, max(copies - held, 0), held)
+            return BlockUse(0, bounding, 2 * held, max(copies - held, 0), held)
         gram, loaded = DOUBLE * self.small, self.loaded(DOUBLE)
         weighted = 2 * loaded
         if "minus" in self.kind:  # its bound is that of the diagonal
-            return Use(0, 0, 2 * gram, weighted, gram)
+            return BlockUse(0, 0, 2 * gram, weighted, gram)
         if "plus" in self.kind:  # the plain Gram is not what is factorised, and stays
-            return Use(gram, loaded, 3 * gram, weighted, 2 * gram)
+            return BlockUse(gram, loaded, 3 * gram, weighted, 2 * gram)
         held = itemsize * self.small
         summed = gram if self.spread > 1 else 0  # those of all processes, beside that of this one
-        return Use(gram, max(loaded, summed), 2 * held, gram - held, held)
+        return BlockUse(gram, max(loaded, summed), 2 * held, gram - held, held)
 
-    def decomposing(self, itemsize: int) -> "Use":
+    def decomposing(self, itemsize: int) -> "BlockUse":
         """Bytes of its eigenvectors."""
         if self.kind == "diagonal":
-            return Use()
+            return BlockUse()
         if self.kind == "dense":
             held = itemsize * (self.small + self.side)
-            return Use(0, 0, held, (WORKSPACE - 1) * held + self.loaded(itemsize), held)
+            return BlockUse(0, 0, held, (WORKSPACE - 1) * held + self.loaded(itemsize), held)
         gram, loaded = DOUBLE * (self.small + self.columns), self.loaded(DOUBLE)
         if "diagonal" in self.kind:  # no eigenvectors: shifted systems, one at a time
             kept = gram if "plus" in self.kind else 0
-            return Use(0, 0, kept, 3 * gram + 2 * loaded, kept)
-        return Use(0, 0, gram, max(WORKSPACE * gram, loaded), gram)
+            return BlockUse(0, 0, kept, 3 * gram + 2 * loaded, kept)
+        return BlockUse(0, 0, gram, max(WORKSPACE * gram, loaded), gram)
 
 
-class Use(NamedTuple):
+class BlockUse(NamedTuple):
     """Bytes of a factor's first use."""
 
     gram: int = 0
@@ -183,7 +183,7 @@ def merged(left: Shape, right: Shape) -> Shape:
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """What the bytes of a block follow from, beside what it keeps."""
 
     kind: str
@@ -239,8 +239,8 @@ class Footprint:
     settled_A: int = 0
     """At rest once averages over refreshes have grown."""
     settled_G: int = 0
-    use_A: Use = Use()
-    use_G: Use = Use()
+    use_A: BlockUse = BlockUse()
+    use_G: BlockUse = BlockUse()
     apply: int = 0
     """While a vector is multiplied: of one block at a time."""
     visiting: int = 0
@@ -285,7 +285,7 @@ class Counts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def outline(form: Form, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outline:
+def outline(form: StoredForm, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outline:
     """The factors of a block and their bytes.
 
     Args:
@@ -323,7 +323,7 @@ def outline(form: Form, keeps: tuple[Keep, Keep, Keep], counts: Counts) -> Outli
     return _corrected(form, found, counts) if form.corrected else found
 
 
-def bound(form: Form, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
+def bound(form: StoredForm, keeps: tuple[Keep, Keep, Keep]) -> Footprint:
     """The most that any number of tokens can take, field by field."""
     counts = {MANY}
     for keep in keeps:
@@ -353,7 +353,7 @@ _Side = tuple[Shape, int, int]
 """What it becomes, bytes while tokens arrive, and bytes on top of both while it is made."""
 
 
-def _side(form: Form, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
+def _side(form: StoredForm, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
     """Σ w x xᵀ, with a last input of 1 if there is a bias."""
     a, w, n = form.activation, form.wide, width - bias
     local = -(-tokens // form.processes)
@@ -381,30 +381,30 @@ def _kept(tokens: int, keep: Keep, together: int) -> int:
     return max(keep.limit - keep.limit % together, together)
 
 
-def _joined_form(form: Form, width: int, keep: Keep, kept: int) -> str:
+def _joined_form(form: StoredForm, width: int, keep: Keep, kept: int) -> str:
     """The form of a side of all processes' tokens."""
     what = representation(keep, kept)
     as_matrix = form.processes > 1 and form.reduction == "dense" and width <= WIDEST_DENSE and not keep.why
     return "dense" if what == "low rank" and as_matrix else what
 
 
-def _spread(form: Form) -> int:
+def _spread(form: StoredForm) -> int:
     return form.processes if form.reduction == "gram" else 1
 
 
-def _summing(form: Form, width: int) -> int:
+def _summing(form: StoredForm, width: int) -> int:
     """Bytes of the sum over processes, beside this one's product."""
     return form.wide * width**2 if form.processes > 1 else 0
 
 
-def _joining(form: Form, shape: Shape, mine: int, written: int, sent: int) -> int:
+def _joining(form: StoredForm, shape: Shape, mine: int, written: int, sent: int) -> int:
     """Bytes of rows on their way: written down, laid out as they travel, and those of all processes."""
     if form.processes == 1:
         return 0
     return mine * shape.side * (written + sent) + sent * shape.here * shape.columns
 
 
-def _softmax(form: Form, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
+def _softmax(form: StoredForm, width: int, keep: Keep, tokens: int, together: int, bias: bool) -> _Side:
     """Σ w (diag p − p pᵀ) from probabilities."""
     w = form.wide
     local = -(-tokens // form.processes)
@@ -425,7 +425,7 @@ def _softmax(form: Form, width: int, keep: Keep, tokens: int, together: int, bia
     return shape, held, max(seen, made)
 
 
-def _storing(form: Form, side: int, columns: int, itemsize: int) -> int:
+def _storing(form: StoredForm, side: int, columns: int, itemsize: int) -> int:
     """Bytes on top of the body while a matrix is stored and the error of that is measured: of a piece of its columns.
 
     It is put together, widened, rounded (and back), and its norm is summed in float64.
@@ -438,7 +438,7 @@ def _storing(form: Form, side: int, columns: int, itemsize: int) -> int:
     return each * piece_entries(columns, side)
 
 
-def _outside(form: Form) -> Outline:
+def _outside(form: StoredForm) -> Outline:
     """A block that is no Kronecker product."""
     n, w = form.outputs, form.wide
     if form.kind == "block":
@@ -451,7 +451,9 @@ def _outside(form: Form) -> Outline:
 # ---- a block ---------------------------------------------------------------------------------------------------------
 
 
-def _footprint(form: Form, A: Shape | None, G: Shape, limits: tuple[Keep, Keep], collect: int, build: int) -> Footprint:
+def _footprint(
+    form: StoredForm, A: Shape | None, G: Shape, limits: tuple[Keep, Keep], collect: int, build: int
+) -> Footprint:
     """`limits`: what was kept of A and of G, which is what their averages keep."""
     grown: list[list[Shape]] = []
     rests, settled, uses = [], [], []
@@ -463,7 +465,7 @@ def _footprint(form: Form, A: Shape | None, G: Shape, limits: tuple[Keep, Keep],
         rests.append(own[0].rest if own else 0)
         settled.append(max((one.rest for one in own), default=0))
         asked = [one.decomposing(form.algebra) if form.decomposed else one.solving(form.algebra) for one in own]
-        uses.append(_largest(asked) if asked else Use())
+        uses.append(_largest(asked) if asked else BlockUse())
     shapes = [*grown[0], *grown[1]]
     return Footprint(
         collect,
@@ -484,12 +486,12 @@ def _footprint(form: Form, A: Shape | None, G: Shape, limits: tuple[Keep, Keep],
 # ---- EK-FAC ----------------------------------------------------------------------------------------------------------
 
 
-def _local(form: Form, counts: Counts) -> tuple[int, int]:
+def _local(form: StoredForm, counts: Counts) -> tuple[int, int]:
     """Tokens of this process that meet the weight, and that look it up."""
     return -(-counts.outputs // form.processes), -(-counts.table // form.processes)
 
 
-def _samples(form: Form, counts: Counts) -> int:
+def _samples(form: StoredForm, counts: Counts) -> int:
     """Bytes of the tokens that are kept until eigenvalues are measured; an input that layers share is kept once."""
     if not form.corrected or counts.outputs >= MANY:
         return 0  # of any number of tokens nothing can be said
@@ -502,7 +504,7 @@ def _samples(form: Form, counts: Counts) -> int:
     return linear * form.linear + looked * (DOUBLE + form.activation * form.widths[2]) * form.table
 
 
-def _corrected(form: Form, found: Outline, counts: Counts) -> Outline:
+def _corrected(form: StoredForm, found: Outline, counts: Counts) -> Outline:
     """With EK-FAC's eigenvalues at rest, and what is held while they are measured."""
     A, G, one = found.A, found.G, found.footprint
     assert A is not None
@@ -535,14 +537,14 @@ def _corrected(form: Form, found: Outline, counts: Counts) -> Outline:
     )
 
 
-def _joined(form: Form, A: Shape | None) -> int:
+def _joined(form: StoredForm, A: Shape | None) -> int:
     """Bytes of A's sums once a bias is part of them; without one they are the sums as they are."""
     return form.wide * A.small if A is not None and form.bias and A.kind == "dense" else 0
 
 
-def _largest(uses: Sequence[Use]) -> Use:
+def _largest(uses: Sequence[BlockUse]) -> BlockUse:
     """Field by field."""
-    return Use(*(max(values) for values in zip(*uses, strict=True)))
+    return BlockUse(*(max(values) for values in zip(*uses, strict=True)))
 
 
 def _settled(shape: Shape, keep: Keep, most_columns: int) -> list[Shape]:
@@ -559,21 +561,21 @@ def _settled(shape: Shape, keep: Keep, most_columns: int) -> list[Shape]:
     return [grown] if thin else [grown, dense(shape.side, shape.storage, summed=True)]
 
 
-def _averaging(form: Form, grown: Shape) -> int:
+def _averaging(form: StoredForm, grown: Shape) -> int:
     """Bytes on top of an average while it is made of what was there and what is new."""
     if grown.kind == "dense":
         return _summing_up(form, grown)
     return grown.rest + grown.traced  # the columns that stay of both, before they stand side by side
 
 
-def _summing_up(form: Form, shape: Shape) -> int:
+def _summing_up(form: StoredForm, shape: Shape) -> int:
     """Bytes on top of a sum of two matrices while it is made: one of them, written out, and a piece while they are measured."""
     if shape.kind != "dense":
         return 0
     return max(form.wide, shape.storage.itemsize) * shape.small + DOUBLE * piece_entries(shape.side, shape.side)
 
 
-def _applying(form: Form, A: Shape | None, G: Shape) -> int:
+def _applying(form: StoredForm, A: Shape | None, G: Shape) -> int:
     """Y and what becomes of it, products with columns, and the inverse of a small system that is formed on first use."""
     o, m = form.outputs, form.inputs if form.kind == "kronecker" else 1
     double = any(shape is not None and "diagonal " in shape.kind for shape in (A, G))
@@ -600,7 +602,7 @@ def _applying(form: Form, A: Shape | None, G: Shape) -> int:
     return max(steps)
 
 
-def _applying_jointly(form: Form, A: Shape, G: Shape, whole: int) -> int:
+def _applying_jointly(form: StoredForm, A: Shape, G: Shape, whole: int) -> int:
     """In both bases; a head without eigenvectors by conjugate gradients, nine vectors for every one of A's."""
     if "diagonal " in G.kind:
         return 9 * DOUBLE * G.side * min(A.columns, A.side) + 4 * DOUBLE * form.outputs * form.inputs

@@ -23,7 +23,16 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.representation import keep_for
 from gramian.curvature.estimate.token_moments import Keep
-from gramian.curvature.memory.block_footprint import MANY, Counts, Footprint, Form, Outline, Use, bound, outline
+from gramian.curvature.memory.block_footprint import (
+    MANY,
+    BlockUse,
+    Counts,
+    Footprint,
+    Outline,
+    StoredForm,
+    bound,
+    outline,
+)
 from gramian.curvature.memory.token_counts import Trace, trace
 from gramian.curvature.options import Options
 from gramian.linalg.factors.eigendecomposition import fits
@@ -129,9 +138,9 @@ class _Budget:
     def _fits(self, tokens: int | None, flat: int) -> bool:
         return all(total.peak <= self.limit for total in self._totals(tokens, flat).values())
 
-    def _totals(self, tokens: int | None, flat: int) -> dict[str, "Total"]:
+    def _totals(self, tokens: int | None, flat: int) -> dict[str, "PlanTotal"]:
         """Of all blocks; tokens None: as the policy has it."""
-        totals: dict[str, Total] = {}
+        totals: dict[str, PlanTotal] = {}
         counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
         for kind, names, diagonals in self._split(flat, tokens):
             keeps = kind.policy if tokens is None else self._limited(kind, tokens)
@@ -165,13 +174,13 @@ class _Budget:
 class _Kind:
     """What blocks of the same bytes have in common."""
 
-    form: Form
+    form: StoredForm
     policy: tuple[Keep, Keep, Keep]
     home: str
     store: str
 
 
-def _weight(form: Form, keeps: tuple[Keep, Keep, Keep]) -> int:
+def _weight(form: StoredForm, keeps: tuple[Keep, Keep, Keep]) -> int:
     """Bytes by which blocks are compared: what a refresh of one alone takes."""
     one = bound(form, keeps)
     used = one.use_A.together + one.use_G.together
@@ -202,7 +211,7 @@ def _three(keeps: Sequence[Keep]) -> tuple[Keep, Keep, Keep]:
 
 
 @dataclass
-class Total:
+class PlanTotal:
     """Bytes of all blocks on one device: the fields of `Footprint`, added up or the largest of them, as `add` says."""
 
     averaged: bool
@@ -215,7 +224,7 @@ class Total:
     correcting: int = 0
     leaving: int = 0
     """Of the factor that is on its way elsewhere while the next is made."""
-    uses: list[tuple[Use, int]] = field(default_factory=list)
+    uses: list[tuple[BlockUse, int]] = field(default_factory=list)
     """Of every factor, in the order of the blocks, and how many there are alike."""
 
     @property
@@ -266,7 +275,7 @@ class Total:
 
 
 def add(
-    totals: dict[str, Total], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
+    totals: dict[str, PlanTotal], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
 ) -> None:
     """Take one block, or several alike, into the totals of its devices.
 
@@ -278,7 +287,7 @@ def add(
         averaged: whether factors are averaged over refreshes.
         count: of such blocks.
     """
-    here = totals.setdefault(home, Total(averaged=averaged))
+    here = totals.setdefault(home, PlanTotal(averaged=averaged))
     here.collect += count * one.collect
     sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
     here.joined += count * one.joined
@@ -290,7 +299,7 @@ def add(
         (stores[1], one.rest_G, one.settled_G, one.use_G),
         (stores[0], one.rest_A, one.settled_A, one.use_A),
     ):
-        there = totals.setdefault(store, Total(averaged=averaged))
+        there = totals.setdefault(store, PlanTotal(averaged=averaged))
         there.rest += count * rest
         there.settled += count * settled
         there.uses.append((use, count))
@@ -301,7 +310,7 @@ def add(
 
 
 @dataclass(frozen=True)
-class Row:
+class CurvatureRow:
     """One block."""
 
     layer: str
@@ -329,8 +338,8 @@ class Row:
 class CurvaturePlan:
     """What a refresh and its use will hold; `str()` is the table."""
 
-    rows: tuple[Row, ...]
-    totals: Mapping[str, Total]
+    rows: tuple[CurvatureRow, ...]
+    totals: Mapping[str, PlanTotal]
     budget: int | None
     keeps: Keeps
     world_size: int = 1
@@ -356,13 +365,13 @@ class CurvaturePlan:
 
     def grouped(self) -> str:
         """The table with one line for all blocks alike."""
-        alike: dict[str, list[Row]] = {}
+        alike: dict[str, list[CurvatureRow]] = {}
         for row in self.rows:
             alike.setdefault(repr(replace(row, layer="", why="" if row.A == "shared" else row.why)), []).append(row)
         counted = [(rows[0], len(rows) - 1) for rows in alike.values()]
         return self._table([(row, row.layer + (f" and {more:,} alike" if more else "")) for row, more in counted])
 
-    def _table(self, named: Sequence[tuple[Row, str]]) -> str:
+    def _table(self, named: Sequence[tuple[CurvatureRow, str]]) -> str:
         head = ("layer", "m", "o", "T", "A", "G", *STAGES, "why")
         lines: list[tuple[str, ...]] = [head]
         for row, name in named:
@@ -424,8 +433,8 @@ def plan(
     keeps = keeps_of(specs, options, head, exact_head, runs_on)
     shares = {} if seen is None or options.weight_sharing == "reduce" else _shared(specs, seen, keeps)
     exact = head if exact_head else None
-    rows: list[Row] = []
-    totals: dict[str, Total] = {}
+    rows: list[CurvatureRow] = []
+    totals: dict[str, PlanTotal] = {}
     left = None if free is None else free // 2
     for name, spec in specs.items():
         home = runs_on or _type(spec.device)
@@ -464,12 +473,12 @@ def form_of(
     activation: torch.dtype | None = None,
     algebra: torch.dtype = torch.float64,
     processes: int = 1,
-) -> Form:
+) -> StoredForm:
     """What the bytes of a block follow from."""
     activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
     wide = 8 if activation == torch.float64 else 4
     linear = len(spec.tables) < len(spec.layers)
-    return Form(
+    return StoredForm(
         kind=spec.kind,
         inputs=spec.inputs,
         outputs=spec.outputs,
@@ -597,18 +606,18 @@ def _why(
 
 def _row(
     spec: Spec,
-    form: Form,
+    form: StoredForm,
     keeps: tuple[Keep, Keep, Keep],
     home: str,
     stores: tuple[str, str],
     counts: Counts | None = None,
     shared: str = "",
     on_cpu: bool = False,
-) -> Row:
+) -> CurvatureRow:
     """A line of the table; without counts that of any number of tokens."""
     found = outline(form, keeps, counts or Counts(MANY, MANY, MANY))
     one = bound(form, keeps) if counts is None else found.footprint
-    single: dict[str, Total] = {}
+    single: dict[str, PlanTotal] = {}
     add(single, one, home, stores, form.averaged > 0)
     by_stage = {stage: {device: total.stages()[stage] for device, total in single.items()} for stage in STAGES}
     tokens = None if counts is None else counts.outputs or counts.table
@@ -617,7 +626,9 @@ def _row(
     if tokens is None:
         A, G = (f"{text.rstrip('0123456789,').rstrip()}" for text in (A, G))
     why = _why(spec, keeps, found, shared, counts, on_cpu)
-    return Row(spec.name, spec.inputs, spec.outputs, tokens if spec.kind == "kronecker" else 0, A, G, why, by_stage)
+    return CurvatureRow(
+        spec.name, spec.inputs, spec.outputs, tokens if spec.kind == "kronecker" else 0, A, G, why, by_stage
+    )
 
 
 def _type(device: torch.device) -> str:

@@ -43,7 +43,7 @@ GRAM_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Side:
+class TrafficSide:
     """One side of a block on several processes."""
 
     width: int
@@ -56,7 +56,7 @@ class Side:
     """S."""
 
     @classmethod
-    def even(cls, width: int, tokens: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4) -> Side:
+    def even(cls, width: int, tokens: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4) -> TrafficSide:
         """Tokens spread over ranks as evenly as they can be, those with one more first."""
         each, more = divmod(tokens, ranks)
         return cls(width, (each + 1,) * more + (each,) * (ranks - more), row_bytes, sum_bytes)
@@ -142,7 +142,7 @@ class Side:
 
 
 def natural_gradient(
-    outputs: Side, inputs: Side, reductions: tuple[str, str], value_bytes: int = 4, local: bool = False
+    outputs: TrafficSide, inputs: TrafficSide, reductions: tuple[str, str], value_bytes: int = 4, local: bool = False
 ) -> Sent:
     """(G + λ_G)⁻¹ Y (A + λ_A)⁻¹ for Y [o, m], once both Gram matrices are there.
 
@@ -202,7 +202,7 @@ def gram_meets_gather(width: int, ranks: int, row_bytes: int = 2) -> float:
     return row_bytes * width * (1 - 1 / ranks) / 16
 
 
-def uses_until(side: Side, other: str, columns: int, value_bytes: int = 4) -> float:
+def uses_until(side: TrafficSide, other: str, columns: int, value_bytes: int = 4) -> float:
     """Uses of one refresh after which "gram" has sent more than another reduction; below 0: before the first.
 
     Args:

@@ -19,7 +19,7 @@ from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.consistency import check_spec, unique_parameters
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.refresh.build_factors import settle_damping
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.stored import Stored
@@ -171,7 +171,7 @@ def load(
     ]
     if missing:
         raise GramianError(f"{missing[0]}: has factors here, but not in the state; expected the same model")
-    kfac.kfac_factors, kfac._spread = blocks, Spread(others)
+    kfac.kfac_factors, kfac._spread = blocks, SharedFactorisation(others)
     for name, value in counters.items():
         setattr(kfac, name, value)
     kfac._generator = generator

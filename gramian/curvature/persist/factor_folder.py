@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gramian.core.errors import GramianError
 from gramian.curvature.persist import factor_file
 from gramian.parallel.exchange import Exchange
-from gramian.parallel.sharded_read import Box, first_failure, read_boxes
+from gramian.parallel.sharded_read import ShardedBox, first_failure, read_boxes
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -35,16 +35,16 @@ CUT = ("body", "values")
 
 
 @dataclass(frozen=True)
-class Rows:
+class FolderRows:
     """Rows of a tensor, from `start` on."""
 
     start: int
     local: Tensor
 
     @property
-    def box(self) -> Box:
+    def box(self) -> ShardedBox:
         """Where they lie in it."""
-        return Box([self.start, *[0] * (self.local.dim() - 1)], self.local)
+        return ShardedBox([self.start, *[0] * (self.local.dim() - 1)], self.local)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -78,9 +78,9 @@ def _begin(place: Path) -> None:
         raise GramianError(f"folder: {str(place)!r} is not empty; expected a new folder, or an empty one")
 
 
-def _taken_out(whole: dict[str, Any], others: Exchange | None) -> dict[str, tuple[Rows, list[int]]]:
+def _taken_out(whole: dict[str, Any], others: Exchange | None) -> dict[str, tuple[FolderRows, list[int]]]:
     """{tensor: this process's rows and the shape of all}, out of a state. What is not cut is the first process's."""
-    found: dict[str, tuple[Rows, list[int]]] = {}
+    found: dict[str, tuple[FolderRows, list[int]]] = {}
     first = others is None or others.rank == 0
     for number, parts in whole["factors"].items():
         n = parts.pop("dim")
@@ -89,15 +89,15 @@ def _taken_out(whole: dict[str, Any], others: Exchange | None) -> dict[str, tupl
             t = parts.pop(name)
             if name in CUT:
                 t = t if len(t) == mine.stop - mine.start and name == "body" else t[mine]
-                found[f"{number}.{name}"] = Rows(mine.start, t), [n, *t.shape[1:]]
+                found[f"{number}.{name}"] = FolderRows(mine.start, t), [n, *t.shape[1:]]
             else:
-                found[f"{number}.{name}"] = Rows(0, t.reshape(-1) if first else t.reshape(-1)[:0]), list(t.shape)
+                found[f"{number}.{name}"] = FolderRows(0, t.reshape(-1) if first else t.reshape(-1)[:0]), list(t.shape)
     generator = whole.pop("generator")
-    found["generator"] = Rows(0, generator if first else generator[:0]), list(generator.shape)
+    found["generator"] = FolderRows(0, generator if first else generator[:0]), list(generator.shape)
     return found
 
 
-def _write(path: Path, parts: Mapping[str, Rows]) -> list[Any]:
+def _write(path: Path, parts: Mapping[str, FolderRows]) -> list[Any]:
     """[bytes, SHA-256] of the file."""
     from safetensors.torch import save_file
 
@@ -155,7 +155,7 @@ def load(kfac: KFACNaturalGradient, folder: str, root: nn.Module | None, others:
     factor_file.load(kfac, saved, root, spread)
 
 
-def _wanted(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], others: Exchange | None) -> Rows:
+def _wanted(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], others: Exchange | None) -> FolderRows:
     """An empty place for the rows that this process needs."""
     number, _, part = name.partition(".")
     size = shape if part in CUT else [torch.Size(shape).numel()]
@@ -163,7 +163,7 @@ def _wanted(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], o
     if others is not None and part == "body" and saved["factors"][number]["kind"] != "dense":
         mine = others.features(shape[0])[others.rank]
         start, size = mine.start, [mine.stop - mine.start, *shape[1:]]
-    return Rows(start, torch.empty(size, dtype=getattr(torch, dtype)))
+    return FolderRows(start, torch.empty(size, dtype=getattr(torch, dtype)))
 
 
 def _index(place: Path) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _check(place: Path, files: Mapping[str, list[Any]]) -> None:
             raise GramianError(f"folder: {str(place / name)!r} is damaged; expected it as kfac.save_sharded wrote it")
 
 
-def _read(place: Path, wanted: Mapping[str, Rows]) -> None:
+def _read(place: Path, wanted: Mapping[str, FolderRows]) -> None:
     """Fill the places; every process by itself."""
     held = {name: rows.box for name, rows in wanted.items() if rows.local.numel()}
     try:

@@ -14,7 +14,7 @@ from gramian.curvature.blocks.block import Block, Facts
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.damping import resolve
 from gramian.curvature.options import Options
-from gramian.curvature.refresh.join_sums import BlockTotals, Join, Total
+from gramian.curvature.refresh.join_sums import BlockTotals, Join, JoinedTotal
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.eigendecomposition import free_bytes
 from gramian.linalg.factors.factor import fetch_traces
@@ -41,7 +41,7 @@ class Builder:
         """
         self.options, self.terms, self.samples = options, terms, samples
         self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction
-        self._inputs: list[tuple[Total, Factor, str]] = []
+        self._inputs: list[tuple[JoinedTotal, Factor, str]] = []
 
     def kronecker(self, spec: Spec, sums: BlockTotals, place: "Placement") -> Block | None:
         """The block of a weight; None if no token reached it."""
@@ -103,7 +103,7 @@ class Builder:
     # ---- sides -----------------------------------------------------------------------------------------------------
 
     def _input_factor(
-        self, spec: Spec, total: Total, dtype: torch.dtype, place: "Placement"
+        self, spec: Spec, total: JoinedTotal, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
         """A, the name of the layer it is shared with, and why it has its form."""
         for other, factor, name in self._inputs:
@@ -113,10 +113,10 @@ class Builder:
         self._inputs.append((total, factor, spec.name))
         return factor, "", total.reason
 
-    def _gradient_factor(self, total: Total, dtype: torch.dtype) -> Factor:
+    def _gradient_factor(self, total: JoinedTotal, dtype: torch.dtype) -> Factor:
         return self._moment_factor(total, dtype, _rescaling(total) / self.terms)
 
-    def _moment_factor(self, total: Total, dtype: torch.dtype, scale: float) -> Factor:
+    def _moment_factor(self, total: JoinedTotal, dtype: torch.dtype, scale: float) -> Factor:
         if total.form == "diagonal":
             return Diagonal(total.data * scale)
         if total.form == "dense":
@@ -126,7 +126,7 @@ class Builder:
             return LowRank.of(total.columns, dtype, total.factor * scale**0.5)
         return LowRank(_spread(total, dtype).scaled(total.factor * scale**0.5))
 
-    def _softmax_factor(self, total: Total, dtype: torch.dtype) -> Factor:
+    def _softmax_factor(self, total: JoinedTotal, dtype: torch.dtype) -> Factor:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
         scale = _rescaling(total) / self.terms
         if total.form != "low rank":
@@ -137,7 +137,7 @@ class Builder:
         return DiagonalLowRank.softmax_of(_spread(total, dtype).scaled(total.factor * scale**0.5))
 
 
-def _spread(total: Total, dtype: torch.dtype) -> ShardedColumns:
+def _spread(total: JoinedTotal, dtype: torch.dtype) -> ShardedColumns:
     assert isinstance(total.columns, Tensor) and total.others is not None
     return ShardedColumns.of(total.columns, total.width, total.others, dtype)
 
@@ -361,10 +361,10 @@ def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
     return found
 
 
-def _count_tokens(facts: Facts, total: Total) -> None:
+def _count_tokens(facts: Facts, total: JoinedTotal) -> None:
     facts.tokens, facts.kept_tokens, facts.local_tokens = total.seen, total.kept, total.local
 
 
-def _rescaling(total: Total) -> float:
+def _rescaling(total: JoinedTotal) -> float:
     """What a sum over a subset is multiplied by to stand for all tokens."""
     return total.seen / max(total.kept, 1) if total.keep.limit is not None else 1.0

@@ -20,7 +20,7 @@ from gramian.curvature.persist import curvature_record
 from gramian.curvature.refresh.build_factors import Builder, NotFinite, Placement, free_memory, make_blocks
 from gramian.curvature.refresh.join_sums import Join, word_of
 from gramian.curvature.refresh.refresh_schedule import meeting
-from gramian.curvature.refresh.shared_factorisation import Spread
+from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -59,7 +59,7 @@ def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
         abandon(kfac, f"{type(error).__name__} while factors were made")
         raise
     _refuse_uncovered(kfac, fresh)
-    spread = Spread(cap.others)
+    spread = SharedFactorisation(cap.others)
     if kfac.options.ekfac:
         try:
             seen = {name: sums.samples for name, sums in kronecker.items()}

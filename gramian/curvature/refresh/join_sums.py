@@ -27,7 +27,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.representation import Representation, representation
 from gramian.curvature.estimate.refresh_sums import BlockSums
-from gramian.curvature.estimate.token_moments import Keep, Moment, WeightedColumns, same_sums, smallest
+from gramian.curvature.estimate.token_moments import Keep, TokenMoment, WeightedColumns, same_sums, smallest
 from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
 from gramian.linalg.wide import wide, wide_dtype
@@ -39,7 +39,7 @@ FLAT = 2**22
 
 
 @dataclass(frozen=True)
-class Said:
+class RankReport:
     """What a process says of one side: plain values, in this order."""
 
     width: int
@@ -58,7 +58,7 @@ class Said:
 
 
 @dataclass
-class Total:
+class JoinedTotal:
     """The sum of one side over all tokens, scaled by nothing yet."""
 
     form: Representation
@@ -87,10 +87,10 @@ class Total:
 class BlockTotals:
     """What all processes have seen of one K-FAC block."""
 
-    inputs: Total | None
-    gradients: Total | None
-    probabilities: Total | None
-    table_gradients: Total | None
+    inputs: JoinedTotal | None
+    gradients: JoinedTotal | None
+    probabilities: JoinedTotal | None
+    table_gradients: JoinedTotal | None
     counts_V: Tensor | None
     table_weight: float
     sent: dict[str, int]
@@ -120,7 +120,7 @@ def word_of(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor])
     }
 
 
-def _said(moment: Moment, weight: float, group: int) -> Said:
+def _said(moment: TokenMoment, weight: float, group: int) -> RankReport:
     whole = moment.matrix if moment.matrix is not None else moment.diagonal_N
     plain = None
     if whole is None:
@@ -133,7 +133,7 @@ def _said(moment: Moment, weight: float, group: int) -> Said:
     else:
         dtype = whole.dtype
     keep = moment.keep
-    return Said(
+    return RankReport(
         width=moment.width,
         seen=moment.seen,
         kept=moment.kept,
@@ -148,7 +148,7 @@ def _said(moment: Moment, weight: float, group: int) -> Said:
 
 def _groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
     """{block: number of the first block whose inputs hold the same numbers}."""
-    firsts: list[tuple[int, Moment]] = []
+    firsts: list[tuple[int, TokenMoment]] = []
     found: dict[str, int] = {}
     for number, (name, block) in enumerate(kronecker.items()):
         if block.inputs is not None:
@@ -159,10 +159,10 @@ def _groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
     return found
 
 
-def _read(values: Sequence[Any]) -> Said:
+def _read(values: Sequence[Any]) -> RankReport:
     """What was said, with tuples where JSON knows lists only."""
     plain: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
-    return Said(*plain)
+    return RankReport(*plain)
 
 
 class Join:
@@ -193,7 +193,7 @@ class Join:
         read = [[None if side is None else _read(side) for side in word["sides"]] for word in words]
         self._said = {slot: [sides[i] for sides in read] for i, slot in enumerate(slots)}
         self._rank = 0 if others is None else others.rank
-        self._inputs: dict[Any, Total] = {}
+        self._inputs: dict[Any, JoinedTotal] = {}
         self._problem = ""
         """What went wrong here while the others count on this process's part."""
 
@@ -241,7 +241,7 @@ class Join:
 
     # ---- sides -----------------------------------------------------------------------------------------------------
 
-    def _side(self, spec: Spec, role: str) -> Total | None:
+    def _side(self, spec: Spec, role: str) -> JoinedTotal | None:
         """The total of a side; None if no token of any process reached it."""
         said = self._said[spec.name, role]
         with_tokens = [side for side in said if side is not None and side.kept]
@@ -258,10 +258,10 @@ class Join:
             self._inputs[key] = self._total(spec, role, said, with_tokens[0])
         return self._inputs[key]
 
-    def _total(self, spec: Spec, role: str, said: Sequence[Said | None], first: Said) -> Total:
+    def _total(self, spec: Spec, role: str, said: Sequence[RankReport | None], first: RankReport) -> JoinedTotal:
         keep, bias, softmax = Keep(*first.keep), role == "inputs" and spec.has_bias, role == "probabilities"
         width = first.width + bias
-        moment: Moment | None = getattr(self._kronecker[spec.name], role)
+        moment: TokenMoment | None = getattr(self._kronecker[spec.name], role)
         seen = sum(side.seen for side in said if side is not None)
         counts, weight = self._subset(moment, said, keep, spec.device)
         kept = sum(counts)
@@ -273,7 +273,9 @@ class Join:
         dtype = _widest([_dtype(side.dtype) for side in said if side is not None])
         reason = _reason(form, softmax, width, keep, kept, seen, as_matrix)
         own = said[self._rank]
-        total = Total(form, torch.empty(0), width, seen, kept, weight, keep, reason, 0 if own is None else own.seen)
+        total = JoinedTotal(
+            form, torch.empty(0), width, seen, kept, weight, keep, reason, 0 if own is None else own.seen
+        )
         if form == "low rank":
             self._take_rows(total, mine, said, counts, dtype, bias, spec.device)
         else:
@@ -292,7 +294,7 @@ class Join:
         return total
 
     def _subset(
-        self, moment: Moment | None, said: Sequence[Said | None], keep: Keep, device: torch.device
+        self, moment: TokenMoment | None, said: Sequence[RankReport | None], keep: Keep, device: torch.device
     ) -> tuple[list[int], float]:
         """Tokens that each process keeps, and Σ w over all of them; this process lets go of the others.
 
@@ -318,9 +320,9 @@ class Join:
 
     def _take_rows(
         self,
-        total: Total,
-        moment: Moment | None,
-        said: Sequence[Said | None],
+        total: JoinedTotal,
+        moment: TokenMoment | None,
+        said: Sequence[RankReport | None],
         counts: list[int],
         dtype: torch.dtype,
         bias: bool,

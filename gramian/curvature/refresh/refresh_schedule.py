@@ -9,7 +9,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import group_of, module_of, world_size
 from gramian.curvature.persist import curvature_record
 from gramian.parallel.exchange import Exchange, exchange_of
-from gramian.parallel.rendezvous import Meeting, number_in
+from gramian.parallel.rendezvous import Rendezvous, number_in
 
 if TYPE_CHECKING:
     from gramian.curvature.kfac import KFACNaturalGradient
@@ -56,11 +56,11 @@ def refuse(kfac: "KFACNaturalGradient", due: bool, others: Exchange | None, erro
         meeting(kfac, others).stay_away(str(error))
 
 
-def meeting(kfac: "KFACNaturalGradient", others: Exchange, back: int = 0) -> Meeting:
+def meeting(kfac: "KFACNaturalGradient", others: Exchange, back: int = 0) -> Rendezvous:
     """Where the processes say that they come to join their sums; `back`: one of those before."""
     if kfac._number is None or kfac._number[0] is not others.group:
         kfac._number = (others.group, number_in(others.group))
-    return Meeting(others.group, f"K-FAC {kfac._number[1]}, refresh {kfac._meetings - back}")
+    return Rendezvous(others.group, f"K-FAC {kfac._number[1]}, refresh {kfac._meetings - back}")
 
 
 def draw_seed(generator: torch.Generator) -> int:

@@ -29,7 +29,7 @@ from gramian.parallel.exchange import Exchange
 
 
 @dataclass(frozen=True)
-class Task:
+class FactorisationTask:
     """One factorisation."""
 
     block: Block
@@ -60,7 +60,7 @@ class Task:
         factor.columns.gram(exact=self.what == "eigen" or not factor.coarse(self.damping))
 
 
-class Spread:
+class SharedFactorisation:
     """Who makes which factorisation of the factors of one refresh, and what was made so far."""
 
     def __init__(self, others: Exchange | None) -> None:
@@ -104,7 +104,7 @@ class Spread:
             0
         ]  # what process 0 wants: the others want the same but for rounding
         keys = [(*entry, power, dtypes[entry[0]]) for entry in wanted]
-        tasks = [Task(blocks[key[0]], key[1], key[2]) for key in keys if key not in self._done]
+        tasks = [FactorisationTask(blocks[key[0]], key[1], key[2]) for key in keys if key not in self._done]
         makers = deal([flops(task.factor, task.what) for task in tasks], self.others.size)
         self._make(tasks, makers, dtypes, power, first_jitter)
         self._done.update(keys)
@@ -112,7 +112,7 @@ class Spread:
 
     def _make(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[FactorisationTask],
         makers: Sequence[int],
         dtypes: Mapping[str, torch.dtype],
         power: float,
@@ -139,7 +139,7 @@ class Spread:
             self._hand(task, maker, about, given)
         self.here, self.all = self.here + len(mine), self.all + len(tasks)
 
-    def _run(self, task: Task, dtype: torch.dtype, power: float, first_jitter: float) -> str:
+    def _run(self, task: FactorisationTask, dtype: torch.dtype, power: float, first_jitter: float) -> str:
         """Make it here; "" or what went wrong."""
         assert task.block.damping is not None
         try:
@@ -152,7 +152,7 @@ class Spread:
             _forget_gram(task.factor, True)
         return ""
 
-    def _hand(self, task: Task, maker: int, about: Mapping[str, Any], given: Sequence[Tensor]) -> None:
+    def _hand(self, task: FactorisationTask, maker: int, about: Mapping[str, Any], given: Sequence[Tensor]) -> None:
         """From the maker to all others."""
         assert self.others is not None
         factor, taken = task.factor, []
@@ -197,7 +197,7 @@ def _wanted(blocks: Mapping[str, Block], power: float) -> list[tuple[str, str, W
     for name, block in blocks.items():
         assert block.damping is not None
         for side, what in block.factorisations(power, block.damping).items():
-            task = Task(block, side, what)
+            task = FactorisationTask(block, side, what)
             factor = task.factor
             if what == "solve":
                 dampings.setdefault(id(factor), set()).add(task.damping)
@@ -212,7 +212,7 @@ def _forget_gram(factor: Factor, really: bool) -> None:
         factor.columns.forget()
 
 
-def _result(task: Task, problem: str) -> tuple[list[Tensor], dict[str, Any]]:
+def _result(task: FactorisationTask, problem: str) -> tuple[list[Tensor], dict[str, Any]]:
     """What was made, and what is said of it."""
     if not problem:
         try:

@@ -35,19 +35,19 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.spectrum import wide_side_spectra
-from gramian.curvature.spectrum.side_spectra import ONE, Side, estimate, is_estimated, leading, sides_of
+from gramian.curvature.spectrum.side_spectra import ONE, SideSpectrum, estimate, is_estimated, leading, sides_of
 from gramian.curvature.spectrum.spectrum_products import Values, count_above, damped_sums, largest_products
 from gramian.linalg import Factor
 from gramian.parallel.exchange import Exchange
 
 ESTIMATED_BY = (
-    f"stochastic Lanczos quadrature: {wide_side_spectra.PROBES} probes of {wide_side_spectra.STEPS} steps; errors are 3 standard errors and "
-    "what the second half of the steps changed"
+    f"stochastic Lanczos quadrature: {wide_side_spectra.PROBES} probes of {wide_side_spectra.STEPS} steps; "
+    "errors are 3 standard errors and what the second half of the steps changed"
 )
 HEURISTIC = "heuristic: √(trace/n), no bound"
 
 
-class Estimate(NamedTuple):
+class SpectrumEstimate(NamedTuple):
     """A number, and what it may be off by; 0: exact up to rounding."""
 
     value: float
@@ -68,11 +68,11 @@ class Spectrum:
     """Σ λ/λ_max."""
     squares: float
     """Σ (λ/λ_max)²."""
-    entropy: Estimate
+    entropy: SpectrumEstimate
     """In nats."""
-    log_det: Estimate
-    effective_dimension: Estimate
-    numerical_rank: Estimate
+    log_det: SpectrumEstimate
+    effective_dimension: SpectrumEstimate
+    numerical_rank: SpectrumEstimate
     rank_rtol: float
     largest_error: float = 0.0
 
@@ -129,7 +129,7 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, others: Exchange | None
     with torch.no_grad():
         factors = _factors(blocks)
         sides = sides_of(factors, others)
-        sides |= {id(one): Side.of(leading(one, k)) for one in factors if is_estimated(one)}
+        sides |= {id(one): SideSpectrum.of(leading(one, k)) for one in factors if is_estimated(one)}
         found = [_pair(block, sides) for block in blocks.values()]
     pairs = [(G.parts[0], A.parts[0]) for A, G in found]
     return torch.tensor(largest_products(pairs, k), dtype=torch.float64)
@@ -175,22 +175,22 @@ def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
     return list({id(f): f for block in plain for f in block.factors.values()}.values())
 
 
-def _pair(block: Block, sides: Mapping[int, Side]) -> tuple[Side, Side]:
+def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
     """The spectra whose products are the block's eigenvalues."""
     if block.correction is not None:
         values = block.correction.values_RS
-        return ONE, Side.of(
+        return ONE, SideSpectrum.of(
             Values.of(values.flatten(), block.G.dim * block.correction.A.dim), torch.finfo(values.dtype).eps
         )
     return (ONE if block.A is None else sides[id(block.A)]), sides[id(block.G)]
 
 
-def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, Side]:
+def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, SideSpectrum]:
     factors = _factors(blocks)
     return sides_of(factors, others) | {id(one): estimate(one) for one in factors if is_estimated(one)}
 
 
-def _measure(A: Side, G: Side, damping: float, widest: int, device: torch.device) -> Spectrum:
+def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, device: torch.device) -> Spectrum:
     """The eigenvalues of G ⊗ A; `widest`: the wider side of the block."""
     rtol = max(widest * max(A.eps, G.eps), A.noise + G.noise)
 
@@ -206,7 +206,7 @@ def _measure(A: Side, G: Side, damping: float, widest: int, device: torch.device
         log_smallest_bound=_log(A.smallest + A.smallest_error) + _log(G.smallest + G.smallest_error),
         mass=A.mass * G.mass,
         squares=A.squares * G.squares,
-        entropy=Estimate(sum(e.value for e in entropies), sum(e.error for e in entropies)),
+        entropy=SpectrumEstimate(sum(e.value for e in entropies), sum(e.error for e in entropies)),
         log_det=log_det,
         effective_dimension=dimension,
         numerical_rank=rank,
@@ -215,11 +215,11 @@ def _measure(A: Side, G: Side, damping: float, widest: int, device: torch.device
     )
 
 
-def _estimates(A: Side, G: Side, function: Any) -> list[Estimate]:
+def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[SpectrumEstimate]:
     """A function of two spectra; where one of them is a quadrature, the mean over its probes."""
     fine = list(zip(*(function(a, g) for a, g in _pairs(A.parts, G.parts)), strict=True))
     if not (A.coarse or G.coarse):
-        return [Estimate(values[0]) for values in fine]
+        return [SpectrumEstimate(values[0]) for values in fine]
     pairs = _pairs(A.coarse or A.parts, G.coarse or G.parts)
     coarse = list(zip(*(function(a, g) for a, g in pairs), strict=True))
     return [_mean(values, before) for values, before in zip(fine, coarse, strict=True)]
@@ -231,15 +231,15 @@ def _pairs(left: Sequence[Values], right: Sequence[Values]) -> list[tuple[Values
     return [(left[i % len(left)], right[i % len(right)]) for i in range(count)]
 
 
-def _mean(fine: Sequence[float], coarse: Sequence[float]) -> Estimate:
+def _mean(fine: Sequence[float], coarse: Sequence[float]) -> SpectrumEstimate:
     mean = fmean(fine)
-    return Estimate(mean, 3 * stdev(fine) / len(fine) ** 0.5 + abs(mean - fmean(coarse)))
+    return SpectrumEstimate(mean, 3 * stdev(fine) / len(fine) ** 0.5 + abs(mean - fmean(coarse)))
 
 
-def _entropy(side: Side) -> Estimate:
+def _entropy(side: SideSpectrum) -> SpectrumEstimate:
     """−Σ p log p with p = σ/Σσ: log Σs − Σ s log s/Σs with s = σ/σ_max."""
     if not side.mass:
-        return Estimate(0.0)
+        return SpectrumEstimate(0.0)
 
     def nats(values: Values, _: Values) -> tuple[float]:
         relative = values.positive_R / side.largest
@@ -283,7 +283,7 @@ def _together(blocks: Sequence[Spectrum]) -> Spectrum:
         log_smallest_bound=min(block.log_smallest_bound for block in blocks),
         mass=math.fsum(block.mass * scale for block, scale in zip(some, scales, strict=True)),
         squares=math.fsum(block.squares * scale**2 for block, scale in zip(some, scales, strict=True)),
-        entropy=Estimate(
+        entropy=SpectrumEstimate(
             math.fsum(w * (block.entropy.value - math.log(w)) for block, w in zip(some, weights, strict=True) if w),
             math.fsum(w * block.entropy.error for block, w in zip(some, weights, strict=True)),
         ),
@@ -295,8 +295,8 @@ def _together(blocks: Sequence[Spectrum]) -> Spectrum:
     )
 
 
-def _sum(estimates: Sequence[Estimate]) -> Estimate:
-    return Estimate(math.fsum(e.value for e in estimates), math.fsum(e.error for e in estimates))
+def _sum(estimates: Sequence[SpectrumEstimate]) -> SpectrumEstimate:
+    return SpectrumEstimate(math.fsum(e.value for e in estimates), math.fsum(e.error for e in estimates))
 
 
 def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from gramian.parallel.exchange import Exchange
 
 
 @dataclass(frozen=True)
-class Side:
+class SideSpectrum:
     """The spectrum of one side, σ_max = 0 only if all of it is zero."""
 
     dim: int
@@ -54,18 +54,18 @@ class Side:
     """What rounding at rest may have made of an eigenvalue 0, relative to σ_max."""
 
     @classmethod
-    def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "Side":
+    def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "SideSpectrum":
         """From all eigenvalues."""
         relative = values.positive_R / values.largest if values.largest else values.positive_R
         mass, squares = float(relative.sum()), float(relative.square().sum())
         return cls(values.dim, values.largest, values.smallest, mass, squares, (values,), eps=eps)
 
 
-ONE = Side.of(Values.of(torch.ones(1, dtype=torch.float64)))
+ONE = SideSpectrum.of(Values.of(torch.ones(1, dtype=torch.float64)))
 """What stands for A where a block is no Kronecker product."""
 
 
-def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Side]:
+def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, SideSpectrum]:
     """{id of a factor: its spectrum}, each once, without those that `is_estimated`. Collective.
 
     W at a time, the dearest first: every process decomposes one matrix and hands its eigenvalues to the others.
@@ -77,11 +77,11 @@ def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Si
     Raises:
         GramianError: on all processes, if one of them failed.
     """
-    found: dict[int, Side] = {}
+    found: dict[int, SideSpectrum] = {}
     decomposed: list[Dense | LowRank | DiagonalLowRank] = []
     for one in {id(one): one for one in factors}.values():
         if isinstance(one, Diagonal):
-            found[id(one)] = Side.of(Values.of(one.values_N), _rounding(one))
+            found[id(one)] = SideSpectrum.of(Values.of(one.values_N), _rounding(one))
         elif not is_estimated(one):
             assert isinstance(one, Dense | LowRank | DiagonalLowRank)
             decomposed.append(one)
@@ -91,7 +91,7 @@ def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Si
         together = decomposed[start : start + size]
         for one, values in zip(together, _round(together, others), strict=True):
             told = torch.where(values > _cancelled(one), values, 0.0)
-            found[id(one)] = _with_noise(Side.of(Values.of(told[: one.dim], one.dim), _rounding(one)), one)
+            found[id(one)] = _with_noise(SideSpectrum.of(Values.of(told[: one.dim], one.dim), _rounding(one)), one)
     return found
 
 
@@ -100,17 +100,17 @@ def is_estimated(one: Factor) -> bool:
     return isinstance(one, DiagonalLowRank) and one.dim > factor.WIDEST_DENSE
 
 
-def estimate(one: Factor) -> Side:
+def estimate(one: Factor) -> SideSpectrum:
     """The spectrum of such a side: trace and Frobenius norm exactly, the rest with an error. Collective if rows are spread."""
     assert isinstance(one, DiagonalLowRank)
     trace, frobenius = float(one.trace()), float(one.frobenius())
     one.columns.forget()
     if trace <= _cancelled(one):
-        return Side.of(Values.of(torch.zeros(0), one.dim), _rounding(one))
+        return SideSpectrum.of(Values.of(torch.zeros(0), one.dim), _rounding(one))
     values, error = wide_side_spectra.leading(one, 1)
     largest, found, low = float(values[0]), wide_side_spectra.quadrature(one), wide_side_spectra.smallest_bound(one)
     lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
-    side = Side(
+    side = SideSpectrum(
         dim=one.dim,
         largest=largest,
         smallest=lowest,
@@ -213,7 +213,7 @@ def _rounding(one: Factor) -> float:
     return float(torch.finfo(one.dtype).eps)
 
 
-def _with_noise(side: Side, one: Factor) -> Side:
+def _with_noise(side: SideSpectrum, one: Factor) -> SideSpectrum:
     """‖E‖_F of a matrix that is stored off by E; ‖E‖_F² of columns, whose products lack a direction as they do."""
     error = float(one.quantisation_error)
     noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5

@@ -22,7 +22,7 @@ from gramian.linalg.wide import wide, wide_dtype
 
 
 @dataclass(frozen=True)
-class Task:
+class ConsolidatedTask:
     """What a task left behind."""
 
     kfac: KFACNaturalGradient
@@ -47,7 +47,7 @@ class EWCPenalty:
 
     def __init__(self) -> None:
         """No task yet."""
-        self.tasks: list[Task] = []
+        self.tasks: list[ConsolidatedTask] = []
 
     def add_task(self, kfac: KFACNaturalGradient, model: nn.Module, strength: float = 1.0) -> None:
         """Hold the model where it is now, as firmly as a Fisher says.
@@ -67,7 +67,7 @@ class EWCPenalty:
         held = covered_parameters(kfac)
         there = parameters_of(model, held)
         snapshot = {name: there[name].detach().clone() for name in held}
-        self.tasks.append(Task(kfac, snapshot, float(strength), kfac.kfac_factors))
+        self.tasks.append(ConsolidatedTask(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
         """The penalty where the model is now: 0-dim, differentiable once.
@@ -96,7 +96,7 @@ class _Quadratic(torch.autograd.Function):
     """The penalty; its gradient is found with it, and waits for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, tasks: Sequence[Task], names: Sequence[str], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, tasks: Sequence[ConsolidatedTask], names: Sequence[str], *parameters: Tensor) -> Tensor:
         value, gradient = _penalty(tasks, dict(zip(names, (wide(p) for p in parameters), strict=True)))
         ctx.save_for_backward(*gradient.values())
         ctx.dtypes = [p.dtype for p in parameters]
@@ -109,7 +109,7 @@ class _Quadratic(torch.autograd.Function):
         return None, None, *((t * scale.to(t.device, t.dtype)).to(dtype) for t, dtype in gradients)
 
 
-def _penalty(tasks: Sequence[Task], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _penalty(tasks: Sequence[ConsolidatedTask], there: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Σ_k ½·s_k·δᵀF_kδ, and Σ_k s_k·F_kδ."""
     gradient = {name: torch.zeros_like(p) for name, p in there.items()}
     terms = []

@@ -18,7 +18,7 @@ from gramian.curvature.spectrum.wide_side_spectra import WideSide
 from gramian.curvature.uses.fisher_parameters import blocks_of, completed
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.factors.columns import Columns
-from gramian.linalg.factors.stored import Loaded
+from gramian.linalg.factors.stored import LoadedMatrix
 from gramian.linalg.spectra.lanczos import lanczos
 from gramian.linalg.wide import pieces
 
@@ -208,7 +208,7 @@ def _diagonal(factor: Factor) -> Tensor:
 
 def _columns_trace(columns: Columns, other: Factor) -> float:
     """tr(U Uᵀ M) = tr(Uᵀ M U), a piece of the columns at a time."""
-    source = Loaded(columns.whole().stored, torch.float64)
+    source = LoadedMatrix(columns.whole().stored, torch.float64)
     return sum(_squared(source.piece(part), other) for part in pieces(columns.count, columns.dim))
 
 

@@ -1,6 +1,6 @@
 """A teacher's signal on disk: row i is window i, so any order, seed, batch and number of processes can read it.
 
-`build_cache` → folder → `open_cache`, a `Source`. Three kinds: `Hidden`, exact at every temperature up to a measured rounding;
+`build_cache` → folder → `open_cache`, a `SignalSource`. Three kinds: `Hidden`, exact at every temperature up to rounding;
 `TopK`, the largest logits and a curve for the rest, right in a range of temperatures; `Samples`, unbiased, at one temperature.
 """
 

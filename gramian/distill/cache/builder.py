@@ -21,12 +21,12 @@ from gramian.core.errors import GramianError
 from gramian.distill.cache.cache_files import FileRecord, damage, refuse_damage, told_in_one_line, write_whole
 from gramian.distill.cache.cache_kind import Kind
 from gramian.distill.cache.hidden_cache import Hidden, stored_dtype
-from gramian.distill.cache.layout import Layout, shard_windows_for
+from gramian.distill.cache.layout import CacheLayout, shard_windows_for
 from gramian.distill.cache.manifest import HEAD, Identity, Manifest, read_json, read_manifest
 from gramian.distill.cache.shard_writer import ShardWriter
 from gramian.distill.cache.storage_errors import Errors, added
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense
+from gramian.distill.teacher.signal import DenseSignal
 from gramian.parallel.world import World
 
 ALONE = World(0, 1, torch.device("cpu"), "one")
@@ -89,7 +89,7 @@ def build_cache(
     file that is missing or short is made again, with the shard it belongs to. The folder comes out the same, byte by byte, for
     any number of processes.
 
-    Cost: a forward per window, and what the kind does per token; bytes as of `Layout.bytes_per_token`.
+    Cost: a forward per window, and what the kind does per token; bytes as of `CacheLayout.bytes_per_token`.
 
     Args:
         folder: of the cache; made if it is not there. All processes must see it.
@@ -216,7 +216,7 @@ def _batch(windows: WindowRows, rows: range, teacher: LiveTeacher) -> dict[str, 
 
 
 def _encoded(
-    signal: Dense, windows_B: Tensor, options: CacheOptions, identity: Identity
+    signal: DenseSignal, windows_B: Tensor, options: CacheOptions, identity: Identity
 ) -> tuple[dict[str, Tensor], Errors]:
     """Columns of all windows; errors of those that are measured, whose choice does not depend on batches."""
     measured_B = windows_B % options.measure_every == 0
@@ -227,7 +227,7 @@ def _encoded(
         errors = Errors()
         if bool(measured_B.any()):
             some = measured_B.to(signal.hidden_BTD.device)
-            part = Dense(signal.hidden_BTD[some], signal.head)
+            part = DenseSignal(signal.hidden_BTD[some], signal.head)
             errors = options.kind.encode(part, windows_B[measured_B], identity.facts, True)[1]
     return {**values, **{f"layer-{layer}": stream for layer, stream in signal.layers.items()}}, errors
 
@@ -283,7 +283,7 @@ def _head_bytes(teacher: LiveTeacher) -> bytes:
     return content
 
 
-def _shard_record(path: Path, layout: Layout, shard: int) -> dict[str, Any] | None:
+def _shard_record(path: Path, layout: CacheLayout, shard: int) -> dict[str, Any] | None:
     """The record of a shard that is there with all its files; None otherwise."""
     try:
         record = read_json(path / layout.record(shard))

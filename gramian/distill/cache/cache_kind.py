@@ -12,7 +12,7 @@ from torch import Tensor
 from gramian.distill.cache.layout import Column
 from gramian.distill.cache.storage_errors import Errors
 from gramian.distill.loss.head import Head
-from gramian.distill.teacher.signal import Dense, Signal
+from gramian.distill.teacher.signal import DenseSignal, Signal
 
 PIECE = 1 << 26
 """Logits that are held together: 256 MiB of float32."""
@@ -39,7 +39,7 @@ class Kind(Protocol):
         ...
 
     def encode(
-        self, signal: Dense, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
+        self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], Errors]:
         """Values [B, T, width] of every column, and how far they are from the signal if that is to be measured."""
         ...
@@ -50,7 +50,7 @@ class Kind(Protocol):
         """The signal of columns [B, T, width]; the head where one is stored."""
         ...
 
-    def compare(self, stored: Signal, live: Dense, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
         """How far a signal that was read is from a live one."""
         ...
 

@@ -15,7 +15,7 @@ from gramian.distill.cache.cache_kind import pieces, wide
 from gramian.distill.cache.layout import Column
 from gramian.distill.cache.storage_errors import Errors, added
 from gramian.distill.loss.head import Head
-from gramian.distill.teacher.signal import Dense, Signal
+from gramian.distill.teacher.signal import DenseSignal, Signal
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -62,7 +62,7 @@ class Hidden:
         return (Column("hidden", facts["hidden_dtype"], facts["width"]),)
 
     def encode(
-        self, signal: Dense, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
+        self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], Errors]:
         """Round, and measure what the rounding does to logits.
 
@@ -80,14 +80,14 @@ class Hidden:
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
-    ) -> Dense:
+    ) -> DenseSignal:
         """Hidden states in the type of the head."""
         assert head is not None
-        return Dense(stored["hidden"].to(head.weight_VD.dtype), head, layers)
+        return DenseSignal(stored["hidden"].to(head.weight_VD.dtype), head, layers)
 
-    def compare(self, stored: Signal, live: Dense, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
         """Of logits."""
-        assert isinstance(stored, Dense)
+        assert isinstance(stored, DenseSignal)
         heads = wide(stored.head), wide(live.head)
         found = []
         for piece in pieces(live.hidden_BTD.shape[0] * live.hidden_BTD.shape[1], facts["vocabulary"]):

@@ -67,7 +67,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CacheLayout:
     """The files of a cache."""
 
     columns: tuple[Column, ...]
@@ -107,7 +107,7 @@ class Layout:
         return f"shards/{shard:05d}.json"
 
 
-def shard_windows_for(layout: Layout) -> int:
+def shard_windows_for(layout: CacheLayout) -> int:
     """Windows of a shard: at most 256 MiB and 2²⁰ tokens, at least one window. It depends on columns and length alone."""
     return max(1, min(SHARD_BYTES // (layout.bytes_per_token * layout.length), SHARD_TOKENS // layout.length))
 

@@ -11,7 +11,7 @@ from gramian.core.errors import GramianError
 from gramian.distill.cache.cache_files import FileRecord, write_whole
 from gramian.distill.cache.cache_kind import Kind
 from gramian.distill.cache.hidden_cache import Hidden
-from gramian.distill.cache.layout import Column, Layout
+from gramian.distill.cache.layout import CacheLayout, Column
 from gramian.distill.cache.sampled_cache import Samples
 from gramian.distill.cache.storage_errors import Errors
 from gramian.distill.cache.topk_cache import TopK
@@ -50,11 +50,11 @@ class Identity:
     shard_windows: int
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> CacheLayout:
         """Where rows lie."""
         columns = KINDS[self.kind].columns(self.facts)
         columns += tuple(Column(f"layer-{layer}", self.layer_dtype, self.layer_width) for layer in self.layers)
-        return Layout(columns, self.count, self.length, self.shard_windows)
+        return CacheLayout(columns, self.count, self.length, self.shard_windows)
 
     @property
     def vocabulary(self) -> int:

@@ -22,7 +22,7 @@ from gramian.distill.cache.layout import Column, id_type
 from gramian.distill.cache.storage_errors import Errors
 from gramian.distill.cache.topk_cache import vocabulary_of
 from gramian.distill.loss.head import Head
-from gramian.distill.teacher.signal import Dense, Sampled, Signal
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal
 
 MOST_DRAWS = 65_535
 
@@ -64,7 +64,7 @@ class Samples:
         )
 
     def encode(
-        self, signal: Dense, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
+        self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], Errors]:
         """Draw. Nothing is rounded, so nothing is measured. Cost: the head's product, and a cumulative sum in float64."""
         head = wide(signal.head)
@@ -83,13 +83,13 @@ class Samples:
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
-    ) -> Sampled:
+    ) -> SampledSignal:
         """Weights in float32; places that are not used have id 0 and weight 0."""
-        return Sampled(stored["ids"], stored["counts"].float() / facts["draws"], facts["temperatures"][0], layers)
+        return SampledSignal(stored["ids"], stored["counts"].float() / facts["draws"], facts["temperatures"][0], layers)
 
-    def compare(self, stored: Signal, live: Dense, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
         """The share of a token's draws that fall on other ids now: "drawn". Rounding moves a few that lie at an edge."""
-        assert isinstance(stored, Sampled)
+        assert isinstance(stored, SampledSignal)
         values, _ = self.encode(live, windows_B, facts, False)
         again = self.decode(values, {}, facts, None)
         moved_BT = torch.zeros_like(stored.weights_BTK[..., 0])

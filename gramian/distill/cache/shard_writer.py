@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gramian.distill.cache.cache_files import HashedFile, sync_folder
-from gramian.distill.cache.layout import Layout
+from gramian.distill.cache.layout import CacheLayout
 from gramian.distill.cache.manifest import write_json
 from gramian.distill.cache.storage_errors import Errors
 
@@ -20,7 +20,7 @@ class ShardWriter:
         shard: which.
     """
 
-    def __init__(self, folder: Path, layout: Layout, shard: int) -> None:
+    def __init__(self, folder: Path, layout: CacheLayout, shard: int) -> None:
         self._folder, self._layout, self._shard = folder, layout, shard
         self._files: dict[str, HashedFile] = {}
         (folder / layout.record(shard)).unlink(missing_ok=True)  # of a shard that was damaged

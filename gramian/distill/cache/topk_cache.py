@@ -22,7 +22,7 @@ from gramian.distill.cache.layout import Column, id_type
 from gramian.distill.cache.storage_errors import Errors, added
 from gramian.distill.loss.head import Head
 from gramian.distill.loss.sparse_tail import tail_at
-from gramian.distill.teacher.signal import Dense, Signal, Sparse, Tail
+from gramian.distill.teacher.signal import DenseSignal, Signal, SparseSignal, Tail
 
 FURTHEST = -1e4
 """Logits further below the largest are stored as that far below: their mass is zero in float32 up to T = 96."""
@@ -63,7 +63,7 @@ class TopK:
         return kept + (curves if count else ())
 
     def encode(
-        self, signal: Dense, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
+        self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], Errors]:
         """Keep the largest, fit the rest.
 
@@ -80,7 +80,7 @@ class TopK:
                 part["tail_values"], part["tail_slopes"] = fit_tail(rest_NV, facts["knots"])
                 tail = Tail(part["tail_values"], part["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
             if measure:
-                errors.append(_measured(Sparse(part["ids"], part["logits"], tail), shifted_NV))
+                errors.append(_measured(SparseSignal(part["ids"], part["logits"], tail), shifted_NV))
             parts.append(part)
         B = len(signal.hidden_BTD)
         whole = {name: torch.cat([part[name] for part in parts]).unflatten(0, (B, -1)) for name in parts[0]}
@@ -88,16 +88,16 @@ class TopK:
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
-    ) -> Sparse:
+    ) -> SparseSignal:
         """Logits in float32, relative to the largest; the knots stay on the host, where they are looked at."""
         tail = None
         if facts["knots"]:
             tail = Tail(stored["tail_values"], stored["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
-        return Sparse(stored["ids"], stored["logits"].float(), tail, layers)
+        return SparseSignal(stored["ids"], stored["logits"].float(), tail, layers)
 
-    def compare(self, stored: Signal, live: Dense, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
         """Of the kept logits, the log-normaliser and the tail's mass."""
-        assert isinstance(stored, Sparse)
+        assert isinstance(stored, SparseSignal)
         return added(
             _measured(_part(stored, piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
         )
@@ -146,7 +146,7 @@ def places_between(knots: Sequence[float]) -> list[float]:
     return [*inside, knots[-1]]
 
 
-def _logits(signal: Dense, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
+def _logits(signal: DenseSignal, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
     """Pieces of the tokens, and their logits relative to the largest, [N, V]."""
     head = wide(signal.head)
     hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
@@ -155,15 +155,15 @@ def _logits(signal: Dense, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
         yield piece, (logits_NV - logits_NV.amax(-1, keepdim=True)).clamp(min=FURTHEST)
 
 
-def _part(stored: Sparse, piece: slice) -> Sparse:
+def _part(stored: SparseSignal, piece: slice) -> SparseSignal:
     """Some tokens of a signal, without a batch dimension."""
     tail = stored.tail
     if tail is not None:
         tail = Tail(tail.values_BTQ.flatten(0, 1)[piece], tail.slopes_BTQ.flatten(0, 1)[piece], tail.knots_Q)
-    return Sparse(stored.ids_BTK.flatten(0, 1)[piece], stored.logits_BTK.flatten(0, 1)[piece], tail)
+    return SparseSignal(stored.ids_BTK.flatten(0, 1)[piece], stored.logits_BTK.flatten(0, 1)[piece], tail)
 
 
-def _measured(stored: Sparse, shifted_NV: Tensor) -> Errors:
+def _measured(stored: SparseSignal, shifted_NV: Tensor) -> Errors:
     """Of the kept logits, and at all places of the normaliser log Σ exp(u z) and of the tail's share of the mass."""
     kept_NK, stored_NK = shifted_NV.gather(-1, stored.ids_BTK), stored.logits_BTK.to(shifted_NV.dtype)
     found = [Errors.of({"logit": (stored_NK - kept_NK).abs()})]

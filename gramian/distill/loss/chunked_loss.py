@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from gramian.distill.loss.loss_metrics import sums_of
 from gramian.distill.loss.projection import Gradients, Projection
-from gramian.kernels.distillation.distill_rows import ROWS, Objective, Squash
+from gramian.kernels.distillation.distill_rows import ROWS, RowObjective, Squash
 
 CHUNK_BYTES = 256 << 20
 """What the buffers of a chunk may take, so that chunks of many tokens are made only where a token takes little."""
@@ -33,14 +33,14 @@ class Chunk:
     """Of the student; with `gradient` they become their gradient."""
     targets_n: Tensor
     temperature: Tensor
-    objective: Objective
+    objective: RowObjective
     squash: Squash
     """From the student's products to its logits."""
     gradient: bool
     out_Rn: Tensor
 
 
-class Teacher(Protocol):
+class TeacherRows(Protocol):
     """One of `DenseTeacher`, `SparseTeacher`, `SampledTeacher`, `NoTeacher`."""
 
     def rows_(self, chunk: Chunk) -> None:
@@ -53,11 +53,11 @@ class Job:
     """One call of the loss."""
 
     student: Projection
-    teacher: Teacher
+    teacher: TeacherRows
     targets_N: Tensor
     temperature: Tensor
     """0-dim, in `wide`, detached."""
-    objective: Objective
+    objective: RowObjective
     num_terms: float | Tensor | None
     chunk: int
     """Tokens at a time."""

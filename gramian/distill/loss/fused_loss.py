@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.distill.loss.chunked_loss import ChunkedLoss, Job, Teacher, chunk_tokens, loss_of, run
+from gramian.distill.loss.chunked_loss import ChunkedLoss, Job, TeacherRows, chunk_tokens, loss_of, run
 from gramian.distill.loss.dense_loss import DenseTeacher
 from gramian.distill.loss.head import Head
 from gramian.distill.loss.loss_metrics import DistillOutput, sums_of
@@ -15,7 +15,7 @@ from gramian.distill.loss.projection import check_sides, projection_of
 from gramian.distill.loss.sparse_loss import NoTeacher, SampledTeacher, SparseTeacher
 from gramian.distill.loss.sparse_tail import tail_at
 from gramian.distill.teacher.signal import Tail
-from gramian.kernels.distillation.distill_rows import Objective
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.kernels.distillation.divergence import DIRECTIONS, EMPTY
 from gramian.kernels.launch import takes_kernel, wide_dtype
 
@@ -97,7 +97,7 @@ def distill_loss(
     student = projection_of(student_hidden, head)
     wide = wide_dtype(student.hidden_ND)
     at = _on_device(temperature, student_hidden.device, wide)
-    teacher: Teacher
+    teacher: TeacherRows
     if teacher_hidden is not None and teacher_weight is not None:
         check_sides(teacher_hidden, teacher_weight, len(targets), "teacher")
         side = projection_of(teacher_hidden, teacher_weight)
@@ -117,7 +117,7 @@ def distill_loss(
             teacher = _sampled_teacher(teacher_sampled, len(targets), student.vocabulary, direction, learns)
         else:
             teacher = NoTeacher()
-    objective = Objective(direction, float(beta), float(kd_weight), float(ce_weight), ignore_index)
+    objective = RowObjective(direction, float(beta), float(kd_weight), float(ce_weight), ignore_index)
     job = Job(student, teacher, targets.to(torch.int64), at.to(wide), objective, num_terms, chunk, wide)
     if torch.is_grad_enabled():
         loss, sums = ChunkedLoss.apply(  # type: ignore[no-untyped-call]

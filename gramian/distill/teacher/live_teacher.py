@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.distill.teacher.head_proof import check_causal, head_of, stream_width
 from gramian.distill.teacher.language_model import body_of, check_layers, hidden_of, is_native, linear_of, teacher_hash
-from gramian.distill.teacher.signal import Dense, tensors_of
+from gramian.distill.teacher.signal import DenseSignal, tensors_of
 from gramian.parallel.wrap import blocks_of
 
 
@@ -77,7 +77,7 @@ class LiveTeacher:
             self._hash = teacher_hash(self.model)
         return self._hash
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> Dense:
+    def __call__(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         """The signal of a micro-batch: "tokens" [B, T], maybe "documents" [B, T].
 
         What `upcoming` has begun for the same tensor of tokens is waited for on the device, not on the host.
@@ -109,7 +109,7 @@ class LiveTeacher:
                 batch[name].record_stream(self._side)
         self._ahead = _Ahead(batch["tokens"], signal, ready)
 
-    def _forward(self, batch: Mapping[str, Tensor]) -> Dense:
+    def _forward(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         if self.model.training:  # a module that contains it was put into training mode
             self.model.eval()
         tokens_BT = batch["tokens"].to(self.device, non_blocking=True)
@@ -117,12 +117,12 @@ class LiveTeacher:
         kind, enabled = self.device.type, self.autocast is not None
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, dtype=self.autocast, enabled=enabled):
             hidden_BTD, streams = self._hidden_of(self.model, tokens_BT, documents_BT, self.layers)
-            return Dense(hidden_BTD.to(self.head.weight_VD.dtype), self.head, streams)
+            return DenseSignal(hidden_BTD.to(self.head.weight_VD.dtype), self.head, streams)
 
 
 class _Ahead(NamedTuple):
     tokens: Tensor
-    signal: Dense
+    signal: DenseSignal
     ready: torch.cuda.Event
 
 

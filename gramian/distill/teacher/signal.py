@@ -14,7 +14,7 @@ from gramian.distill.loss.head import Head
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseSignal:
     """The whole distribution, at every temperature: final hidden states and the head that reads them."""
 
     hidden_BTD: Tensor
@@ -37,7 +37,7 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class Sparse:
+class SparseSignal:
     """The largest logits, and curves for the rest; without a tail the kept ids hold all mass."""
 
     ids_BTK: Tensor
@@ -47,7 +47,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledSignal:
     """An unbiased estimate of the distribution at one temperature: ids drawn from it, with weights that sum to 1."""
 
     ids_BTK: Tensor
@@ -56,10 +56,10 @@ class Sampled:
     layers: Mapping[int, Tensor] = field(default_factory=dict)
 
 
-Signal = Dense | Sparse | Sampled
+Signal = DenseSignal | SparseSignal | SampledSignal
 
 
-class Source(Protocol):
+class SignalSource(Protocol):
     """A teacher: live, or read from a cache."""
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
@@ -70,13 +70,13 @@ class Source(Protocol):
 def tensors_of(signal: Signal) -> Iterator[Tensor]:
     """Every tensor that belongs to the batch: not the head, not the knots."""
     match signal:
-        case Dense():
+        case DenseSignal():
             yield signal.hidden_BTD
-        case Sparse():
+        case SparseSignal():
             yield from (signal.ids_BTK, signal.logits_BTK)
             if signal.tail is not None:
                 yield from (signal.tail.values_BTQ, signal.tail.slopes_BTQ)
-        case Sampled():
+        case SampledSignal():
             yield from (signal.ids_BTK, signal.weights_BTK)
     yield from signal.layers.values()
 
@@ -87,7 +87,7 @@ def refuse_inference(signal: Signal) -> None:
     Raises:
         GramianError: if one of them is such a tensor.
     """
-    whole = [signal.head.weight_VD] if isinstance(signal, Dense) else []
+    whole = [signal.head.weight_VD] if isinstance(signal, DenseSignal) else []
     if any(tensor.is_inference() for tensor in (*tensors_of(signal), *whole)):
         raise GramianError(
             "teacher: its signal was made in inference mode, nothing can learn from it; expected no_grad"

@@ -19,7 +19,7 @@ teacher knows the target, teacher_gold: its log-probability at T = 1. slope: d(T
 
 
 @dataclass(frozen=True)
-class Objective:
+class RowObjective:
     """What is added up for a token: kd_weight · T² · divergence + ce_weight · cross entropy."""
 
     direction: str = "forward"
@@ -55,7 +55,7 @@ def distill_rows(
     teacher_NV: Tensor,
     targets_N: Tensor,
     temperature: Tensor,
-    objective: Objective,
+    objective: RowObjective,
     student: Squash = PLAIN,
     teacher: Squash = PLAIN,
     *,
@@ -104,7 +104,7 @@ def distill_rows_twin(
     teacher_NV: Tensor,
     targets_N: Tensor,
     temperature: Tensor,
-    objective: Objective,
+    objective: RowObjective,
     student: Squash = PLAIN,
     teacher: Squash = PLAIN,
     *,
@@ -137,7 +137,7 @@ def distill_rows_twin(
 
 def assemble_rows(
     targets_N: Tensor,
-    objective: Objective,
+    objective: RowObjective,
     vocabulary: int,
     temperature: Tensor,
     out_RN: Tensor | None,
@@ -170,7 +170,7 @@ def _write_gradient_(
     student_NV: Tensor,
     kd_NC: Tensor,
     targets_N: Tensor,
-    objective: Objective,
+    objective: RowObjective,
     log_q1_NV: Tensor,
     temperature: Tensor,
     derivative: Tensor | float,
@@ -190,7 +190,7 @@ def distill_rows_kernel(
     teacher_NV: Tensor,
     targets_N: Tensor,
     temperature: Tensor,
-    objective: Objective,
+    objective: RowObjective,
     student: Squash = PLAIN,
     teacher: Squash = PLAIN,
     *,

@@ -15,7 +15,7 @@ LARGEST_JITTER = 1e-1
 
 
 @dataclass(frozen=True)
-class Attempt:
+class CholeskyAttempt:
     """One try of a factorisation."""
 
     jitter: float
@@ -42,7 +42,7 @@ class Cholesky:
         """
         self._matrix: Tensor | None = matrix
         self._first_jitter = first_jitter
-        self._attempts: list[Attempt] = []
+        self._attempts: list[CholeskyAttempt] = []
         self._eigen: tuple[Tensor, Tensor] | None = None
         self._inverse: Tensor | None = None
         self._logdet: Tensor | None = None
@@ -54,7 +54,7 @@ class Cholesky:
         self._good = (info == 0) & self._lower.diagonal().isfinite().all()
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[Attempt]) -> "Cholesky":
+    def of_parts(cls, parts: Sequence[Tensor], attempts: Sequence[CholeskyAttempt]) -> "Cholesky":
         """A factorisation that was made elsewhere: its `parts` and its `attempts`."""
         found = cls.__new__(cls)
         found._matrix = found._inverse = found._logdet = None
@@ -76,7 +76,7 @@ class Cholesky:
         return [self._lower]
 
     @property
-    def attempts(self) -> tuple[Attempt, ...]:
+    def attempts(self) -> tuple[CholeskyAttempt, ...]:
         """What was tried, the last one with success."""
         self._settle()
         return tuple(self._attempts)
@@ -146,11 +146,11 @@ class Cholesky:
         limits = torch.finfo(values.dtype)
         floor = max(self._first_jitter * scale, limits.eps * float(values.abs().max()), limits.tiny)
         self._eigen, self._lower = (values.clamp(min=floor), vectors), None
-        self._attempts.append(Attempt(floor, f"eigenvalues raised ({where})"))
+        self._attempts.append(CholeskyAttempt(floor, f"eigenvalues raised ({where})"))
 
     def _succeeded(self, jitter: float, good: bool | None = None) -> bool:
         good = bool(self._good) if good is None else good
-        self._attempts.append(Attempt(jitter, "ok" if good else "not positive definite"))
+        self._attempts.append(CholeskyAttempt(jitter, "ok" if good else "not positive definite"))
         return good
 
 

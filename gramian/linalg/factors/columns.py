@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gramian.linalg.factors.stored import HALF, Loaded, Others, Source, Stored, join_columns, store_columns
+from gramian.linalg.factors.stored import (
+    HALF,
+    LoadedMatrix,
+    MatrixSource,
+    RowGroup,
+    Stored,
+    join_columns,
+    store_columns,
+)
 from gramian.linalg.pinned import blocks_on
 from gramian.linalg.wide import pieces, wide_mm, wide_norms
 
@@ -16,7 +24,7 @@ from gramian.linalg.wide import pieces, wide_mm, wide_norms
 class Columns:
     """U and its products."""
 
-    others: Others | None = None
+    others: RowGroup | None = None
     """Who holds the rows that do not lie here; None: nobody."""
 
     def __init__(self, stored: Stored) -> None:
@@ -138,7 +146,7 @@ class Columns:
 
     def squared(self) -> Tensor:
         """U Uᵀ, [n, n], of columns that all lie here. 2·n²·r FLOPs."""
-        source = Loaded(self.stored, self.stored.dtype)
+        source = LoadedMatrix(self.stored, self.stored.dtype)
         total = torch.zeros(self.dim, self.dim, dtype=source.dtype, device=source.device)
         for columns in pieces(self.count, self.dim):
             piece = source.piece(columns)
@@ -185,11 +193,11 @@ class Columns:
         """Moved, or stored again."""
         stored = self.stored
         if dtype is not None and dtype != stored.body.dtype:
-            stored = store_columns(Loaded(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
+            stored = store_columns(LoadedMatrix(stored, torch.promote_types(stored.dtype, dtype)), dtype, self.others)
         return self._with(stored.to(device))
 
 
-class _Product(Source):
+class _Product(MatrixSource):
     """U C, of the rows that lie here."""
 
     def __init__(self, columns: Columns, c_RK: Tensor) -> None:

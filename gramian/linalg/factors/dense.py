@@ -9,7 +9,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.eigendecomposition import eigendecompose
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
+from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank
 from gramian.linalg.factors.stored import HALF, AtRest, Stored, store_symmetric
 from gramian.linalg.wide import by_columns, wide_norm
 
@@ -23,7 +23,7 @@ class Dense(AtRest, Spectral):
         """Keep the stored matrix; nothing is computed."""
         self.stored = stored
         self.dim = stored.body.shape[0]
-        self.work = Work()
+        self.work = FactorWork()
         self._eigen: tuple[Tensor, Tensor] | None = None
         self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
         self._largest: Tensor | None = None

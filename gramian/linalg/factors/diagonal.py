@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.dense import Dense
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank, raised
+from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank, raised
 from gramian.linalg.factors.low_rank import LowRank
 
 
@@ -20,7 +20,7 @@ class Diagonal(Spectral):
         """Keep d."""
         self.values_N = values_N
         self.dim = len(values_N)
-        self.work = Work()
+        self.work = FactorWork()
 
     @property
     def rank(self) -> int:

@@ -16,10 +16,10 @@ from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.diagonal import Diagonal
-from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Compressed, Factor, Work
+from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Compressed, Factor, FactorWork
 from gramian.linalg.factors.low_rank import LowRank
 from gramian.linalg.factors.rational_power import rational_power
-from gramian.linalg.factors.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
 
 CG_STEPS = 1000
@@ -42,7 +42,7 @@ class DiagonalLowRank(AtRest, Factor):
         self.stored = self.columns.stored
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
         self.dim = len(values_N)
-        self.work = Work()
+        self.work = FactorWork()
         self._small: dict[float, Cholesky] = {}
         self._whole: Dense | None = None
 
@@ -54,7 +54,9 @@ class DiagonalLowRank(AtRest, Factor):
         return cls(values_N, store_columns(columns_NR, storage or columns_NR.dtype), sign)
 
     @classmethod
-    def softmax(cls, weighted_p_NR: Tensor | Source, storage: torch.dtype, scale: float = 1.0) -> "DiagonalLowRank":
+    def softmax(
+        cls, weighted_p_NR: Tensor | MatrixSource, storage: torch.dtype, scale: float = 1.0
+    ) -> "DiagonalLowRank":
         """`softmax_of` columns that are stored here, each meant times a number."""
         stored = store_columns(weighted_p_NR, storage)
         return cls.softmax_of(Columns(stored if scale == 1.0 else stored.scaled(scale)))

@@ -33,7 +33,7 @@ it the algebra runs in float64. The other side of a block multiplies the error b
 
 
 @dataclass
-class Work:
+class FactorWork:
     """What was done with a factor since it was made; goes into the record."""
 
     attempts: list[dict[str, float | str]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Factor(ABC):
     """Name of the representation."""
     dim: int
     """n."""
-    work: Work
+    work: FactorWork
     _bound: float | None = None
     _trace: float | None = None
     _told_trace: Tensor | None = None

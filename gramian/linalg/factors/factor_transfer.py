@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gramian.linalg.factors.cholesky import Attempt, Cholesky
+from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank
 from gramian.linalg.factors.factor import Factor
@@ -69,7 +69,7 @@ def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], abou
         factor._eigen = (tensors[0], tensors[1])
         factor.work.decomposed, factor.work.fallback = about["decomposed"], about["fallback"]
         return
-    system = Cholesky.of_parts(tensors, [Attempt(*attempt) for attempt in about["attempts"]])
+    system = Cholesky.of_parts(tensors, [CholeskyAttempt(*attempt) for attempt in about["attempts"]])
     if isinstance(factor, DiagonalLowRank):
         factor._small = {damping: system}
     else:

@@ -15,8 +15,8 @@ from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.eigendecomposition import eigendecompose, singular_pairs
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, Spectral, Work, kept_rank
-from gramian.linalg.factors.stored import AtRest, Source, Stored, store_columns
+from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank
+from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
 
 
@@ -29,13 +29,13 @@ class LowRank(AtRest, Spectral):
         """Keep the columns; nothing is computed."""
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         self.stored, self.dim = self.columns.stored, self.columns.dim
-        self.work = Work()
+        self.work = FactorWork()
         self._eigen: tuple[Tensor, Tensor] | None = None
         self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
         self._largest: Tensor | None = None
 
     @classmethod
-    def of(cls, columns_NR: Tensor | Source, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
+    def of(cls, columns_NR: Tensor | MatrixSource, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
         """Store U.
 
         Args:
@@ -46,7 +46,7 @@ class LowRank(AtRest, Spectral):
         Raises:
             GramianError: if it is not a matrix.
         """
-        if not isinstance(columns_NR, Tensor | Source) or len(columns_NR.shape) != 2:
+        if not isinstance(columns_NR, Tensor | MatrixSource) or len(columns_NR.shape) != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
         stored = store_columns(columns_NR, storage or columns_NR.dtype)
         return cls(stored if scale == 1.0 else stored.scaled(scale))

@@ -20,7 +20,7 @@ from gramian.linalg.wide import pieces, wide
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Source(ABC):
+class MatrixSource(ABC):
     """A matrix [n, r] that is made some columns at a time."""
 
     shape: tuple[int, int]
@@ -33,7 +33,7 @@ class Source(ABC):
         """These columns, [n, c]; asked for twice."""
 
 
-class _Whole(Source):
+class _Whole(MatrixSource):
     """A matrix that is there."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -44,7 +44,7 @@ class _Whole(Source):
         return self._matrix[:, columns]
 
 
-class Loaded(Source):
+class LoadedMatrix(MatrixSource):
     """What is stored, in a dtype of products."""
 
     def __init__(self, stored: "Stored", dtype: torch.dtype) -> None:
@@ -125,7 +125,7 @@ class Stored:
         return replace(self, right=right)
 
 
-class Others(Protocol):
+class RowGroup(Protocol):
     """The other holders of a matrix's rows: what all have together is the same for each of them."""
 
     def sum(self, t: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class AtRest:
         return self.stored.body.device
 
 
-def store_columns(matrix_NR: Tensor | Source, dtype: torch.dtype, others: Others | None = None) -> Stored:
+def store_columns(matrix_NR: Tensor | MatrixSource, dtype: torch.dtype, others: RowGroup | None = None) -> Stored:
     """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
 
     Args:
@@ -183,10 +183,10 @@ def store_symmetric(matrix_NN: Tensor, dtype: torch.dtype) -> Stored:
     return _rounded(_Whole(matrix_NN), dtype, scale_N.float(), scale_N.float())
 
 
-def join_columns(left: Stored, right: Stored, others: Others | None = None) -> Stored:
+def join_columns(left: Stored, right: Stored, others: RowGroup | None = None) -> Stored:
     """[left, right] side by side, as `store_columns` made them; rounded again only where their dtypes differ."""
     if left.body.dtype != right.body.dtype:
-        source = Loaded(right, torch.promote_types(right.dtype, left.dtype))
+        source = LoadedMatrix(right, torch.promote_types(right.dtype, left.dtype))
         right = store_columns(source, left.body.dtype, others)
     right = right.to(left.body.device)
     parts = [part if part.right is not None else part.scaled(1.0) for part in (left, right)]
@@ -195,7 +195,9 @@ def join_columns(left: Stored, right: Stored, others: Others | None = None) -> S
     return Stored(torch.cat([left.body, right.body], dim=1), None, scales, error, left.home)
 
 
-def _plain(matrix_NR: Tensor | Source, source: Source, dtype: torch.dtype, others: Others | None = None) -> Stored:
+def _plain(
+    matrix_NR: Tensor | MatrixSource, source: MatrixSource, dtype: torch.dtype, others: RowGroup | None = None
+) -> Stored:
     if dtype.itemsize < source.dtype.itemsize:
         return _rounded(source, dtype, None, None, others)
     if isinstance(matrix_NR, Tensor):
@@ -208,7 +210,7 @@ def _plain(matrix_NR: Tensor | Source, source: Source, dtype: torch.dtype, other
 
 
 def _rounded(
-    source: Source, dtype: torch.dtype, left: Tensor | None, right: Tensor | None, others: Others | None = None
+    source: MatrixSource, dtype: torch.dtype, left: Tensor | None, right: Tensor | None, others: RowGroup | None = None
 ) -> Stored:
     """The body, and what rounding cost: in wide precision two pieces of columns at a time, and one in float64."""
     body = torch.empty(source.shape, dtype=dtype, device=source.device)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.models.goose.goose_layers import Memory, Mix, SpikingLinear
+from gramian.models.goose.goose_layers import LeakyMemory, Mix, SpikingLinear
 from gramian.models.goose.spike import Amplitude, Spike
 from gramian.models.residual_stream import recomputed, through_blocks
 
@@ -86,7 +86,7 @@ State = tuple[LayerState, ...]
 """One per block: 3·D numbers a block and sequence, however long the sequence was."""
 
 
-class Block(nn.Module):
+class GooseBlock(nn.Module):
     """One block: `x + gate ⊙ memory(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, config: GooseConfig) -> None:
@@ -98,7 +98,7 @@ class Block(nn.Module):
         self.key = SpikingLinear(width, width, spikes)
         self.value = SpikingLinear(width, width, spikes)
         self.receptance = SpikingLinear(width, width, spikes)
-        self.memory = Memory(width, config.context)
+        self.memory = LeakyMemory(width, config.context)
         self.norm_state = nn.LayerNorm(width)
         self.memory_out = SpikingLinear(width, width, spikes)
         self.norm_mlp = nn.LayerNorm(width)
@@ -151,7 +151,7 @@ class Goose(nn.Module):
         with torch.random.fork_rng(devices=[]):
             self.token_embedding = nn.Embedding(config.vocabulary, config.width)
             self.embedding_dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.blocks = nn.ModuleList(GooseBlock(config) for _ in range(config.layers))
             self.final_norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
@@ -176,7 +176,7 @@ class Goose(nn.Module):
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
                 parameter.copy_(drawn * std)
         for module in self.modules():
-            if isinstance(module, Mix | Memory | Spike | Amplitude):
+            if isinstance(module, Mix | LeakyMemory | Spike | Amplitude):
                 module.reset()
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()

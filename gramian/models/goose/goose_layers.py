@@ -39,7 +39,7 @@ class Mix(nn.Module):
         return x_BTD + self.share.to(x_BTD.dtype) * (before_BTD - x_BTD)
 
 
-class Memory(nn.Module):
+class LeakyMemory(nn.Module):
     """S_t = d ⊙ S_{t−1} + u_t with d = σ(w), read out as √(1−d²) ⊙ S_t: as loud as u, where u is white noise, whatever d is."""
 
     def __init__(self, width: int, longest: float) -> None:

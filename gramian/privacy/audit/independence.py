@@ -14,7 +14,7 @@ from gramian.taps.hub import Hub
 from gramian.taps.proof.proof_runs import Refuted
 from gramian.taps.proof.prover import Prover
 from gramian.taps.proof.row_proof import refuse, undisturbed
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 
 FEW = 32
 """Below so many samples several numberings are tried: a loss that couples few pairs is missed by one of them in three."""
@@ -49,7 +49,7 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
             raise GramianError("batch: has a sample whose loss is not finite; expected one on which it is")
         return scale * loss
 
-    samples = Samples.of(batch, rows)
+    samples = SampleArguments.of(batch, rows)
     with hub.proof.in_company(partial(execute, 1.0, batch)):
         if rows < 2:
             raise GramianError(f"batch: has {rows} samples; expected at least two")

@@ -81,7 +81,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Row:
+class ClippingRow:
     """One line of the plan."""
 
     parameter: str
@@ -94,7 +94,7 @@ class Row:
     """Beyond an ordinary step."""
 
 
-def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str) -> list[Row]:
+def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str) -> list[ClippingRow]:
     """The ways open to a parameter, fastest first.
 
     Args:
@@ -104,8 +104,8 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
         storage: "auto", "bookkeeping" (nothing is kept but what a weighted sum needs) or "keep".
     """
 
-    def row(way: Way, held: int, seconds: float) -> Row:
-        return Row(share.parameter, way, share.tokens, share.shape, held, seconds)
+    def row(way: Way, held: int, seconds: float) -> ClippingRow:
+        return ClippingRow(share.parameter, way, share.tokens, share.shape, held, seconds)
 
     keep = row("keep", share.kept, 3 * share.kept / machine.bandwidth)
     if share.form == "sum":
@@ -142,7 +142,7 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
 class ClippingPlan:
     """What every parameter does in a step of one shape; `str()` is the table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ClippingRow, ...]
     budget: int | None
     two_pass: bool
     """True if not even the leanest ways fit, so that nothing may be held: norms first, then a second backward."""
@@ -154,16 +154,16 @@ class ClippingPlan:
         """Bytes held when the clip factors become known."""
         return 0 if self.two_pass else sum(row.held for row in self.rows)
 
-    def __getitem__(self, parameter: str) -> Row:
+    def __getitem__(self, parameter: str) -> ClippingRow:
         """The row of a parameter."""
         return self._by_name[parameter]
 
-    def get(self, parameter: str) -> Row | None:
+    def get(self, parameter: str) -> ClippingRow | None:
         """The row of a parameter, if it has one."""
         return self._by_name.get(parameter)
 
     @property
-    def _by_name(self) -> Mapping[str, Row]:
+    def _by_name(self) -> Mapping[str, ClippingRow]:
         found = self.__dict__.get("_names")
         if found is None:
             found = {row.parameter: row for row in self.rows}

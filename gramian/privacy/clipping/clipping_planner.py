@@ -15,9 +15,9 @@ from gramian.core.errors import GramianError
 from gramian.privacy.clipping.clipping_plan import (
     MACHINES,
     ClippingPlan,
+    ClippingRow,
     Machine,
     NormAlgorithm,
-    Row,
     Share,
     default_budget,
     plan_clipping,
@@ -71,7 +71,7 @@ class Foresight:
         self._seen.pop(number, None)
         return plan
 
-    def choose(self, share: Share, bytes_held: int | None) -> Row:
+    def choose(self, share: Share, bytes_held: int | None) -> ClippingRow:
         """How a parameter that no plan foresaw is handled, with so much held already; None: only its norms are wanted.
 
         Raises:

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.kernels.sums.weighted_sum import row_squares
 from gramian.linalg.wide import wide_dtype
-from gramian.privacy.clipping.clipping_plan import ClippingPlan, NormAlgorithm, Row
+from gramian.privacy.clipping.clipping_plan import ClippingPlan, ClippingRow, NormAlgorithm
 from gramian.privacy.clipping.clipping_planner import REMEMBERED, Foresight, Storage, share_of
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.taps.gradients import Dense, Outer, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
 from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
 from gramian.taps.gradients.per_sample_gradient import flat
 from gramian.taps.hub import Hub
@@ -66,14 +66,14 @@ class Doubt:
 
 
 @dataclass
-class Held:
+class SavedForClipping:
     """What one parameter's weighted sum will be formed from."""
 
     gradient: PerSampleGradient
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, gradient: PerSampleGradient) -> "Held":
+    def of(cls, gradient: PerSampleGradient) -> "SavedForClipping":
         """Remember the tensors' versions: somebody who writes into them afterwards spoils the sum."""
         return cls(gradient, tuple(t._version for t in gradient.tensors()))
 
@@ -91,7 +91,7 @@ class Held:
 
 
 @dataclass
-class Work:
+class ClippingWork:
     """One backward under way."""
 
     info: PassInfo
@@ -103,7 +103,7 @@ class Work:
     begun: Any = None
     """When the backward reached the first layer."""
     squares_B: Tensor | None = None
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, SavedForClipping] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Per-sample gradients [B, n] of biases and norms: small and many, so they are handled all at once."""
     small: list[tuple[Tensor, list[str]]] = field(default_factory=list)
@@ -111,11 +111,11 @@ class Work:
     totals: dict[str, Tensor] = field(default_factory=dict)
     doubts: list[Doubt] = field(default_factory=list)
     together: dict[str, Outer] = field(default_factory=dict)
-    written: dict[str, tuple[Tensor, Dense | None]] = field(default_factory=dict)
+    written: dict[str, tuple[Tensor, ExplicitGradient | None]] = field(default_factory=dict)
     """{parameter: (samples, their gradients)} that were in doubt: clipped as they stand there. None: to be written again."""
     slack: float = 0.0
     bytes_held: int = 0
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, ClippingRow] = field(default_factory=dict)
     factors_B: Tensor | None = None
     """c, known before a second pass."""
     finite: list[tuple[int, int]] | None = None
@@ -221,7 +221,7 @@ class Clipping:
         self.plan: ClippingPlan | None = None
         adaptive = self.tuning.adaptive or algorithm != "auto"
         self.foresight = Foresight(self._trained, storage, algorithm if adaptive else "direct", budget)
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, ClippingWork] = {}
         self._blank: set[int] = set()
         self._leaf = torch.autograd.graph.get_gradient_edge(hub.probe).node
         """Runs in every `backward()`, and in none of `torch.autograd.grad`."""
@@ -296,10 +296,10 @@ class Clipping:
                 return
             held = self._norm(work, record, row)
         if not self._norms_alone(work):
-            work.held[record.parameter] = Held.of(held)
+            work.held[record.parameter] = SavedForClipping.of(held)
             work.bytes_held += row.held
 
-    def _open(self, info: PassInfo) -> Work:
+    def _open(self, info: PassInfo) -> ClippingWork:
         work = self._works.get(info.number)
         if work is None:
             if (
@@ -311,7 +311,7 @@ class Clipping:
                     "backward: goes through two forwards of the model, so a sample's gradient would be clipped in two parts; "
                     "expected one forward for each backward (rows of one sample next to each other in one batch)"
                 )
-            work = self._works[info.number] = Work(info, self.foresight.take(info.number, info.batch))
+            work = self._works[info.number] = ClippingWork(info, self.foresight.take(info.number, info.batch))
             work.idle, work.blank = not accumulates(self._leaf), info.number in self._blank
             work.begun = self.stopwatch.now(next(iter(self._trained.values())).is_cuda)
             if work.plan is not None:
@@ -322,7 +322,7 @@ class Clipping:
                     self.on_begin(0 if work.blank else info.batch)
         return work
 
-    def _refuse_over_budget(self, work: Work) -> None:
+    def _refuse_over_budget(self, work: ClippingWork) -> None:
         unplanned = work.plan is None and self.storage == "two_pass" and not self.again
         if self.paused or (not unplanned and (work.plan is None or not work.plan.two_pass or self.allows_two_passes)):
             return
@@ -338,10 +338,10 @@ class Clipping:
             f"engine.backward(loss), which may take two passes\n{work.plan}"
         )
 
-    def _norms_alone(self, work: Work) -> bool:
+    def _norms_alone(self, work: ClippingWork) -> bool:
         return self.again or self.paused
 
-    def _row(self, work: Work, record: ParameterRecord) -> Row:
+    def _row(self, work: ClippingWork, record: ParameterRecord) -> ClippingRow:
         """How this parameter is handled: as planned, if the plan foresaw these shapes."""
         row = None if work.plan is None else work.plan.get(record.parameter)
         if row is None or row.tokens != record.gradient.tokens:
@@ -352,11 +352,11 @@ class Clipping:
 
     # ---- norms -----------------------------------------------------------------------------------------------------
 
-    def _norm(self, work: Work, record: ParameterRecord, row: Row) -> PerSampleGradient:
+    def _norm(self, work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
         """Add the parameter's norms; what is to be held of it."""
         gradient = record.gradient
         if row.way == "keep" and not self._norms_alone(work):
-            kept = Dense(_per_sample_in_own_dtype(gradient), gradient.dtype)
+            kept = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
             work.add(kept.squared_norms())
             return kept
         if record.borrowed and not self._norms_alone(work):
@@ -370,7 +370,7 @@ class Clipping:
             work.add(gradient.squared_norms())
         return gradient
 
-    def _join_grams(self, work: Work, name: str, gradient: Outer, at_once: bool) -> None:
+    def _join_grams(self, work: ClippingWork, name: str, gradient: Outer, at_once: bool) -> None:
         """Wait for layers that share a side with this one (q/k/v, gate/up): they come one after the other."""
         waiting = work.together
         if waiting and (len(waiting) == MOST_TOGETHER or not _share_a_side([*waiting.values(), gradient])):
@@ -379,12 +379,12 @@ class Clipping:
         if at_once:
             self._flush(work)
 
-    def _flush(self, work: Work) -> None:
+    def _flush(self, work: ClippingWork) -> None:
         if work.together:
             outers, work.together = work.together, {}
             self._doubt(work, outers, *gram_of([*outers.values()]))
 
-    def _doubt(self, work: Work, outers: Mapping[str, Outer], squares_B: Tensor, doubtful_B: Tensor) -> None:
+    def _doubt(self, work: ClippingWork, outers: Mapping[str, Outer], squares_B: Tensor, doubtful_B: Tensor) -> None:
         doubt = Doubt(outers, squares_B, doubtful_B)
         if self._norms_alone(work):  # nothing will be there later
             self._settle(work, doubt, bool(doubtful_B.any()))
@@ -392,18 +392,18 @@ class Clipping:
         else:
             work.doubts.append(doubt)
 
-    def _settle(self, work: Work, doubt: Doubt, doubtful: bool) -> None:
+    def _settle(self, work: ClippingWork, doubt: Doubt, doubtful: bool) -> None:
         """Write the gradients of doubtful samples down, wide: their norms are then those of what is summed."""
         if not doubtful:
             return
         chosen, squares_K = doubt.doubtful_B.nonzero()[:, 0], []
         for name, outer in doubt.outers.items():
-            written = Dense(Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).per_sample())
+            written = ExplicitGradient(Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).per_sample())
             squares_K.append(written.squared_norms())
             work.written[name] = (chosen, None if self._norms_alone(work) else written)
         doubt.squares_B[chosen] = torch.stack(squares_K).sum(0)
 
-    def _guess(self, work: Work) -> tuple[Tensor, Callable[[], list[bool]]]:
+    def _guess(self, work: ClippingWork) -> tuple[Tensor, Callable[[], list[bool]]]:
         """Set c as if no sample were in doubt and all were finite; nobody waits for the device.
 
         Returns:
@@ -421,7 +421,7 @@ class Clipping:
         self._weigh(work)
         return sure_B, flags
 
-    def _confirm(self, work: Work, sure_B: Tensor, flags: list[bool]) -> bool:
+    def _confirm(self, work: ClippingWork, sure_B: Tensor, flags: list[bool]) -> bool:
         """True if the guess was right; else doubtful samples are written down, others left out, and c is set again."""
         if not any(flags):
             return True
@@ -438,7 +438,7 @@ class Clipping:
             self.last = replace(clipped, nonfinite=left_out)
         return False
 
-    def _weigh(self, work: Work) -> Clipped:
+    def _weigh(self, work: ClippingWork) -> Clipped:
         """c [B] from the squared norms; 0 for a sample that is not finite."""
         assert work.squares_B is not None
         squares_B = work.squares_B
@@ -450,7 +450,7 @@ class Clipping:
         return self.last
 
     @staticmethod
-    def _flags(work: Work, squares_B: Tensor) -> Callable[[], list[bool]]:
+    def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
         """Whether each group of Grams is in doubt, and whether anything is not finite; reading it waits for the device."""
         device = squares_B.device
         squares_KB = torch.stack([squares_B, *(doubt.squares_B.to(squares_B) for doubt in work.doubts)])
@@ -499,31 +499,31 @@ class Clipping:
             totals = {name: self._sum_held(work, name) for name in self._trained}
             self._hand_on(work, lambda name: totals.pop(name))
 
-    def _hand_on(self, work: Work, total_of: Callable[[str], Tensor | None]) -> None:
+    def _hand_on(self, work: ClippingWork, total_of: Callable[[str], Tensor | None]) -> None:
         for name in self._trained:
             self._sink.receive(name, total_of(name))
         self._sink.settle()
         self.passes += 1
         self.on_done()
 
-    def _groups(self, work: Work) -> list[tuple[Tensor, list[str]]]:
+    def _groups(self, work: ClippingWork) -> list[tuple[Tensor, list[str]]]:
         """The small per-sample gradients side by side, [B, N], for each device and dtype of the parameters."""
         groups: dict[Any, list[str]] = {}
         for name, sums_BN in work.sums.items():
             groups.setdefault((sums_BN.device, sums_BN.dtype, self._trained[name].dtype), []).append(name)
         return [(torch.cat([work.sums[name] for name in names], dim=1), names) for names in groups.values()]
 
-    def _sum_ahead(self, work: Work) -> list[str]:
+    def _sum_ahead(self, work: ClippingWork) -> list[str]:
         """Let the device begin with sums while the host waits to hear whether c is right: those that are handed on first."""
         self._sum_small(work)
         if not self._guessed_right:
             return []
         ahead, products = [], PRODUCTS_AHEAD
-        kept = [held.gradient for held in work.held.values() if isinstance(held.gradient, Dense)]
+        kept = [held.gradient for held in work.held.values() if isinstance(held.gradient, ExplicitGradient)]
         room = KEPT_AHEAD * sum(gradient.gradients_B.nbytes for gradient in kept)
         for name, p in self._trained.items():
             if name in work.held:
-                if isinstance(work.held[name].gradient, Dense):
+                if isinstance(work.held[name].gradient, ExplicitGradient):
                     room -= p.numel() * wide_dtype(p).itemsize
                 else:
                     products -= 1
@@ -533,33 +533,33 @@ class Clipping:
                 ahead.append(name)
         return ahead
 
-    def _sum_small(self, work: Work) -> None:
+    def _sum_small(self, work: ClippingWork) -> None:
         """The sums of all biases and norms at once, as views of one tensor."""
         for sums_BN, names in work.small:
             with self.stopwatch.time("clip", "biases and norms", "sum", cuda=sums_BN.is_cuda):
-                total_N = self._sum(work, wide_dtype(self._trained[names[0]]), Dense(sums_BN))
+                total_N = self._sum(work, wide_dtype(self._trained[names[0]]), ExplicitGradient(sums_BN))
             sizes = [work.sums[name].shape[1] for name in names]
             for name, total in zip(names, total_N.split(sizes), strict=True):
                 work.totals[name] = total.reshape(self._trained[name].shape)
 
-    def _sum_held(self, work: Work, name: str) -> Tensor | None:
+    def _sum_held(self, work: ClippingWork, name: str) -> Tensor | None:
         if name in work.totals:
             return work.totals.pop(name)
         held = work.held.pop(name, None) if self.tuning.release else work.held.get(name)
         return None if held is None else self._sum_of(work, name, held)
 
-    def _sum_of(self, work: Work, name: str, held: Held) -> Tensor:
+    def _sum_of(self, work: ClippingWork, name: str, held: SavedForClipping) -> Tensor:
         held.check(name)
         with self._time("clip", name, held.gradient, work.rows[name].way):
             return self._sum(work, wide_dtype(self._trained[name]), held.gradient, name)
 
-    def _sum_now(self, work: Work, record: ParameterRecord) -> None:
+    def _sum_now(self, work: ClippingWork, record: ParameterRecord) -> None:
         """In the second pass: the parameter's sum at once."""
         with self._time("clip", record.parameter, record.gradient, "two_pass"):
             dtype = wide_dtype(self._trained[record.parameter])
             work.totals[record.parameter] = self._sum(work, dtype, record.gradient, record.parameter)
 
-    def _sum(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
+    def _sum(self, work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str = "") -> Tensor:
         """Σ c_i g_i times the loss scale: the carried gradients, weighted with c_i·B for a mean loss."""
         assert work.factors_B is not None
         device = gradient.tensors()[0].device
@@ -575,12 +575,14 @@ class Clipping:
             total += gradient.select(start, stop).weighted_total(weights_B[start:stop], dtype)
         return total
 
-    def _sum_with_written(self, work: Work, dtype: torch.dtype, gradient: PerSampleGradient, name: str) -> Tensor:
+    def _sum_with_written(
+        self, work: ClippingWork, dtype: torch.dtype, gradient: PerSampleGradient, name: str
+    ) -> Tensor:
         """The doubtful samples from what was written down, the others as ever; wide, rounded at the end."""
         assert isinstance(gradient, Outer)
         chosen, written = work.written.pop(name)
         if written is None:
-            written = Dense(Outer(gradient.left_BTM[chosen], gradient.right_BTN[chosen]).per_sample())
+            written = ExplicitGradient(Outer(gradient.left_BTM[chosen], gradient.right_BTN[chosen]).per_sample())
         weights_B = work.weights[chosen.device]
         total = written.weighted_total(weights_B[chosen], written.gradients_B.dtype)
         sure = torch.ones(gradient.batch, dtype=torch.bool, device=chosen.device)

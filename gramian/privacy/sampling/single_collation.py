@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import Lone
 
 MOST = 4
@@ -30,7 +30,7 @@ class LastBatch:
     singles: Callable[[], list[Any]]
     """Collates each of its records alone."""
 
-    def samples_alone(self, samples: Samples, among: Collection[int]) -> list[Lone]:
+    def samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[Lone]:
         """Some samples, each alone, as arguments of the model: of different lengths where they differ, the shortest first.
 
         Cost: one record read and collated for each sample of the batch.
@@ -59,7 +59,7 @@ class LastBatch:
         return [one for one in found if one is not None]
 
     def _alone(
-        self, samples: Samples, places: "Mapping[int, _Place | None]", single: "Mapping[Path, Tensor]", row: int
+        self, samples: SampleArguments, places: "Mapping[int, _Place | None]", single: "Mapping[Path, Tensor]", row: int
     ) -> Lone | None:
         """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation).
 

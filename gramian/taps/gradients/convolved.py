@@ -12,7 +12,7 @@ from torch import Tensor
 from gramian.kernels.sums.scaled_rows import scaled_rows
 from gramian.linalg.wide import wide, wide_norms
 from gramian.taps.gradients.directions import Directions
-from gramian.taps.gradients.explicit import Dense
+from gramian.taps.gradients.explicit import ExplicitGradient
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
 from gramian.taps.units import Units
 
@@ -91,9 +91,9 @@ class Convolved(PerSampleGradient):
         """Samples start … stop-1."""
         return Convolved(self.images_BK[start:stop], self.gradients_BK[start:stop], self.geometry)
 
-    def regroup(self, units: Units) -> Dense:
+    def regroup(self, units: Units) -> ExplicitGradient:
         """Rows summed by unit, written out."""
-        return Dense(units.sum_rows(self.per_sample()), self.dtype)
+        return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
     def copy(self) -> "Convolved":
         """Own images and gradients."""

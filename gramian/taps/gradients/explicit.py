@@ -9,7 +9,7 @@ from gramian.taps.gradients.per_sample_gradient import PerSampleGradient, flat
 from gramian.taps.units import Units
 
 
-class Dense(PerSampleGradient):
+class ExplicitGradient(PerSampleGradient):
     """g_i, given. A "token" of such a gradient is the whole sample."""
 
     def __init__(self, gradients_B: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -40,17 +40,17 @@ class Dense(PerSampleGradient):
         """Σ ‖g_i‖."""
         return wide_norms(flat(self.gradients_B)).sum()
 
-    def select(self, start: int, stop: int) -> "Dense":
+    def select(self, start: int, stop: int) -> "ExplicitGradient":
         """Samples start … stop-1."""
-        return Dense(self.gradients_B[start:stop], self.dtype)
+        return ExplicitGradient(self.gradients_B[start:stop], self.dtype)
 
-    def regroup(self, units: Units) -> "Dense":
+    def regroup(self, units: Units) -> "ExplicitGradient":
         """Rows summed by unit."""
-        return Dense(units.sum_rows(self.per_sample()), self.dtype)
+        return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
-    def copy(self) -> "Dense":
+    def copy(self) -> "ExplicitGradient":
         """Own the gradients."""
-        return Dense(self.gradients_B.clone(), self.dtype)
+        return ExplicitGradient(self.gradients_B.clone(), self.dtype)
 
     def tensors(self) -> list[Tensor]:
         """The gradients."""

@@ -13,7 +13,7 @@ from gramian.taps.sites import Site, site_for
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayer:
     """One layer, under the user's name for it."""
 
     name: str
@@ -24,7 +24,7 @@ class Found:
     """{local name: the user's name}; a tied parameter goes by the first name it was found under."""
 
 
-def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
+def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo]]:
     """All layers with a site, the root among them, and every trainable parameter.
 
     Args:
@@ -38,7 +38,7 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
     """
     user_name: dict[int, str] = {}
     explained_by_parent: set[int] = set()
-    layers: list[Found] = []
+    layers: list[FoundLayer] = []
     parameters: dict[str, ParameterInfo] = {}
     for name, module in user_names.named_modules(root):
         if isinstance(module, torch.jit.ScriptModule):
@@ -57,7 +57,8 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
                 )
             if p.is_complex() and p.requires_grad:
                 raise GramianError(
-                    f"{user_names.join(name, local)}: is a complex parameter; expected a real one, and torch.view_as_complex of it"
+                    f"{user_names.join(name, local)}: is a complex parameter; "
+                    "expected a real one, and torch.view_as_complex of it"
                 )
             owned[local] = user_name.setdefault(id(p), user_names.join(name, local))
             if p.requires_grad and site is not None:
@@ -71,7 +72,7 @@ def discover(root: nn.Module) -> tuple[list[Found], dict[str, ParameterInfo]]:
             reason = site.check(module) if any(local_name in parameters for local_name in owned.values()) else None
             if reason is not None:
                 raise GramianError(f"{name or 'model'} ({type(module).__name__}) {reason}")
-        layers.append(Found(name, module, site, owned))
+        layers.append(FoundLayer(name, module, site, owned))
     if not parameters:
         raise GramianError("model: has no trainable parameter; expected at least one with requires_grad=True")
     return layers, parameters

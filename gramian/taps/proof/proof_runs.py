@@ -17,7 +17,7 @@ from gramian.taps.model.preserve_state import Beginning
 from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.proof.row_fingerprint import Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 
 if TYPE_CHECKING:
     from gramian.taps.hub import Hub
@@ -69,14 +69,14 @@ class TappedRun:
         return 64 * eps * sides["input"] * sides["output gradient"] if eps < HALF else 0.0
 
 
-class Runs:
+class ProofRuns:
     """Runs one call of a model on other samples."""
 
     def __init__(
         self,
         hub: "Hub",
         execute: Execute,
-        samples: Samples,
+        samples: SampleArguments,
         seed: int,
         second_axis: SecondAxis = "certain",
         beginning: Beginning | None = None,
@@ -332,7 +332,7 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> S
             found.update(before)
 
 
-def rows_of(output: Tensor, samples: Samples) -> int:
+def rows_of(output: Tensor, samples: SampleArguments) -> int:
     """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
     units = samples.units
     if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:

@@ -29,10 +29,10 @@ from gramian.core.errors import GramianError
 from gramian.taps.audit import AGREES
 from gramian.taps.model.preserve_state import Beginning
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
-from gramian.taps.proof.proof_runs import HALF, SCALE, Execute, Refuted, Runs, SecondAxis, Source, TappedRun
+from gramian.taps.proof.proof_runs import HALF, SCALE, Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
 from gramian.taps.proof.row_fingerprint import Fingerprint
 from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
-from gramian.taps.proof.sample_arguments import Samples, donors
+from gramian.taps.proof.sample_arguments import SampleArguments, donors
 from gramian.taps.proof.single_unit import FindLone, LoneUnit, compare_alone, fits_alone
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Prover:
         self,
         hub: "Hub",
         execute: Execute,
-        samples: Samples,
+        samples: SampleArguments,
         *,
         seed: int = 0,
         lone: FindLone = lambda among: [],
@@ -100,14 +100,14 @@ class Prover:
             samples: the arguments.
             seed: of the numbering, the replacements and the cotangents.
             lone: gives some samples as a loader would collate them alone; none: a slice is taken.
-            second_axis: see `Runs`.
-            beginning: see `Runs`.
+            second_axis: see `ProofRuns`.
+            beginning: see `ProofRuns`.
         """
         root = hub.root()
         assert root is not None
         self._root, self._samples, self._units, self._find_lone = root, samples, samples.units, lone
         self._draw, self._private = random.Random(seed), hub.rule.withholds
-        self.runs = Runs(hub, execute, samples, seed, second_axis, beginning)
+        self.runs = ProofRuns(hub, execute, samples, seed, second_axis, beginning)
         self._repeat: TappedRun | None = None
         self.fits_alone = False
         """True if a sample alone ran with the whole of every input that belongs to nobody."""

@@ -19,8 +19,8 @@ from gramian.taps.model.python_state import graph_tensors
 from gramian.taps.model.run_eagerly import run_eagerly
 from gramian.taps.proof.proof_runs import (
     Execute,
+    ProofRuns,
     Refuted,
-    Runs,
     SecondAxis,
     blamed_on,
     left_in_attributes,
@@ -29,7 +29,7 @@ from gramian.taps.proof.proof_runs import (
 )
 from gramian.taps.proof.prover import Proven, Prover
 from gramian.taps.proof.row_recorder import Recorder
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 from gramian.taps.proof.single_unit import Lone
 from gramian.taps.units import Units
 
@@ -50,7 +50,7 @@ def check_proof(proof: Any, field: str = "proof") -> None:
         raise GramianError(f'{field}: expected "auto", "off" or a number of steps above 0, got {proof!r}')
 
 
-def nobody(samples: Samples, among: Collection[int]) -> list[Lone]:
+def nobody(samples: SampleArguments, among: Collection[int]) -> list[Lone]:
     """No sample alone: no loader is known."""
     return []
 
@@ -63,7 +63,7 @@ class RowProof:
     proven: dict[Any, Proven] = field(default_factory=dict)
     open_batches: int = 0
     """Batches of equal samples, on which nothing could be shown."""
-    lone: Callable[[Samples, Collection[int]], list[Lone]] = nobody
+    lone: Callable[[SampleArguments, Collection[int]], list[Lone]] = nobody
     """Some of these samples, each as the loader collates it alone, where a loader is known."""
     _generators: Generators | None = None
     _stateful: bool = False
@@ -79,7 +79,7 @@ class RowProof:
     _sizes: set[Any] = field(default_factory=set)
     """Sizes of arguments of compiled forwards whose calls are known."""
 
-    def know_loader(self, lone: Callable[[Samples, Collection[int]], list[Lone]]) -> None:
+    def know_loader(self, lone: Callable[[SampleArguments, Collection[int]], list[Lone]]) -> None:
         """A loader can collate samples alone; what was proven without it, or with another one, covers none of its batches."""
         self.lone = lone
         self.proven.clear()
@@ -148,7 +148,7 @@ class RowProof:
         """
         hub, root = self.hub, self.hub.root()
         assert root is not None
-        key, samples, wanted, due, refusal = None, list[Samples](), False, False, None
+        key, samples, wanted, due, refusal = None, list[SampleArguments](), False, False, None
         try:
             if batch > 1:
                 key, samples = self._key(args, kwargs, batch)
@@ -261,24 +261,24 @@ class RowProof:
                 "return or keep it"
             )
 
-    def _calls_of(self, samples: Samples, execute: Execute) -> set[Any]:
+    def _calls_of(self, samples: SampleArguments, execute: Execute) -> set[Any]:
         root = self.hub.root()
         assert root is not None
         with undisturbed(root, samples.leaves):
-            runs = Runs(self.hub, execute, samples, 0)
+            runs = ProofRuns(self.hub, execute, samples, 0)
             try:
                 return set(runs.tapped(runs.everyone).calls)
             except Refuted as failure:
                 refuse(failure)
 
-    def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[Samples]]:
+    def _key(self, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
         root, hub = self.hub.root(), self.hub
         assert root is not None
         given = hub.batch_size is not None
         found = []
         for ids in hub.groupings():
             units = None if ids is None else Units.of(ids, batch)
-            found.append(Samples.of((args, kwargs), batch, given=given, units=units))
+            found.append(SampleArguments.of((args, kwargs), batch, given=given, units=units))
             if hub.tells_samples_apart:
                 found[-1].refuse_layouts()
         autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
@@ -296,7 +296,7 @@ class RowProof:
         )
         return key if key in self.proven else next(covers, key)
 
-    def _lacks(self, key: Any, groupings: Sequence[Samples]) -> bool:
+    def _lacks(self, key: Any, groupings: Sequence[SampleArguments]) -> bool:
         """True if no proof covers a batch: of its structure, of its grouping into units, and of padding.
 
         Where no padding was seen, though a loader is known, samples are collated alone again: those of batches of other sizes,
@@ -316,7 +316,7 @@ class RowProof:
         alone = [samples.of_one(one.arguments).sizes for one in self.lone(samples, range(samples.batch))]
         return bool(alone) if sliced else any(sizes != samples.sizes for sizes in alone)
 
-    def _prove(self, key: Any, groupings: Sequence[Samples], execute: Execute, whole: bool = True) -> None:
+    def _prove(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute, whole: bool = True) -> None:
         """Prove for every grouping of rows into units that somebody asks for.
 
         Raises:
@@ -338,7 +338,7 @@ class RowProof:
                     found = replace(found, unpadded=None if padded else found.unpadded)
                 self.proven[key] = found
 
-    def _attempt(self, samples: Samples, execute: Execute, whole: bool) -> Proven | None:
+    def _attempt(self, samples: SampleArguments, execute: Execute, whole: bool) -> Proven | None:
         """Prove on one batch; where an axis may be B by chance, a second time with it read the other way.
 
         Returns:
@@ -377,7 +377,7 @@ class RowProof:
                 raise
 
     def _of_units(
-        self, found: Proven | None, samples: Samples, execute: Execute, beginning: Beginning
+        self, found: Proven | None, samples: SampleArguments, execute: Execute, beginning: Beginning
     ) -> Proven | None:
         """What was shown holds for these units of several rows alone, unless each row depends on itself. 2⌈log₂ B⌉ + 2 runs."""
         if found is None or samples.partition is None:
@@ -395,14 +395,14 @@ class RowProof:
         return replace(found, partition=partition, runs=found.runs + prover.runs.count)
 
     def _prover(
-        self, samples: Samples, execute: Execute, beginning: Beginning, second_axis: SecondAxis = "certain"
+        self, samples: SampleArguments, execute: Execute, beginning: Beginning, second_axis: SecondAxis = "certain"
     ) -> Prover:
         lone = partial(self.lone, samples)
         return Prover(
             self.hub, execute, samples, seed=self._seed(), lone=lone, second_axis=second_axis, beginning=beginning
         )
 
-    def _run(self, prover: Prover, samples: Samples, whole: bool) -> Proven | None:
+    def _run(self, prover: Prover, samples: SampleArguments, whole: bool) -> Proven | None:
         if whole and not any(samples.rows) and samples.units is None:
             raise Refuted(
                 f"model: no argument has the batch of {samples.batch} as its first axis, so that no sample can be replaced by "
@@ -450,7 +450,7 @@ class RowProof:
             raise Refuted(f"{reason}; expected one row for each sample")
         return replace(found, open_outputs=reasons, runs=prover.runs.count)
 
-    def repeat(self, key: Any, groupings: Sequence[Samples], execute: Execute) -> None:
+    def repeat(self, key: Any, groupings: Sequence[SampleArguments], execute: Execute) -> None:
         """One separating run more, on the batch at hand.
 
         Raises:
@@ -492,8 +492,8 @@ class RowProof:
 class Outputs:
     """The differentiable outputs of a model by kind: rows of samples, single numbers, and whatever else."""
 
-    samples: Samples
-    runs: Runs
+    samples: SampleArguments
+    runs: ProofRuns
     rows: list[int] = field(default_factory=list)
     attributes: list[int] = field(default_factory=list)
     """Rows of samples that the model does not return but leaves in attributes, of which a loss may make nothing."""
@@ -592,7 +592,7 @@ def _hooks(module: nn.Module) -> list[Any]:
     ]
 
 
-def _counts_differ(samples: Samples) -> bool:
+def _counts_differ(samples: SampleArguments) -> bool:
     return any(kind != "values" for _, kind in samples.uneven())
 
 

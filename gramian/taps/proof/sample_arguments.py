@@ -25,7 +25,7 @@ WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleArguments:
     """Arguments, flattened, and the rows that each leaf has for one sample (0: it belongs to no sample)."""
 
     leaves: list[Any]
@@ -37,7 +37,7 @@ class Samples:
     @classmethod
     def of(
         cls, arguments: Any, batch: int, *, given: bool = False, fixed: Sequence[int] = (), units: Units | None = None
-    ) -> "Samples":
+    ) -> "SampleArguments":
         """Find the leaves that carry samples: tensors whose axis 0 is k·B, and lists of B values, targets or tensors.
 
         Args:
@@ -80,7 +80,7 @@ class Samples:
             if t.dim() and t.shape[0] and t.shape[0] % self.batch == 0
         ][:1]
 
-    def of_one(self, arguments: Any) -> "Samples":
+    def of_one(self, arguments: Any) -> "SampleArguments":
         """Arguments of the same structure, with one sample."""
         return replace(self, leaves=self.spec.flatten_up_to(arguments), batch=1, units=None)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.taps.proof.proof_runs import Refuted, Runs, TappedRun
+from gramian.taps.proof.proof_runs import ProofRuns, Refuted, TappedRun
 from gramian.taps.proof.row_recorder import Sketch, disagreement, sketches_of
-from gramian.taps.proof.sample_arguments import Samples
+from gramian.taps.proof.sample_arguments import SampleArguments
 
 ALONE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Largest relative difference between a unit's gradient in a batch and alone, by dtype."""
@@ -47,7 +47,7 @@ class LoneUnit:
 
 
 def compare_alone(
-    runs: Runs, samples: Samples, base: TappedRun, units: Sequence[LoneUnit], chosen: Sequence[int]
+    runs: ProofRuns, samples: SampleArguments, base: TappedRun, units: Sequence[LoneUnit], chosen: Sequence[int]
 ) -> str:
     """Compare the gradients of units in the batch with autograd's for each of them alone.
 
@@ -100,7 +100,12 @@ def compare_alone(
 
 
 def _gradients_alone(
-    runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int], regions: dict[int, Region], copies: int
+    runs: ProofRuns,
+    samples: SampleArguments,
+    unit: LoneUnit,
+    chosen: Sequence[int],
+    regions: dict[int, Region],
+    copies: int,
 ) -> dict[str, Tensor | None] | str:
     """Autograd's gradients for a unit alone, or beside copies of itself that get no cotangent; in words, why there are none."""
     try:
@@ -115,7 +120,7 @@ def _gradients_alone(
     return "outputs of another shape" if gradients is None else gradients
 
 
-def _arguments(samples: Samples, unit: LoneUnit, copies: int) -> Any:
+def _arguments(samples: SampleArguments, unit: LoneUnit, copies: int) -> Any:
     if unit.collated is None:
         return samples.take(unit.rows * copies)
     if copies == 1:
@@ -123,7 +128,7 @@ def _arguments(samples: Samples, unit: LoneUnit, copies: int) -> Any:
     return samples.of_one(unit.collated.arguments).take([0] * copies)
 
 
-def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[int]) -> bool:
+def fits_alone(runs: ProofRuns, samples: SampleArguments, unit: LoneUnit, chosen: Sequence[int]) -> bool:
     """True if the model runs on a unit alone and returns its part of every output; values are not compared. One run."""
     arguments = samples.take(unit.rows) if unit.collated is None else unit.collated.arguments
     try:
@@ -135,7 +140,7 @@ def fits_alone(runs: Runs, samples: Samples, unit: LoneUnit, chosen: Sequence[in
 
 
 def _cotangents(
-    runs: Runs,
+    runs: ProofRuns,
     batch: int,
     unit: LoneUnit,
     chosen: Sequence[int],
@@ -182,7 +187,7 @@ def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: Lone | N
     return tuple(found)
 
 
-def _narrow(runs: Runs, number: int, rows: list[int], region: Region, batch: int) -> bool:
+def _narrow(runs: ProofRuns, number: int, rows: list[int], region: Region, batch: int) -> bool:
     """Let a unit's cotangent vanish outside of a region; True if that changes it."""
     whole = runs.cotangents[number]
     assert whole is not None

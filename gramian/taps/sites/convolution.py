@@ -12,7 +12,7 @@ from gramian.core.errors import GramianError
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.sites.linear import autocast
-from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, trains
+from gramian.taps.sites.site import LayerForm, Sides, Site, by_sample, first_tensor, trains
 from gramian.taps.sites.site_registry import register_site
 
 
@@ -49,12 +49,12 @@ class Convolution(Site):
             found["bias"] = Summed(g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2]))
         return found
 
-    def form(self, module: nn.Module) -> Form | None:
+    def form(self, module: nn.Module) -> LayerForm | None:
         """A linear layer on patches; with several groups it is several, and none as a whole."""
         assert isinstance(module, _ConvNd)
         if module.groups > 1:
             return None
-        return Form("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
+        return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
 
     def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Every patch is a token: [B, positions, channels·kernel]."""

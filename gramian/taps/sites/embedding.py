@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.taps.gradients import Indexed, PerSampleGradient
 from gramian.taps.sites.generic import Generic
-from gramian.taps.sites.site import Form, Sides, Site, by_sample, first_tensor, tokens
+from gramian.taps.sites.site import LayerForm, Sides, Site, by_sample, first_tensor, tokens
 from gramian.taps.sites.site_registry import register_site
 
 
@@ -53,10 +53,10 @@ class Embedding(Site):
             rows_BTD = rows_BTD * (index_BT != module.padding_idx)[..., None]
         return {"weight": Indexed(index_BT, rows_BTD, module.num_embeddings)}
 
-    def form(self, module: nn.Module) -> Form:
+    def form(self, module: nn.Module) -> LayerForm:
         """A linear layer whose inputs are one-hot."""
         assert isinstance(module, nn.Embedding)
-        return Form("table", module.num_embeddings, module.embedding_dim)
+        return LayerForm("table", module.num_embeddings, module.embedding_dim)
 
     def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Indices and output gradients; the padding index is no token."""

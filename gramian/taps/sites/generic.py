@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.plan.norm_algorithm import samples_per_chunk
-from gramian.taps.gradients import Dense, PerSampleGradient
+from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.model.python_state import PythonState
 from gramian.taps.sites.site import Site, observed
 
@@ -164,7 +164,7 @@ class Generic(Site):
         inputs, digests = kept[: len(call.places)], kept[len(call.places) :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
-            return {name: Dense(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
+            return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
         arguments = [call.names[i] for i in call.places]
         failure: GramianError | None = None
         for layouts in self.input_layouts(arguments, inputs, call.output_rows, batch):
@@ -176,7 +176,7 @@ class Generic(Site):
             dtypes = [t.dtype for t in (*inputs, *output_gradients, *trained.values()) if t.is_floating_point()]
             _, dtype, enabled = call.autocast
             narrowest = min([*dtypes, *([dtype] if enabled else [])], key=lambda dtype: dtype.itemsize)
-            return {name: Dense(gradients[name].detach(), narrowest) for name in trained}
+            return {name: ExplicitGradient(gradients[name].detach(), narrowest) for name in trained}
         assert failure is not None
         raise failure
 

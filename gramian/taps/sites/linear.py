@@ -11,7 +11,7 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.parallel.tensor_parallel import whole
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
-from gramian.taps.sites.site import Form, Sides, Site, first_tensor, tokens, trains
+from gramian.taps.sites.site import LayerForm, Sides, Site, first_tensor, tokens, trains
 from gramian.taps.sites.site_registry import register_site
 
 
@@ -52,10 +52,10 @@ class Linear(Site):
             found["bias"] = Summed(g_BTO)
         return found
 
-    def form(self, module: nn.Module) -> Form:
+    def form(self, module: nn.Module) -> LayerForm:
         """The weight as it is stored."""
         first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
-        return Form("in_out", first, second) if self.transposed else Form("out_in", second, first)
+        return LayerForm("in_out", first, second) if self.transposed else LayerForm("out_in", second, first)
 
     def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Input and output gradient."""

@@ -13,7 +13,7 @@ from gramian.taps.gradients import PerSampleGradient
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerForm:
     """How a layer's weight is one matrix [out, in] between the tokens that come in and those that go out."""
 
     layout: Literal["out_in", "in_out", "kernel", "table"]
@@ -90,7 +90,7 @@ class Site:
         """
         raise NotImplementedError
 
-    def form(self, module: nn.Module) -> Form | None:
+    def form(self, module: nn.Module) -> LayerForm | None:
         """The layer as one matrix, if it is one: K-FAC then has factors for it. None: it is no such layer."""
         return None
 

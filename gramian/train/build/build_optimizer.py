@@ -12,7 +12,7 @@ from gramian.core.errors import GramianError
 from gramian.train.config import config
 
 
-def build_optimizer(model: nn.Module, options: config.Optimizer, device: torch.device) -> Optimizer:
+def build_optimizer(model: nn.Module, options: config.OptimizerSection, device: torch.device) -> Optimizer:
     """AdamW or SGD over the model's trainable parameters.
 
     Args:

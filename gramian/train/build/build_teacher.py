@@ -27,7 +27,7 @@ from gramian.distill.teaching import Teaching
 from gramian.models.gpt import GPT
 from gramian.models.huggingface import load_huggingface
 from gramian.parallel.world import World
-from gramian.train.config.config import Config, Teacher
+from gramian.train.config.config import Config, TeacherSection
 from gramian.train.loop.precision import Numbers
 from gramian.train.state.saved_run import find_checkpoint, is_run, load_run
 
@@ -208,7 +208,7 @@ def _check_tokenizer(name: str, path: str, training: Windows) -> None:
         raise GramianError(f"data.tokenizer: is not that of {path}; expected the teacher's")
 
 
-def teacher_layers(told: Teacher) -> tuple[int, ...]:
+def teacher_layers(told: TeacherSection) -> tuple[int, ...]:
     """Layers of the teacher that features are held to."""
     return tuple(pair[1] for pair in told.feature_pairs)
 

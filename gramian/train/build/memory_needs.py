@@ -14,7 +14,7 @@ from gramian.models.huggingface import reading
 from gramian.plan import transformer_memory
 from gramian.plan.transformer_memory import Kind, Needs, Transformer, gpt
 from gramian.train.build.build_model import build_model
-from gramian.train.config.config import Config, Data, Teacher, load_config
+from gramian.train.config.config import Config, DataSection, TeacherSection, load_config
 from gramian.train.state.saved_run import is_run
 
 # Activations that a library computes in pieces, each of which keeps a tensor.
@@ -67,7 +67,7 @@ def shape_of(config: Config, vocabulary: int) -> Transformer:
     return replace(shape, heads=1, positions=0, counted=count, parameter_shapes=shapes, kept=GOOSE_KEPT[model.spikes])
 
 
-def teacher_of(told: Teacher, precision: Kind) -> transformer_memory.Teacher | None:
+def teacher_of(told: TeacherSection, precision: Kind) -> transformer_memory.TeacherShape | None:
     """What a live teacher holds beside the student; None: it is read from a cache.
 
     Raises:
@@ -77,12 +77,12 @@ def teacher_of(told: Teacher, precision: Kind) -> transformer_memory.Teacher | N
         return None
     itemsize = transformer_memory.STORED[precision]
     if not is_run(told.path):
-        return transformer_memory.Teacher(huggingface_shape(told.path, "teacher.path"), itemsize)
+        return transformer_memory.TeacherShape(huggingface_shape(told.path, "teacher.path"), itemsize)
     config = load_config(Path(told.path) / "config.toml")
-    return transformer_memory.Teacher(shape_of(config, vocabulary_of(config.data)), itemsize)
+    return transformer_memory.TeacherShape(shape_of(config, vocabulary_of(config.data)), itemsize)
 
 
-def vocabulary_of(data: Data) -> int:
+def vocabulary_of(data: DataSection) -> int:
     """Of the data that a config names; no text and no token is read.
 
     Raises:

@@ -30,7 +30,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSection:
     """Where a run lives and how long it is."""
 
     folder: str = "runs/run"
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSection:
     """The reference GPT, Goose, or a Hugging Face causal language model from a folder."""
 
     kind: Literal["gpt", "goose", "huggingface"] = "gpt"
@@ -67,7 +67,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSection:
     """What is read, and how it is cut into windows."""
 
     source: Literal["embedded", "text", "jsonl", "tokens"] = "embedded"
@@ -98,7 +98,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerSection:
     """The step."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
@@ -114,7 +114,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleSection:
     """The learning rate over the steps."""
 
     kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
@@ -126,7 +126,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionSection:
     """In which numbers is computed."""
 
     kind: Literal["auto", "bf16", "fp16", "fp32", "fp64", "fp8"] = "auto"
@@ -136,14 +136,14 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileSection:
     """`torch.compile`."""
 
     mode: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelSection:
     """How several processes share the work, and what they recompute."""
 
     strategy: Literal["auto", "ddp", "fsdp2"] = "auto"
@@ -152,7 +152,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointSection:
     """The state in memory and on disk."""
 
     snapshot_every: Count = 20
@@ -166,7 +166,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GuardSection:
     """What counts as a fault, and what is done about it."""
 
     on: bool = True
@@ -190,7 +190,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Eval:
+class EvalSection:
     """Validation."""
 
     every: Count | Literal["auto"] = 300
@@ -203,7 +203,7 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Kfac:
+class KFACSection:
     """Natural gradients: options of `KFACNaturalGradient` and of the step."""
 
     update_freq: Count = 10
@@ -224,7 +224,7 @@ class Kfac:
 
 
 @dataclass(frozen=True)
-class Privacy:
+class PrivacySection:
     """DP-SGD: options of `PrivacyEngine`. The unit of privacy is one window."""
 
     noise_multiplier: NotNegative | None = None
@@ -244,7 +244,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherSection:
     """Distillation: whose signal, how it is read, and the loss."""
 
     path: str = ""
@@ -303,7 +303,7 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class Doctor:
+class DoctorSection:
     """The checks before a run."""
 
     overfit_steps: Count = 200
@@ -314,21 +314,21 @@ class Doctor:
 class Config:
     """All sections."""
 
-    run: Run = dataclasses.field(default_factory=Run)
-    model: Model = dataclasses.field(default_factory=Model)
-    data: Data = dataclasses.field(default_factory=Data)
-    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
-    schedule: Schedule = dataclasses.field(default_factory=Schedule)
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    compile: Compile = dataclasses.field(default_factory=Compile)
-    parallel: Parallel = dataclasses.field(default_factory=Parallel)
-    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
-    guard: Guard = dataclasses.field(default_factory=Guard)
-    eval: Eval = dataclasses.field(default_factory=Eval)
-    doctor: Doctor = dataclasses.field(default_factory=Doctor)
-    kfac: Kfac | None = None
-    privacy: Privacy | None = None
-    teacher: Teacher | None = None
+    run: RunSection = dataclasses.field(default_factory=RunSection)
+    model: ModelSection = dataclasses.field(default_factory=ModelSection)
+    data: DataSection = dataclasses.field(default_factory=DataSection)
+    optimizer: OptimizerSection = dataclasses.field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = dataclasses.field(default_factory=ScheduleSection)
+    precision: PrecisionSection = dataclasses.field(default_factory=PrecisionSection)
+    compile: CompileSection = dataclasses.field(default_factory=CompileSection)
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
+    checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    guard: GuardSection = dataclasses.field(default_factory=GuardSection)
+    eval: EvalSection = dataclasses.field(default_factory=EvalSection)
+    doctor: DoctorSection = dataclasses.field(default_factory=DoctorSection)
+    kfac: KFACSection | None = None
+    privacy: PrivacySection | None = None
+    teacher: TeacherSection | None = None
 
     def __post_init__(self) -> None:
         """Refuse what single fields cannot know.
@@ -391,7 +391,7 @@ class Config:
         if self.teacher is not None:
             self._check_teacher(self.teacher)
 
-    def _check_teacher(self, teacher: Teacher) -> None:
+    def _check_teacher(self, teacher: TeacherSection) -> None:
         for section in ("kfac", "privacy"):
             if getattr(self, section) is not None:
                 raise GramianError(
@@ -512,13 +512,14 @@ def parse_config(told: Mapping[str, Any]) -> Config:
 
 
 SECTIONS: dict[str, type] = {
-    "run": Run, "model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "precision": Precision,
-    "compile": Compile, "parallel": Parallel, "checkpoint": Checkpoint, "guard": Guard, "eval": Eval, "doctor": Doctor,
-    "kfac": Kfac, "privacy": Privacy, "teacher": Teacher,
+    "run": RunSection, "model": ModelSection, "data": DataSection, "optimizer": OptimizerSection,
+    "schedule": ScheduleSection, "precision": PrecisionSection, "compile": CompileSection, "parallel": ParallelSection,
+    "checkpoint": CheckpointSection, "guard": GuardSection, "eval": EvalSection, "doctor": DoctorSection,
+    "kfac": KFACSection, "privacy": PrivacySection, "teacher": TeacherSection,
 }  # fmt: skip
 
 
-def _tokenizer(model: Model, data: Data) -> str:
+def _tokenizer(model: ModelSection, data: DataSection) -> str:
     """What "auto" means: the text of a Hugging Face model is never cut into bytes unless the config says so.
 
     Raises:

@@ -4,11 +4,11 @@ from gramian.core.errors import GramianError
 from gramian.data import Windows, load_tokenizer, read_documents
 from gramian.data.data_sanity import Finding, look_at_documents, look_at_files, look_at_windows
 from gramian.data.load_windows import cut
-from gramian.train.config.config import Data
+from gramian.train.config.config import DataSection
 from gramian.train.doctor.check import Check
 
 
-def look_at_data(data: Data) -> tuple[list[Check], Windows | None]:
+def look_at_data(data: DataSection) -> tuple[list[Check], Windows | None]:
     """Findings, and the windows to train on; None: the files are cut off so that they cannot be read.
 
     Raises:

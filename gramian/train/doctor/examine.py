@@ -22,7 +22,7 @@ from gramian.train.doctor import section_checks, teacher_checks
 from gramian.train.doctor.causality import causality
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.data_findings import look_at_data
-from gramian.train.doctor.examined_run import Subject, rows_of
+from gramian.train.doctor.examined_run import ExaminedRun, rows_of
 from gramian.train.doctor.gradient_check import gradients
 from gramian.train.doctor.graph_breaks import compiled
 from gramian.train.doctor.initial_loss import initial_loss, targets
@@ -73,7 +73,7 @@ def examine(
         if windows is None:
             return checks
         make = make or partial(build_model, config, windows.vocabulary)
-        subject = Subject(config, numbers_for(config.precision, device), World(0, 1, device, "one"), windows, make)
+        subject = ExaminedRun(config, numbers_for(config.precision, device), World(0, 1, device, "one"), windows, make)
         try:
             for name, stage in _stages(subject, progress):
                 progress.next(name)
@@ -106,7 +106,7 @@ def _refuse_missing(config: Config) -> None:
         find_files(config.kfac.public_files, source, "kfac.public_files")
 
 
-def _stages(subject: Subject, progress: "_Progress") -> Iterator[tuple[str, Callable[[], Found]]]:
+def _stages(subject: ExaminedRun, progress: "_Progress") -> Iterator[tuple[str, Callable[[], Found]]]:
     """Checks by name, cheapest first. They share a model, in an order: initial weights, then a few steps, then many."""
     config, numbers, vocabulary = subject.config, subject.numbers, subject.windows.vocabulary
     yield "memory", partial(memory, config, vocabulary, numbers)

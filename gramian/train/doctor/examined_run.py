@@ -23,7 +23,7 @@ ROWS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ExaminedRun:
     """A config and what its run is made of."""
 
     config: Config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gramian.train.config.config import Compile
+from gramian.train.config.config import CompileSection
 from gramian.train.doctor.check import Check
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.precision import Numbers
@@ -48,7 +48,7 @@ class Break:
         return f"{self.file}:{self.line}: {self.reason}; {self.fix}"
 
 
-def compiled(options: Compile, model: nn.Module, rows: dict[str, Tensor], numbers: Numbers) -> Check:
+def compiled(options: CompileSection, model: nn.Module, rows: dict[str, Tensor], numbers: Numbers) -> Check:
     """Breaks of a model's graph, where a run compiles it; else none are looked for, because none will be there.
 
     Args:

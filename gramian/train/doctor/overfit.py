@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import Subject
-from gramian.train.loop.deferred_metrics import Attempt, Late
+from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt
 
 ENOUGH = 0.1
 """Nats per token that are learnt by heart."""
@@ -33,7 +33,7 @@ class _Try:
     """Not all steps were taken: it was too slow."""
 
 
-def overfit(subject: Subject, on_step: Callable[[str], None] = lambda told: None) -> Check:
+def overfit(subject: ExaminedRun, on_step: Callable[[str], None] = lambda told: None) -> Check:
     """Train on the same few windows at a constant rate, until the loss is below 0.1 nat.
 
     Fresh models, and the config's optimizer, natural gradients and clipping; no dropout, weight decay, warm-up nor [privacy],
@@ -66,16 +66,16 @@ def overfit(subject: Subject, on_step: Callable[[str], None] = lambda told: None
     return Check("overfit", _told(best), f"{ENOUGH:g} nat, {steps} steps", ok, hint, best.loss)
 
 
-def _learn(subject: Subject, rate: float, may_leave: bool, on_step: Callable[[str], None]) -> _Try:
+def _learn(subject: ExaminedRun, rate: float, may_leave: bool, on_step: Callable[[str], None]) -> _Try:
     steps, batch = subject.config.doctor.overfit_steps, subject.batch(subject.config.doctor.overfit_windows)
-    stepper, late = subject.stepper(subject.model(), rate, natural=True), Late()
+    stepper, late = subject.stepper(subject.model(), rate, natural=True), DeferredMetrics()
     if stepper.kfac is None:
         stepper.max_norm = stepper.max_norm or MAX_NORM
     first = lowest = math.inf
     reached = 0
     for step in range(steps + 1):
         taken = stepper.take(batch, rate)
-        late.add(Attempt(step, step, 0, rate, taken.stepped, None), taken.values)
+        late.add(StepAttempt(step, step, 0, rate, taken.stepped, None), taken.values)
         loss = late.read(wait=True)[-1].loss
         first = loss if step == 0 else first
         if loss < lowest:

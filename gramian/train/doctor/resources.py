@@ -17,7 +17,7 @@ from gramian.train.build.run_parts import build_kfac
 from gramian.train.build.snapshot_budget import plan_snapshots
 from gramian.train.config.config import Config
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import Subject
+from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.precision import Numbers
 from gramian.train.loop.stepper import Stepper
 
@@ -69,7 +69,7 @@ def host_memory(config: Config, numbers: Numbers, model: nn.Module) -> Check:
     return Check("host memory", megabytes(plan.host), megabytes(plan.usable or 0), True, hint, plan.host)
 
 
-def duration(subject: Subject, stepper: Stepper) -> Check:
+def duration(subject: ExaminedRun, stepper: Stepper) -> Check:
     """Seconds of a step and of the run. Four steps at most, of two micro-batches at most.
 
     Args:
@@ -94,7 +94,7 @@ def duration(subject: Subject, stepper: Stepper) -> Check:
     return Check("time", measured, "-", True, hint, step)
 
 
-def _now(subject: Subject) -> float:
+def _now(subject: ExaminedRun) -> float:
     if subject.world.device.type == "cuda":
         torch.cuda.synchronize(subject.world.device)
     return time.perf_counter()

@@ -7,7 +7,7 @@ from gramian.core.errors import GramianError
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.build.run_parts import build_kfac
 from gramian.train.doctor.check import Check, named
-from gramian.train.doctor.examined_run import Subject, rows_of
+from gramian.train.doctor.examined_run import ExaminedRun, rows_of
 from gramian.train.loop.objective import Objective
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.train.loop.public_curvature import PublicCurvature
@@ -17,7 +17,7 @@ FEW = 4
 """Windows that are enough."""
 
 
-def privacy(subject: Subject) -> list[Check]:
+def privacy(subject: ExaminedRun) -> list[Check]:
     """Rows of every window depend on that window alone, and so does its loss: each has a gradient of its own to clip.
 
     A private copy of the model; nothing is released, no draw is made and no key is kept. Cost: a row proof on as many windows
@@ -34,7 +34,7 @@ def privacy(subject: Subject) -> list[Check]:
     return [_row_proof(subject, stepper), _private_windows(subject, stepper)]
 
 
-def _row_proof(subject: Subject, stepper: PrivateStepper) -> Check:
+def _row_proof(subject: ExaminedRun, stepper: PrivateStepper) -> Check:
     """The proof that runs before the first step, on the first windows in the run's order."""
     try:
         stepper.loss(stepper.module, rows_of(subject.batch(subject.room)))
@@ -48,7 +48,7 @@ def _row_proof(subject: Subject, stepper: PrivateStepper) -> Check:
     return Check("row proof", f"proven, {runs} runs of {subject.room} windows", "proven", True)
 
 
-def _private_windows(subject: Subject, stepper: PrivateStepper) -> Check:
+def _private_windows(subject: ExaminedRun, stepper: PrivateStepper) -> Check:
     try:
         stepper.engine.check_independence(lambda model, rows: stepper.loss(model, rows)[0], rows_of(subject.batch(FEW)))
     except GramianError as problem:
@@ -56,7 +56,7 @@ def _private_windows(subject: Subject, stepper: PrivateStepper) -> Check:
     return Check("private windows", "independent", "independent", True)
 
 
-def kfac(subject: Subject) -> Check:
+def kfac(subject: ExaminedRun) -> Check:
     """Curvature of every trained parameter comes from one batch, of public data beside [privacy]. One backward."""
     config, numbers, world, module = subject.config, subject.numbers, subject.world, Objective(subject.model())
     found = build_kfac(config)

@@ -14,15 +14,15 @@ from gramian.distill.distill_objective import TOLD, DistillObjective, LossOption
 from gramian.distill.loss.loss_metrics import SUMS, metrics_of
 from gramian.distill.teacher.language_model import linear_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teacher.signal import Dense
+from gramian.distill.teacher.signal import DenseSignal
 from gramian.distill.teaching import Teaching
-from gramian.models.goose.goose_layers import Memory
+from gramian.models.goose.goose_layers import LeakyMemory
 from gramian.models.goose.scan import sequential_scan
 from gramian.privacy.clipping.clipping_plan import megabytes
 from gramian.train.build import build_teacher
 from gramian.train.build.build_teacher import vocabulary_of
 from gramian.train.doctor.check import Check, named
-from gramian.train.doctor.examined_run import Subject
+from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import IGNORED, logits_of
 from gramian.train.loop.stepper import evaluating
 
@@ -34,7 +34,7 @@ SCAN = 1e-4
 """Relative, of float32 states."""
 
 
-def teacher(subject: Subject) -> list[Check]:
+def teacher(subject: ExaminedRun) -> list[Check]:
     """The teacher itself, its cache, and the first loss of a student.
 
     One forward of a few windows by teacher and student, a backward where there are features, and 8 windows of the cache.
@@ -78,7 +78,7 @@ def files(cache: Cache) -> Check:
     return Check("cache files", f"{count} files, {megabytes(size)}", "checksums", True, value=float(count))
 
 
-def cached(subject: Subject, cache: Cache) -> Check:
+def cached(subject: ExaminedRun, cache: Cache) -> Check:
     """Random rows of the cache are what the teacher says now."""
     config = subject.config
     assert config.teacher is not None
@@ -92,7 +92,7 @@ def cached(subject: Subject, cache: Cache) -> Check:
     return Check("cache = teacher", told, bound, found.holds(), hint, max(found.worst.values(), default=0.0))
 
 
-def initial_distance(subject: Subject, objective: DistillObjective, teaching: Teaching, loaded: bool) -> Check:
+def initial_distance(subject: ExaminedRun, objective: DistillObjective, teaching: Teaching, loaded: bool) -> Check:
     """T² KL(p‖q) of a student that knows nothing is T² (ln V − H(p)) + ½ Var(z), of its logits z; a loaded one is below.
 
     V are the ids that both know, over which the loss compares them. The left side is what the loss adds up; on the right a
@@ -138,7 +138,7 @@ class _FirstLoss:
     temperature: float
 
 
-def _first_loss(subject: Subject, objective: DistillObjective, teaching: Teaching) -> _FirstLoss:
+def _first_loss(subject: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> _FirstLoss:
     batch = subject.batch(ROWS)
     common = min(vocabulary_of(teaching.source), linear_of(objective.model).weight.shape[0])
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=subject.world.device)
@@ -154,7 +154,7 @@ def _first_loss(subject: Subject, objective: DistillObjective, teaching: Teachin
             sums += told[1 : 1 + len(SUMS)]
             logits_BTV = logits_of(objective.model, micro["tokens"], micro.get("documents"))[..., :common]
             variances.append(logits_BTV.double().var(-1).mean())
-            if isinstance(signal := arguments["signal"], Dense):
+            if isinstance(signal := arguments["signal"], DenseSignal):
                 told_BTV = _teacher_logits(teaching.source, signal, micro)[..., :common]
                 log_p_BTV = (told_BTV.double() / at).log_softmax(-1)
                 entropies.append(-(log_p_BTV.exp() * log_p_BTV).sum(-1)[micro["targets"] != IGNORED])
@@ -162,14 +162,14 @@ def _first_loss(subject: Subject, objective: DistillObjective, teaching: Teachin
     return _FirstLoss(total, sums, float(torch.stack(variances).mean()), entropy, common, at)
 
 
-def _teacher_logits(source: LiveTeacher | Cache, signal: Dense, micro: Mapping[str, Tensor]) -> Tensor:
+def _teacher_logits(source: LiveTeacher | Cache, signal: DenseSignal, micro: Mapping[str, Tensor]) -> Tensor:
     """As the teacher's model makes them, or of a cache what its head makes of what was stored."""
     if isinstance(source, LiveTeacher):
         return logits_of(source.model, micro["tokens"], micro.get("documents"))
     return signal.head.logits(signal.hidden_BTD)
 
 
-def features(subject: Subject, objective: DistillObjective, teaching: Teaching) -> Check:
+def features(subject: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> Check:
     """The loss on features reaches the student: alone, without the losses on logits, it has a gradient there."""
     micro = subject.batch(ROWS).micro[0]
     alone = DistillObjective(objective.model, LossOptions(kd_weight=0.0, ce_weight=0.0), objective.features)
@@ -186,9 +186,9 @@ def features(subject: Subject, objective: DistillObjective, teaching: Teaching) 
     return Check("feature gradient", f"{norm:.3g} at distance {distance:.3g}", "> 0", fine, hint, norm)
 
 
-def scan(subject: Subject, model: nn.Module) -> Check:
+def scan(subject: ExaminedRun, model: nn.Module) -> Check:
     """Goose's memories, computed in chunks, are what one token after the other gives; on its own inputs, in float64."""
-    memories = {name: module for name, module in model.named_modules() if isinstance(module, Memory)}
+    memories = {name: module for name, module in model.named_modules() if isinstance(module, LeakyMemory)}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> "torch.utils.hooks.RemovableHandle":

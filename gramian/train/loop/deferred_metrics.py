@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StepAttempt:
     """One optimizer step that was tried."""
 
     number: int
@@ -27,10 +27,10 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What came of it."""
 
-    attempt: Attempt
+    attempt: StepAttempt
     loss: float
     """Mean per token, in nats."""
     grad_norm: float
@@ -40,7 +40,7 @@ class Outcome:
     """What else was told, by name."""
 
 
-class Late:
+class DeferredMetrics:
     """Values on their way to the host, in order.
 
     Args:
@@ -49,9 +49,9 @@ class Late:
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
-        self._waiting: deque[tuple[Attempt, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[StepAttempt, Tensor, torch.cuda.Event | None]] = deque()
 
-    def add(self, attempt: Attempt, values: Tensor) -> None:
+    def add(self, attempt: StepAttempt, values: Tensor) -> None:
         """Start the copy."""
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -62,7 +62,7 @@ class Late:
         else:
             self._waiting.append((attempt, values.detach().clone(), None))
 
-    def read(self, wait: bool) -> list[Outcome]:
+    def read(self, wait: bool) -> list[StepOutcome]:
         """What has arrived: on a GPU all but the newest, which nobody waits for unless told to."""
         found = []
         while self._waiting and (wait or len(self._waiting) > 1 or self._waiting[0][2] is None):
@@ -71,7 +71,7 @@ class Late:
                 event.synchronize()
             nats, flags, tokens, norm, *rest = host.tolist()
             extra = dict(zip(self._names, rest, strict=True))
-            found.append(Outcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0, extra))
+            found.append(StepOutcome(attempt, nats / max(1.0, tokens), norm, int(tokens), flags > 0, extra))
         return found
 
     def clear(self) -> None:

@@ -121,7 +121,7 @@ class Guard:
         options: thresholds; with `on = false` every step is fine.
     """
 
-    def __init__(self, options: config.Guard) -> None:
+    def __init__(self, options: config.GuardSection) -> None:
         self.options = options
         self._sound: list[_Sound] = []
         self._recent: list[tuple[int, bool]] = []

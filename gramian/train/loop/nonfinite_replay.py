@@ -31,7 +31,7 @@ LOSS = "(loss)"
 
 
 @dataclass(frozen=True)
-class Found:
+class NonfiniteSource:
     """The first tensor that is not finite."""
 
     name: str
@@ -52,7 +52,7 @@ class Found:
         return f"{self.name}: {self.where}, {self.count:,} elements of {self.tensor} ({shape}) not finite{cause}"
 
 
-def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> Found | None:
+def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> NonfiniteSource | None:
     """Replay a batch and name the first module or parameter that is not finite.
 
     Args:
@@ -75,7 +75,7 @@ class _Watch:
     """Hooks on every module, until closed."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.found: Found | None = None
+        self.found: NonfiniteSource | None = None
         self._names = {module: name or ROOT for name, module in model.named_modules()}
         self._running: list[tuple[str, bool]] = []
         """Modules whose forward has begun, outermost first, and whether what they were given is finite."""
@@ -118,7 +118,7 @@ class _Watch:
                 own = {key: parameter for key, parameter in module.named_parameters(recurse=False) if _count(parameter)}
                 prefix = "" if name == ROOT else f"{name}."
                 names = tuple(f"{prefix}{key}" for key in own)
-                self.found = Found(name, "forward", "its output", tuple(tensor.shape), count, names)
+                self.found = NonfiniteSource(name, "forward", "its output", tuple(tensor.shape), count, names)
             if tensor.requires_grad:
                 self._blame(tensor, caller, f"the gradient of {name}'s output")
 
@@ -133,19 +133,19 @@ class _Watch:
         def arrived(grad: Tensor) -> None:
             count = _count(grad) if self.found is None else 0
             if count:
-                self.found = Found(blamed[0], "backward", blamed[1], tuple(grad.shape), count)
+                self.found = NonfiniteSource(blamed[0], "backward", blamed[1], tuple(grad.shape), count)
 
         self._handles.append(tensor.register_hook(arrived))
 
 
-def _parameters(model: nn.Module) -> Iterator[Found]:
+def _parameters(model: nn.Module) -> Iterator[NonfiniteSource]:
     """Parameters that are not finite, then gradients."""
     for name, parameter in model.named_parameters():
         if count := _count(parameter):
-            yield Found(name, "parameter", "its value", tuple(parameter.shape), count)
+            yield NonfiniteSource(name, "parameter", "its value", tuple(parameter.shape), count)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and (count := _count(parameter.grad)):
-            yield Found(name, "parameter", "its gradient", tuple(parameter.shape), count)
+            yield NonfiniteSource(name, "parameter", "its gradient", tuple(parameter.shape), count)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

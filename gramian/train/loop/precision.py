@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from gramian.core.errors import GramianError
-from gramian.train.config.config import Precision
+from gramian.train.config.config import PrecisionSection
 
 AMPERE = (8, 0)
 
@@ -46,7 +46,9 @@ class Numbers:
         return torch.amp.GradScaler(self.device) if self.scales else None
 
 
-def numbers_for(precision: Precision, device: torch.device, capability: tuple[int, int] | None = None) -> Numbers:
+def numbers_for(
+    precision: PrecisionSection, device: torch.device, capability: tuple[int, int] | None = None
+) -> Numbers:
     """What a config's precision means here.
 
     Args:
@@ -66,7 +68,7 @@ def numbers_for(precision: Precision, device: torch.device, capability: tuple[in
     return Numbers(kind, device.type)
 
 
-def set_globals(precision: Precision, deterministic: bool) -> None:
+def set_globals(precision: PrecisionSection, deterministic: bool) -> None:
     """TF32 and deterministic kernels: set for the process, explicitly, whatever they were."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32

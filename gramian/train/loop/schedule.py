@@ -11,10 +11,10 @@ The last step has exactly f, except under "constant".
 
 import math
 
-from gramian.train.config.config import Optimizer, Schedule
+from gramian.train.config.config import OptimizerSection, ScheduleSection
 
 
-def learning_rate(step: int, steps: int, schedule: Schedule, optimizer: Optimizer) -> float:
+def learning_rate(step: int, steps: int, schedule: ScheduleSection, optimizer: OptimizerSection) -> float:
     """Of one step.
 
     Args:
@@ -42,6 +42,6 @@ def learning_rate(step: int, steps: int, schedule: Schedule, optimizer: Optimize
     return peak + (floor - peak) * progress
 
 
-def decay_steps(steps: int, schedule: Schedule) -> int:
+def decay_steps(steps: int, schedule: ScheduleSection) -> int:
     """Steps in which "wsd" goes down."""
     return schedule.decay or max(1, steps // 5)

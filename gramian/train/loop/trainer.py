@@ -22,7 +22,7 @@ from gramian.core.errors import GramianError
 from gramian.data import DataWorkerDied, StarvationMeter
 from gramian.distill.teaching import EXTRA
 from gramian.train.build.run_parts import Parts
-from gramian.train.loop.deferred_metrics import Attempt, Late, Outcome
+from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt, StepOutcome
 from gramian.train.loop.evaluate import evaluate, health_of
 from gramian.train.loop.guard import Advice, Guard, Observation, Rollback, Stop
 from gramian.train.loop.interrupts import Interrupts
@@ -72,7 +72,7 @@ class Trainer:
         self,
         parts: Parts,
         folder: RunFolder,
-        on_outcome: Callable[[Outcome, "Trainer"], None] = lambda outcome, run: None,
+        on_outcome: Callable[[StepOutcome, "Trainer"], None] = lambda outcome, run: None,
         on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
     ) -> None:
         """Take over the parts; the state is loaded by `run`.
@@ -91,7 +91,7 @@ class Trainer:
         self.trail: list[tuple[int, int]] = []
         self.best: dict[str, Any] | None = None
         self.guard, self.snapshots = Guard(self.config.guard), Snapshots(parts.host.snapshots)
-        self.late = Late(EXTRA if parts.teaching is not None else ())
+        self.late = DeferredMetrics(EXTRA if parts.teaching is not None else ())
         self.meter = StarvationMeter()
         self.log: RunLog = RunLog(self, on_event)
         self.store = CheckpointStore(
@@ -218,7 +218,7 @@ class Trainer:
         scaler = self.parts.stepper.scaler
         scale = None if scaler is None else scaler.get_scale()
         repeated = self.step < self._repeats_until
-        attempt = Attempt(self.attempt, self.step, batch.position, rate, taken.stepped, scale, repeated)
+        attempt = StepAttempt(self.attempt, self.step, batch.position, rate, taken.stepped, scale, repeated)
         self.late.add(attempt, taken.values)
         self.trail = [*self.trail, (self.step, batch.position)][-TRAIL:]
         self.attempt += not repeated
@@ -242,7 +242,7 @@ class Trainer:
         planned = learning_rate(self.step, config.run.steps, config.schedule, config.optimizer)
         return planned * self.guard.lr_scale(self.step)
 
-    def _observation(self, outcome: Outcome) -> Observation:
+    def _observation(self, outcome: StepOutcome) -> Observation:
         attempt, limit = outcome.attempt, self.config.optimizer.max_norm
         return Observation(
             attempt.step,
@@ -286,7 +286,7 @@ class Trainer:
             self._write_if_due(self._snapshot(), better)
         return None
 
-    def _keep_copy(self, outcome: Outcome) -> None:
+    def _keep_copy(self, outcome: StepOutcome) -> None:
         """The numbers of a step are there: the copy it made is whole; the one whose weights it used becomes a snapshot.
 
         A loss is computed before its update, so what an update did shows in the next one. A copy whose own step or the next
@@ -499,14 +499,14 @@ class Trainer:
         assert snapshot is not None
         return snapshot.parts, snapshot.facts
 
-    def _stop(self, verdict: Stop, outcome: Outcome | None = None) -> Ended:
+    def _stop(self, verdict: Stop, outcome: StepOutcome | None = None) -> Ended:
         report = verdict.report
         if outcome is not None and not (math.isfinite(outcome.loss) and math.isfinite(outcome.grad_norm)):
             report += f"\n{self._first_nonfinite(outcome)}"
         self.log.event({"event": "stopped", "reason": verdict.reason, "report": report})
         return Ended(self.step, "stopped", report)
 
-    def _first_nonfinite(self, outcome: Outcome) -> str:
+    def _first_nonfinite(self, outcome: StepOutcome) -> str:
         """Go back to the last snapshot, repeat the steps up to the bad one, and watch that one."""
         stepper = self.parts.stepper
         if isinstance(stepper, PrivateStepper):

@@ -48,7 +48,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that verified."""
 
     folder: Path
@@ -298,7 +298,7 @@ class CheckpointStore:
 
     # ---- reading -------------------------------------------------------------------------------------------------------
 
-    def newest(self, config_hash: str | None = None, upto: int | None = None) -> Loaded | None:
+    def newest(self, config_hash: str | None = None, upto: int | None = None) -> LoadedCheckpoint | None:
         """The newest checkpoint that verifies; an event says which were passed over, and why.
 
         Args:
@@ -311,11 +311,11 @@ class CheckpointStore:
         """
         return self._first("step", config_hash, upto)
 
-    def best(self, config_hash: str | None = None) -> Loaded | None:
+    def best(self, config_hash: str | None = None) -> LoadedCheckpoint | None:
         """The newest checkpoint that was written as the best and verifies; as `newest`."""
         return self._first("best", config_hash)
 
-    def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> Loaded | None:
+    def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> LoadedCheckpoint | None:
         self._finish_save()
         self.refused = {}
         for name in reversed(self._share(self._names())[0]):
@@ -369,9 +369,9 @@ class CheckpointStore:
         return [path for name in self._names() if (path := self.folder / name).is_dir()]
 
 
-def _loaded(path: Path, body: dict[str, Any]) -> Loaded:
+def _loaded(path: Path, body: dict[str, Any]) -> LoadedCheckpoint:
     known = {name: dtype for dtype, name in DTYPES.items()}
-    return Loaded(
+    return LoadedCheckpoint(
         folder=path,
         step=body["step"],
         best=body["best"],

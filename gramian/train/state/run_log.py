@@ -19,7 +19,7 @@ import torch
 from gramian.core.errors import GramianError
 from gramian.distill.teaching import told
 from gramian.models.gpt import GPT
-from gramian.train.loop.deferred_metrics import Outcome
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import Measured
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.train.state.run_folder import Lines
@@ -129,7 +129,7 @@ class RunLog:
 
     # ---- numbers -------------------------------------------------------------------------------------------------------
 
-    def outcome(self, outcome: Outcome) -> None:
+    def outcome(self, outcome: StepOutcome) -> None:
         """A step; every so many get a line."""
         run, attempt = self._run, outcome.attempt
         limit = run.config.optimizer.max_norm

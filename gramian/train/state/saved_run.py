@@ -10,7 +10,7 @@ from gramian.core.errors import GramianError
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, load_config
 from gramian.train.loop.objective import Objective
-from gramian.train.state.checkpoint import CheckpointStore, Loaded
+from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
 
 OF_MODEL = "model.model."
@@ -53,7 +53,7 @@ def load_run(path: str | Path, field: str = "run folder") -> Saved:
     return Saved(model, config, found.step, found.best, found.folder)
 
 
-def find_checkpoint(path: Path, field: str) -> tuple[Config, Loaded]:
+def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
     """A run's config and its best checkpoint, or its newest where none was evaluated.
 
     Raises:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gramian.core.errors import GramianError
-from gramian.parallel.sharded_read import Box, first_failure, read_boxes
+from gramian.parallel.sharded_read import ShardedBox, first_failure, read_boxes
 from gramian.train.state.checkpoint_files import FileRecord, write_tensors
 from gramian.train.state.snapshot import Extent, Part, Snapshot
 
@@ -75,8 +75,8 @@ def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, 
     return parts
 
 
-def _box(part: Part) -> Box:
-    return Box(part.extent.offsets, part.local)
+def _box(part: Part) -> ShardedBox:
+    return ShardedBox(part.extent.offsets, part.local)
 
 
 class _SavePlanner(DefaultSavePlanner):
