@@ -6,6 +6,7 @@ The public names are listed in `__all__`; everything else may change.
 from typing import TYPE_CHECKING, Any
 
 from gramian.core.errors import GramianError
+from gramian.core.version import VERSION
 from gramian.curvature import KFACNaturalGradient
 from gramian.optim.precondition import precondition
 from gramian.privacy import PrivacyEngine
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 observe = Capture
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "DiagonalFisher",

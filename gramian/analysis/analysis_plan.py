@@ -8,11 +8,11 @@ import torch
 
 from gramian.analysis.options import Settings
 from gramian.analysis.subject import Subject
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
-from gramian.privacy.clipping.clipping_plan import megabytes
 
 WORK = 6
 """Vectors as long as the parameters, in float64, beside a basis: a product, its residual and what becomes of them."""
@@ -36,10 +36,10 @@ class AnalysisPlan:
 
     def lines(self) -> list[str]:
         """For people."""
-        parts = ", ".join(f"{name} {megabytes(held)}" for name, held in self.stages.items())
+        parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in self.stages.items())
         return [
             *self.table.splitlines(),
-            f"stages one after another: {parts}; {megabytes(self.most)} at most on top of the model and its activations",
+            f"stages one after another: {parts}; {format_bytes(self.most)} at most on top of the model and its activations",
         ]
 
     def facts(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class AnalysisPlan:
         if free is not None and self.most > free:
             dearest = max(self.stages, key=lambda name: self.stages[name])
             raise GramianError(
-                f"memory: {dearest} takes {megabytes(self.most)}, {megabytes(free)} are free; "
+                f"memory: {dearest} takes {format_bytes(self.most)}, {format_bytes(free)} are free; "
                 "expected fewer --eigenvalues, --steps or --tokens, or --probes 0"
             )
 

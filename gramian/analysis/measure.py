@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gramian
 from gramian.analysis.analysis_plan import AnalysisPlan, make_plan
 from gramian.analysis.collect import collect
 from gramian.analysis.options import TOLERANCE, Settings
 from gramian.analysis.spectrum_curves import ggn_density, kfac_density, layer_spectra
 from gramian.analysis.subject import Subject
 from gramian.core.errors import GramianError
+from gramian.core.version import VERSION
 from gramian.curvature import GGNOperator, HessianOperator, KFACNaturalGradient
 from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_density
 from gramian.linalg.spectra.operator import Operator
@@ -106,7 +106,7 @@ def _about(subject: Subject, settings: Settings) -> Result:
         "data": {**subject.data_facts, "tokens": subject.tokens, "terms": subject.terms},
         "notes": list(subject.notes),
         "versions": {
-            "gramian": gramian.__version__,
+            "gramian": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name(device) if cuda else f"cpu ({platform.machine()})",

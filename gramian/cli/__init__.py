@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-import gramian
 from gramian.core.errors import GramianError
+from gramian.core.version import VERSION
 
 
 class RunFailed(Exception):
@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"gramian {gramian.__version__}")
+    parser.add_argument("--version", action="version", version=f"gramian {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
     for command in (demo, train, cache, doctor, eval, curvature, plan, verify, profile):
         command.add_parser(commands)

@@ -120,10 +120,10 @@ def _host(
 
 def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
     """What a run and its curvature take, in a line, and whether that fits."""
-    from gramian.privacy.clipping.clipping_plan import megabytes
+    from gramian.core.byte_amounts import format_bytes
 
     fits = held + curvature <= usable
-    line = f"with [kfac]: {megabytes(held)} + {megabytes(curvature)} of {megabytes(usable)}"
+    line = f"with [kfac]: {format_bytes(held)} + {format_bytes(curvature)} of {format_bytes(usable)}"
     return line if fits else f"{line}; would fit: kfac.memory_budget = {usable - held}", fits
 
 
@@ -148,12 +148,12 @@ class _Place:
         return cast("Kind", numbers_for(config.precision, torch.device(self.device), self.capability or AMPERE).kind)
 
     def __str__(self) -> str:
-        from gramian.privacy.clipping.clipping_plan import megabytes
+        from gramian.core.byte_amounts import format_bytes
 
         if self.device == "cpu":
-            return f"the CPU of this machine, {megabytes(self.memory)} of memory"
+            return f"the CPU of this machine, {format_bytes(self.memory)} of memory"
         what = "1 GPU" if self.gpus == 1 else f"{self.gpus:,} GPUs"
-        return f"{what} of {megabytes(self.memory)}{' (simulated)' if self.simulated else ''}"
+        return f"{what} of {format_bytes(self.memory)}{' (simulated)' if self.simulated else ''}"
 
 
 def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
@@ -186,7 +186,7 @@ def _machine_memory() -> int:
 
 
 def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) -> list[str]:
-    from gramian.privacy.clipping.clipping_plan import megabytes
+    from gramian.core.byte_amounts import format_bytes
 
     shape, windows = needs.shape, needs.windows(place.gpus)
     name = "GPT" if config.model.kind == "gpt" else str(config.model.path)
@@ -196,7 +196,7 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
         f"{shape.parameters:,} parameters",
         f"{needs.precision}, {needs.optimizer}, micro-batches of {windows:,} × {needs.length:,} tokens, "
         f"{needs.batch:,} × {needs.length:,} in a step, activations {kept}",
-        f"planned for {place}, of which {megabytes(decision.usable)} can be used",
+        f"planned for {place}, of which {format_bytes(decision.usable)} can be used",
     ]
     if place.device == "cpu" and config.run.device != "cpu":
         lines[-1] += "; no GPU is here: --gpus and --gpu-memory plan for some"
@@ -205,9 +205,9 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
 
 def _private(needs: Needs, place: _Place) -> list[str]:
     """What the row proof of a private run costs beside its row of the table, and what the table leaves out."""
+    from gramian.core.byte_amounts import format_bytes
     from gramian.plan.proof_cost import plan_proof
     from gramian.privacy.audit.independence import numberings
-    from gramian.privacy.clipping.clipping_plan import megabytes
 
     windows = needs.windows(place.gpus)
     proof, left_out = plan_proof(needs, windows), "What clipping holds on top is not counted."
@@ -218,7 +218,7 @@ def _private(needs: Needs, place: _Place) -> list[str]:
     loss = numberings(windows) * proof.runs
     return [
         f"row proof, before the first step: {proof.runs} forwards and backwards of {windows:,} windows, and {loss} for the "
-        f"loss; fingerprints of {megabytes(proof.host)} on the host",
+        f"loss; fingerprints of {format_bytes(proof.host)} on the host",
         left_out,
     ]
 
@@ -253,7 +253,7 @@ def _table(decision: Decision) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    from gramian.privacy.clipping.clipping_plan import megabytes
+    from gramian.core.byte_amounts import format_bytes
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
@@ -262,12 +262,12 @@ def _table(decision: Decision) -> RenderableType:
         style = "green" if strategy == decision.strategy and decision.fits else None
         table.add_column(strategy, justify="right", style=style)
     for row in decision.rows[:-1]:
-        table.add_row(row.what, row.arithmetic, *(megabytes(held) if held else "-" for held in row.held))
+        table.add_row(row.what, row.arithmetic, *(format_bytes(held) if held else "-" for held in row.held))
     table.add_section()
     total = decision.rows[-1]
-    table.add_row(total.what, total.arithmetic, *(megabytes(held) for held in total.held))
+    table.add_row(total.what, total.arithmetic, *(format_bytes(held) for held in total.held))
     fits = ("fits" if held <= decision.usable else "too much" for held in total.held)
-    table.add_row("", f"of {megabytes(decision.usable)}", *fits)
+    table.add_row("", f"of {format_bytes(decision.usable)}", *fits)
     return table
 
 

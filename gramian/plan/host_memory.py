@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from gramian.privacy.clipping.clipping_plan import megabytes
+from gramian.core.byte_amounts import format_bytes
 
 PIECE = 2**28
 """Most bytes of a piece of host memory that holds several tensors."""
@@ -111,19 +111,17 @@ class HostPlan:
         """Why it does not fit, in a line."""
         usable = 0 if self.usable is None else self.usable
         return (
-            f"checkpoint.snapshots: not even {self.snapshots} and the one being written fit: {megabytes(self.copy)} each, "
-            f"{megabytes(self.host)} on a host of {self.processes} processes, {megabytes(usable)} can be used; expected more "
-            "host memory, fewer processes on a host, or parallel.strategy=fsdp2, where it is set over more of them"
+            f"checkpoint.snapshots: not even {self.snapshots} and the one being written fit: {format_bytes(self.copy)} each, "
+            f"{format_bytes(self.host)} on a host of {self.processes} processes, {format_bytes(usable)} can be used; "
+            "expected more host memory, fewer processes on a host, or parallel.strategy=fsdp2, where it is set over more of them"
         )
 
     def __str__(self) -> str:
         """What is held where."""
-        many = (
-            f"{self.snapshots} snapshots and one being written, {megabytes(self.copy)} each: {megabytes(self.process)}"
-        )
+        many = f"{self.snapshots} snapshots and one being written, {format_bytes(self.copy)} each: {format_bytes(self.process)}"
         where = f" on a host of {self.processes:,} processes" if self.processes > 1 else ""
-        total = f", {megabytes(self.host)}{where}" if where else ""
-        room = "" if self.usable is None else f" of {megabytes(self.usable)}"
+        total = f", {format_bytes(self.host)}{where}" if where else ""
+        room = "" if self.usable is None else f" of {format_bytes(self.usable)}"
         lowered = f"; checkpoint.snapshots={self.wish} would take too much" if self.snapshots < self.wish else ""
         return f"host memory: {many} on a process{total}{room}{lowered}"
 

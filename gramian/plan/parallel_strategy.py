@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.plan.proof_cost import plan_proof
 from gramian.plan.transformer_memory import Needs
-from gramian.privacy.clipping.clipping_plan import megabytes
 
 Strategy = Literal["one", "ddp", "fsdp2", "fsdp2 teacher + ddp student", "fsdp2 both", "cache only"]
 Layout = Literal["one", "ddp", "fsdp2"]
@@ -128,8 +128,8 @@ def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Dec
         return Decision(chosen.strategy, chosen.student, True, why, columns, rows, usable)
     least = min(ways, key=lambda way: way.held)
     remedies = tuple(_remedies(needs, gpus, gpu_memory, wish, least.held))
-    what = ", or ".join(f"{remedy.change} ({megabytes(remedy.held)})" for remedy in remedies)
-    why = f"{least.strategy} needs {megabytes(least.held)}, {megabytes(usable)} can be used; would fit: {what}"
+    what = ", or ".join(f"{remedy.change} ({format_bytes(remedy.held)})" for remedy in remedies)
+    why = f"{least.strategy} needs {format_bytes(least.held)}, {format_bytes(usable)} can be used; would fit: {what}"
     if wish == "auto":
         return Decision(None, None, False, f"nothing fits: {why}", columns, rows, usable, remedies)
     why = f"parallel.strategy={wish} does not fit: {why}"
@@ -236,8 +236,8 @@ def _reason(chosen: _Way, ways: list[_Way], gpus: int, usable: int, wish: Wish, 
     faster = [way for way in ways[: ways.index(chosen)] if way.held > usable]
     name = chosen.strategy if chosen.strategy != "cache only" else f"cache only, student {chosen.student}"
     asked = "" if wish == "auto" else ", as parallel.strategy says"
-    beside = "".join(f"; {way.strategy} would need {megabytes(way.held)}" for way in faster)
-    return f"{name}{asked}: {megabytes(chosen.held)} of {megabytes(usable)} on {where}{beside}"
+    beside = "".join(f"; {way.strategy} would need {format_bytes(way.held)}" for way in faster)
+    return f"{name}{asked}: {format_bytes(chosen.held)} of {format_bytes(usable)} on {where}{beside}"
 
 
 def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) -> Iterator[Remedy]:

@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-import gramian
 from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
 from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
 from gramian.cli.demo.score import score, work
 from gramian.core.errors import GramianError
+from gramian.core.version import VERSION
 from gramian.data import load_tokenizer, load_windows
 from gramian.distill.cache.builder import build_cache
 from gramian.distill.teacher.live_teacher import LiveTeacher
@@ -139,7 +139,7 @@ class _Demo:
         return Result(
             hashes=hashes_of(self.plan),
             versions={
-                "gramian": gramian.__version__,
+                "gramian": VERSION,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },

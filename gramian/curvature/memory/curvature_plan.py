@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec, find_blocks
 from gramian.curvature.blocks.representation import keep_for
@@ -36,7 +37,6 @@ from gramian.curvature.memory.block_footprint import (
 from gramian.curvature.memory.token_counts import Trace, trace
 from gramian.curvature.options import Options
 from gramian.linalg.factors.eigendecomposition import fits
-from gramian.privacy.clipping.clipping_plan import megabytes
 
 Keeps = Mapping[str, Mapping[str, Keep]]
 """{block: {"A", "G" and, of a table's gradients, "table": what is kept of it}}."""
@@ -155,10 +155,10 @@ class _Budget:
         """One line with the totals; the table of the least is a note to it."""
         totals = self._totals(tokens, flat)
         device, total = max(totals.items(), key=lambda pair: pair[1].peak)
-        parts = ", ".join(f"{stage} {megabytes(held)}" for stage, held in total.stages().items())
+        parts = ", ".join(f"{stage} {format_bytes(held)}" for stage, held in total.stages().items())
         error = GramianError(
-            f"memory_budget: {megabytes(self.limit)}, but curvature takes {megabytes(total.peak)} on {device} with the least "
-            f"that every block can keep ({parts}); expected at least {total.peak} bytes"
+            f"memory_budget: {format_bytes(self.limit)}, but curvature takes {format_bytes(total.peak)} on {device} "
+            f"with the least that every block can keep ({parts}); expected at least {total.peak} bytes"
         )
         least = self._degraded(tokens, flat)
         rows = [
@@ -379,22 +379,22 @@ class CurvaturePlan:
             cells = [_cell(row.bytes[stage], next(iter(self.totals))) for stage in STAGES]
             lines.append((name, f"{row.inputs:,}", f"{row.outputs:,}", tokens, row.A, row.G, *cells, row.why))
         for device, total in self.totals.items():
-            sums = (megabytes(held) for held in total.stages().values())
+            sums = (format_bytes(held) for held in total.stages().values())
             lines.append((f"all on {device}", "", "", "", "", "", *sums, ""))
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
         table = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
         for device, total in self.totals.items():
-            limit = "" if self.budget is None else f" of a budget of {megabytes(self.budget)}"
+            limit = "" if self.budget is None else f" of a budget of {format_bytes(self.budget)}"
             each = "" if self.world_size == 1 else f" on each of {self.world_size:,} processes ({self.reduction})"
             table.append(
-                f"{device}: {megabytes(total.peak)} at most{limit}{each}; {megabytes(total.first)} in the first refresh"
+                f"{device}: {format_bytes(total.peak)} at most{limit}{each}; {format_bytes(total.first)} in the first refresh"
             )
         return "\n".join(table)
 
 
 def _cell(held: Mapping[str, int], home: str) -> str:
     return " + ".join(
-        megabytes(count) + ("" if device == home else f" {device}") for device, count in held.items() if count
+        format_bytes(count) + ("" if device == home else f" {device}") for device, count in held.items() if count
     ) or "-"  # fmt: skip
 
 

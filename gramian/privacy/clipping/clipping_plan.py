@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gramian.core.byte_amounts import format_bytes
+
 Way = Literal["gram", "direct", "keep", "sum", "rows", "rank1", "parts"]
 NormAlgorithm = Literal["auto", "gram", "direct"]
 TILE = 128
@@ -176,11 +178,11 @@ class ClippingPlan:
         for row in self.rows:
             shape = "×".join(map(str, row.shape))
             lines.append(
-                (row.parameter, shape, str(row.tokens), row.way, megabytes(row.held), f"{row.seconds * 1e3:.3f} ms")
+                (row.parameter, shape, str(row.tokens), row.way, format_bytes(row.held), f"{row.seconds * 1e3:.3f} ms")
             )
         total = sum(row.seconds for row in self.rows)
-        budget = "none" if self.budget is None else megabytes(self.budget)
-        mode = "two passes, nothing held" if self.two_pass else f"held {megabytes(self.held)}"
+        budget = "none" if self.budget is None else format_bytes(self.budget)
+        mode = "two passes, nothing held" if self.two_pass else f"held {format_bytes(self.held)}"
         lines.append(("total", "", "", mode, f"budget {budget}", f"{total * 1e3:.3f} ms"))
         widths = [max(len(line[i]) for line in lines) for i in range(6)]
         table = [
@@ -232,10 +234,3 @@ def default_budget(shares: Iterable[Share]) -> int:
     return sum(
         (share.kept if share.form in written else share.held) + share.elements * share.itemsize for share in shares
     )
-
-
-def megabytes(count: int) -> str:
-    """As people read it: "12.34 GB", "12.3 MB", "12.3 KB" below a tenth of a megabyte, or single bytes."""
-    if count < 1e5:
-        return f"{count / 1e3:.1f} KB" if count >= 1e3 else f"{count} bytes"
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

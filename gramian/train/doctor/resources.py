@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import nn
 
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.parallel.world import World
 from gramian.plan.parallel_strategy import decide
 from gramian.plan.transformer_memory import Kind
-from gramian.privacy.clipping.clipping_plan import megabytes
 from gramian.train.build.memory_needs import needs_of
 from gramian.train.build.run_parts import build_kfac
 from gramian.train.build.snapshot_budget import plan_snapshots
@@ -55,7 +55,7 @@ def planned(config: Config, vocabulary: int, numbers: Numbers, gpus: int, gpu_me
         if several.fits:
             decision, hint = several, f"with torchrun --nproc_per_node={gpus}: {several.why}"
     held = min(decision.rows[-1].held) if decision.strategy is None else decision.held(decision.strategy)
-    return Check("memory", megabytes(held), megabytes(decision.usable), decision.fits, hint, held)
+    return Check("memory", format_bytes(held), format_bytes(decision.usable), decision.fits, hint, held)
 
 
 def host_memory(config: Config, numbers: Numbers, model: nn.Module) -> Check:
@@ -66,7 +66,7 @@ def host_memory(config: Config, numbers: Numbers, model: nn.Module) -> Check:
     except GramianError as problem:
         return Check("host memory", "too much", "-", False, str(problem))
     hint = str(plan) if plan.snapshots < plan.wish else ""
-    return Check("host memory", megabytes(plan.host), megabytes(plan.usable or 0), True, hint, plan.host)
+    return Check("host memory", format_bytes(plan.host), format_bytes(plan.usable or 0), True, hint, plan.host)
 
 
 def duration(subject: ExaminedRun, stepper: Stepper) -> Check:

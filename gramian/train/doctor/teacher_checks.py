@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
 from gramian.distill.cache.reader import Cache
 from gramian.distill.cache.row_check import check_rows
@@ -18,7 +19,6 @@ from gramian.distill.teacher.signal import DenseSignal
 from gramian.distill.teaching import Teaching
 from gramian.models.goose.goose_layers import LeakyMemory
 from gramian.models.goose.scan import sequential_scan
-from gramian.privacy.clipping.clipping_plan import megabytes
 from gramian.train.build import build_teacher
 from gramian.train.build.build_teacher import vocabulary_of
 from gramian.train.doctor.check import Check, named
@@ -75,7 +75,7 @@ def files(cache: Cache) -> Check:
         count = cache.verify()
     except GramianError as problem:
         return Check("cache files", "damaged", "checksums", False, str(problem))
-    return Check("cache files", f"{count} files, {megabytes(size)}", "checksums", True, value=float(count))
+    return Check("cache files", f"{count} files, {format_bytes(size)}", "checksums", True, value=float(count))
 
 
 def cached(subject: ExaminedRun, cache: Cache) -> Check:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import gramian
+from gramian.core.version import VERSION
 from gramian.kernels.chacha import NORMALS_VERSION
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.private_stepper import PrivateStepper
@@ -79,7 +79,7 @@ def facts_of_run(parts: Parts) -> dict[str, Any]:
     """
     cuda = parts.world.device.type == "cuda"
     record: dict[str, Any] = {
-        "gramian": gramian.__version__,
+        "gramian": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(parts.world.device) if cuda else platform.machine(),

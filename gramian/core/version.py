@@ -1,0 +1,3 @@
+"""The version of gramian, in one place."""
+
+VERSION = "0.1.0"
