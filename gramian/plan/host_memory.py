@@ -113,7 +113,7 @@ class HostPlan:
         return (
             f"checkpoint.snapshots: not even {self.snapshots} and the one being written fit: {format_bytes(self.copy)} each, "
             f"{format_bytes(self.host)} on a host of {self.processes} processes, {format_bytes(usable)} can be used; "
-            "expected more host memory, fewer processes on a host, or parallel.strategy=fsdp2, where it is set over more of them"
+            "expected more host memory, fewer processes on a host, or parallel.strategy=fsdp2 over more of them"
         )
 
     def __str__(self) -> str:
