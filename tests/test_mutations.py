@@ -1,7 +1,7 @@
 """Deliberate bugs, each of which must turn a test red.
 
 A mutation edits the source of one function of the package, or puts another in its place, while a test of the suite runs.
-The same test runs without it and is green. `docs/mutations.md` is the list for people; it is checked against this one.
+The same test runs without it and is green. `docs/internals/mutations.md` is the list for people; it is checked against this one.
 """
 
 import functools
@@ -35,7 +35,7 @@ from tests.statistics import (
 )
 from tests.taps import test_attribution, test_covered, test_python_state, test_returned_loss, test_row_proof
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "mutations.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "mutations.md"
 
 
 # ---- bugs that are more than an edit ---------------------------------------------------------------------------------

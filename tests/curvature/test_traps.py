@@ -1,7 +1,7 @@
 """Traps that K-FAC codes fall into, each of which must turn a test red.
 
 A trap is put back into the package, by an edit of one function or another in its place, while a test of the suite runs; the
-same test is green without it. `docs/traps.md` is the list for people; it is checked against this one.
+same test is green without it. `docs/internals/traps.md` is the list for people; it is checked against this one.
 """
 
 import functools
@@ -55,7 +55,7 @@ from tests.linalg.matrices import CASES, normal
 from tests.test_mutations import MUTATIONS
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "traps.md"
+DOCUMENT = ROOT / "docs" / "internals" / "traps.md"
 BY_NUMBER = "## By number"
 
 

@@ -1,7 +1,7 @@
 """Bugs that libraries of private training have had, each of which must turn a test red.
 
 A bug is put back into the package, by an edit of one function or another in its place, while a test of the suite runs; the
-same test is green without it. `docs/privacy_bugs.md` is the list for people, with the bugs that this design cannot have and
+same test is green without it. `docs/internals/privacy_bugs.md` is the list for people, with the bugs that this design cannot have and
 why; it is checked against this one.
 """
 
@@ -65,7 +65,7 @@ from tests.taps import test_row_proof
 from tests.test_mutations import _square_of_every_token
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "privacy_bugs.md"
+DOCUMENT = ROOT / "docs" / "internals" / "privacy_bugs.md"
 KEY = bytes(range(32))
 ALL_RED = (*RED, LookupError, ValueError)
 """What a bug may raise, beside what a failing test raises."""
