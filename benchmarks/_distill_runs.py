@@ -22,25 +22,25 @@ from torch import Tensor
 
 from benchmarks._timing import synchronize
 from gramian.data import Windows, load_windows
+from gramian.data.options import DataSection
 from gramian.distill.cache import build_cache
 from gramian.models.goose import goose_layers
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build import run_parts as build_module
 from gramian.train.build.build_teacher import cache_options, live_teacher
 from gramian.train.build.run_parts import Parts, build
-from gramian.train.config.config import Config, DataSection, parse_config
+from gramian.train.config.config import Config, parse_config
 from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.perplexity import Perplexity, perplexity
-from gramian.train.loop.precision import numbers_for, set_globals
+from gramian.train.loop.precision import resolve_precision, set_globals
 from gramian.train.loop.stepper import evaluating
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
-from gramian.train.state.run_record import write_record
 from gramian.train.state.saved_run import load_run
 
 ON_GPU = torch.cuda.is_available()
-WORLD = World(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")
+WORLD = ProcessGrid(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")
 NEVER = 10**9
 Change = Callable[[Parts], None]
 
@@ -208,7 +208,6 @@ class Bench:
                 parts = build(config, WORLD)
             if change is not None:
                 change(parts)
-            write_record(folder.path, parts)
             trainer = Trainer(parts, folder, seen)
             synchronize()
             started = time.perf_counter()
@@ -251,7 +250,7 @@ class Bench:
         def logits(tokens_BT: Tensor) -> Tensor:
             return logits_of(model, tokens_BT)
 
-        with evaluating(model), numbers_for(config.precision, WORLD.device).autocast():
+        with evaluating(model), resolve_precision(config.precision, WORLD.device).autocast():
             return perplexity(logits, stream, WORLD, length=self.scale.length, rows=64, limit=self.scale.scored)
 
     def teacher(self) -> dict[str, Any]:
@@ -266,7 +265,7 @@ class Bench:
         set_globals(student.precision, False)
         started = time.perf_counter()
         training, validation = windows_once(student.data)
-        live = live_teacher(student, WORLD, numbers_for(student.precision, WORLD.device), training)
+        live = live_teacher(student, WORLD, resolve_precision(student.precision, WORLD.device), training)
         options = replace(cache_options(student, training.vocabulary), batch=self.scale.teacher_batch)
         manifest = build_cache(kept, live, training, options, WORLD)
         seconds = time.perf_counter() - started

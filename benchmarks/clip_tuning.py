@@ -29,7 +29,7 @@ import gramian
 from benchmarks._timing import ratio, synchronize, take_turns, write
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.privacy import Tuning
-from gramian.verify.clipping_profile import highest_on_cpu
+from gramian.verify.profiles.measurements import highest_on_cpu
 
 DEFAULT, AGAIN = "default", "default again"
 LOCAL = ("release", "adaptive", "layerwise")

@@ -23,6 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,18 +43,19 @@ from gramian.distill.loss.temperature import Temperature, TemperatureOptions
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teaching import Teaching
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_optimizer import build_optimizer
-from gramian.train.config.config import OptimizerSection, PrecisionSection
+from gramian.train.config.config_sections import OptimizerSection, PrecisionSection
+from gramian.train.loop.distilling_stepper import DistillingStepper
 from gramian.train.loop.lookahead import announced
 from gramian.train.loop.objective import Objective
-from gramian.train.loop.precision import Numbers, set_globals
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.train.loop.precision import Precision, set_globals
 from gramian.train.state.run_log import flops_per_token
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-WORLD = World(0, 1, DEVICE, "one")
+WORLD = ProcessGrid(0, 1, DEVICE, "one")
 BAR = 1.10
 
 
@@ -153,7 +155,7 @@ class Student:
     def __init__(self, size: Size, windows: Windows, model: GPT, autocast: bool) -> None:
         self.size, self.windows, self.model = size, windows, model
         # Without autocast everything is in the dtype of the weights.
-        self.numbers = Numbers("bf16" if autocast else "fp32", DEVICE.type)
+        self.numbers = Precision("bf16" if autocast else "fp32", DEVICE.type)
         self.optimizer = build_optimizer(model, OptimizerSection(lr=1e-5, weight_decay=0.0), DEVICE)
 
     def steps(self, micro_batch: int) -> Iterator[StepBatch]:
@@ -166,9 +168,8 @@ class Student:
         self, objective: nn.Module, teaching: Teaching | None = None, halves: bool = False, backward_alone: bool = False
     ) -> Callable[[], None]:
         """A step of the training loop."""
-        stepper = Stepper(
-            objective, self.optimizer, self.numbers, WORLD, max_norm=1.0, seed=0, teaching=teaching
-        )  # fmt: skip
+        made: Any = PlainStepper if teaching is None else partial(DistillingStepper, teaching=teaching)
+        stepper = made(objective, self.optimizer, self.numbers, WORLD, max_norm=1.0, seed=0)
         batches = self.steps(self.size.batch // 2 if halves else 0)
         if teaching is not None and isinstance(teaching.source, Cache):
             batches = announced(batches, teaching.source)

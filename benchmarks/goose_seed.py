@@ -35,12 +35,12 @@ from benchmarks._timing import write
 from gramian.cli import main as gramian
 from gramian.data import load_tokenizer, load_windows
 from gramian.data.embedded_corpus import load_corpus
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, load_config, parse_config
 from gramian.train.loop.objective import Objective, logits_of
 from gramian.train.loop.perplexity import perplexity
-from gramian.train.loop.precision import numbers_for, set_globals
+from gramian.train.loop.precision import resolve_precision, set_globals
 from gramian.train.loop.stepper import evaluating
 from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
@@ -48,7 +48,7 @@ from gramian.train.state.run_folder import read_lines
 from gramian.train.state.saved_run import OF_MODEL
 
 ON_GPU = torch.cuda.is_available()
-WORLD = World(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")
+WORLD = ProcessGrid(0, 1, torch.device("cuda", 0) if ON_GPU else torch.device("cpu"), "one")
 RECIPE = Path(__file__).parent.parent / "examples" / "goose_seed.toml"
 STUDENTS = {"goose": "Goose", "twin": "dense twin", "ce": "Goose, no teacher"}
 PARTS = ("teacher", *STUDENTS, "collect")
@@ -282,7 +282,7 @@ class Bench:
         data = config.data
         found: dict[str, Any] = {}
         set_globals(config.precision, config.run.deterministic)
-        numbers, (_, validation) = numbers_for(config.precision, WORLD.device), load_windows(data)
+        numbers, (_, validation) = resolve_precision(config.precision, WORLD.device), load_windows(data)
         stride, windows = data.stride or data.length // 2, self.scale.scored
         for name in ("best", "last"):
             saved = _checkpoint(config, best=name == "best")

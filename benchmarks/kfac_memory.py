@@ -139,8 +139,8 @@ def measure(shape: Shape, device: str, budget: int | None = None, **options: Any
     planned = {
         "collect": total.collect,
         "build": total.making + total.rest,
-        "use": max(total.use, total.held + total.apply),
-        "held": total.rest + total.held,
+        "use": max(total.use, total.factorised + total.apply),
+        "held": total.rest + total.factorised,
     }
     return {
         "plan": planned,

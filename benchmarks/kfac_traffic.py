@@ -48,7 +48,7 @@ def layers_use(ranks: int, local: bool) -> int:
 
 def layers_held(ranks: int, reduction: str) -> int:
     """Bytes at rest on a rank, in half precision."""
-    return BLOCKS * sum(TrafficSide.even(width, LAYER_TOKENS, ranks).held(reduction) for width in (*INPUTS, *OUTPUTS))
+    return BLOCKS * sum(TrafficSide.even(width, LAYER_TOKENS, ranks).stored(reduction) for width in (*INPUTS, *OUTPUTS))
 
 
 def head(ranks: int) -> TrafficSide:
@@ -85,7 +85,7 @@ def numbers() -> dict[str, Any]:
             "natural gradient, gram, sharded rows": [
                 sum(head(w).use("gram", WIDTH, local=True).values()) for w in RANKS
             ],
-            "held": {how: [head(w).held(how) for w in RANKS] for how in ("gram", "gather")},
+            "held": {how: [head(w).stored(how) for w in RANKS] for how in ("gram", "gather")},
         },
         "crossovers in tokens": {str(width): crossovers(width) for width in (WIDTH, MLP, VOCABULARY)},
     }

@@ -28,15 +28,15 @@ from torch.nn.utils import clip_grad_norm_
 from benchmarks._timing import ratio, take_turns, write
 from gramian.data import Batches, load_windows
 from gramian.models.gpt import GPT
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import build_model
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.build.run_parts import build
 from gramian.train.config.config import Config, parse_config
-from gramian.train.loop.precision import numbers_for
+from gramian.train.loop.precision import resolve_precision
 from gramian.train.loop.trainer import Ended, Trainer
 from gramian.train.state.run_folder import RunFolder
-from gramian.verify.train_profile import profile_train
+from gramian.verify.profiles.train_profile import profile_train
 
 BAR = 1.03
 BLOCK = 20
@@ -58,9 +58,9 @@ BATCHES = {"cuda": (32, 16), "cpu": (8,)}
 """Windows of a step; the bar is for the first."""
 
 
-def world_of(device: str) -> World:
+def world_of(device: str) -> ProcessGrid:
     """One process."""
-    return World(0, 1, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), "one")
+    return ProcessGrid(0, 1, torch.device(device, 0) if device == "cuda" else torch.device("cpu"), "one")
 
 
 def config_of(device: str, batch: int, folder: str, steps: int, snapshot_every: int = BLOCK) -> Config:
@@ -81,7 +81,7 @@ def config_of(device: str, batch: int, folder: str, steps: int, snapshot_every: 
 class InBlocks:
     """A whole `Trainer.run` in a thread, `BLOCK` steps at a call."""
 
-    def __init__(self, config: Config, world: World) -> None:
+    def __init__(self, config: Config, world: ProcessGrid) -> None:
         self.losses: list[float] = []
         self.ended: Ended | None = None
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -130,7 +130,7 @@ def hand_written(config: Config, device: torch.device) -> tuple[Callable[[], Non
     training, _ = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device)
     optimizer = build_optimizer(model, config.optimizer, device)
-    autocast = numbers_for(config.precision, device).autocast
+    autocast = resolve_precision(config.precision, device).autocast
     data = config.data
     batches = Batches(
         training, batch=data.batch, seed=config.run.seed, workers=data.workers, prefetch=data.prefetch, device=device

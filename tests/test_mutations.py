@@ -1,7 +1,7 @@
 """Deliberate bugs, each of which must turn a test red.
 
 A mutation edits the source of one function of the package, or puts another in its place, while a test of the suite runs.
-The same test runs without it and is green. `docs/internals/mutations.md` is the list for people; it is checked against this one.
+The same test is green without it. `docs/internals/mutations.md` lists them for people and is checked against this file.
 """
 
 import functools
@@ -128,7 +128,7 @@ ROWS = (
     ),
     Mutation(
         "row of the first sample expanded over all",
-        (Edit("Hub.run", "if rows == 1:", "output = output[:1]\n        if rows:"),),
+        (Edit("layer_forward:run_layer", "if rows == 1:", "output = output[:1]\n        if rows:"),),
         _rows_of("linear_3d"),
         refused="^0, 2: returns one row for all samples, and the model returns something else",
     ),
@@ -136,9 +136,9 @@ ROWS = (
         "input of the first call for every call",
         (
             Edit(
-                "Tap.observe",
-                "hub.probe, use, len(outputs), *outputs, *kept",
-                "hub.probe, use, len(outputs), *outputs, *vars(use.pass_).setdefault(self.name, kept)",
+                "observer:observe",
+                "model.probe, use, len(outputs), *outputs, *saved",
+                "model.probe, use, len(outputs), *outputs, *vars(use.pass_).setdefault(tap.name, saved)",
             ),
         ),
         _rows_of("reused"),
@@ -167,8 +167,8 @@ ROWS = (
         (
             Edit(
                 "Observe.backward",
-                "kept, list(gradients))",
-                "[k.flip(0) for k in kept], [g.flip(0) for g in gradients])",
+                "saved, list(gradients))",
+                "[t.flip(0) for t in saved], [g.flip(0) for g in gradients])",
             ),
         ),
         _rows_of("conv2d"),
@@ -317,7 +317,7 @@ MUTATIONS = (
     Mutation(
         "double count under checkpointing",
         (
-            Edit("Hub.open_use", "if in_backward():", "if False:"),
+            Edit("observer:open_use", "if in_backward():", "if False:"),
             Edit(
                 "PassBook._deliver",
                 "parts = pass_.arrived.pop(name)",
@@ -330,9 +330,9 @@ MUTATIONS = (
         "shared row not expanded",
         (
             Edit(
-                "Hub.run",
+                "layer_forward:run_layer",
                 "if rows == 1:",
-                "if self.batch == -1:",
+                "if model.batch == -1:",
             ),
         ),
         _norms("gpt"),
@@ -451,12 +451,12 @@ MUTATIONS = (
     ),
     Mutation(
         "merged norms lose a side",
-        (Edit("PerSampleNorms.merge", "behind + number", "number"),),
+        (Edit("ByPass.merge", "behind + number", "number"),),
         functools.partial(test_splits.test_captures_of_copies_of_a_model_merge_left_then_right, "mlp"),
     ),
     Mutation(
         "narrow accumulators",
-        (Swap("wide:wide_dtype", lambda *tensors: tensors[0].dtype),),
+        (Swap("dtypes:wide_dtype", lambda *tensors: tensors[0].dtype),),
         functools.partial(test_fisher.test_squares_of_narrow_models_are_summed_in_float32, torch.bfloat16),
     ),
     Mutation(
@@ -505,7 +505,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory of samples that come one at a time",
-        (Edit("PrivacyEngine._look_at_inputs", "if looks and", "if False and"),),
+        (Edit("PrivateModel._check_inputs", "if looks and", "if False and"),),
         functools.partial(
             test_python_state.test_memory_of_samples_that_come_one_at_a_time_is_refused,
             "buffer",
@@ -522,7 +522,7 @@ MUTATIONS = (
         "the proof asks for no linear backward",
         (
             Edit("ProofRuns.untapped", "SCALE * g", "g"),
-            Edit("Prover._compare_sums", "factors=(SCALE,)", "factors=(1.0,)"),
+            Edit("RowComparison.compare_sums", "factors=(SCALE,)", "factors=(1.0,)"),
         ),
         test_row_proof.test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused,
     ),
@@ -547,7 +547,7 @@ MUTATIONS = (
         (
             Edit(
                 "LastBatch.samples_alone",
-                "-(-len(padded) // MOST)",
+                "-(-len(padded) // MOST_ALONE)",
                 "len(padded)",
             ),
         ),
@@ -560,7 +560,7 @@ MUTATIONS = (
     ),
     Mutation(
         "runs of a proof go on from each other",
-        (Edit("Beginning.restore", "self.python.restore()", "pass"),),
+        (Edit("InitialState.restore", "self.python.restore()", "pass"),),
         test_python_state.test_every_run_begins_with_what_the_first_began_with,
     ),
     Mutation(
@@ -578,7 +578,7 @@ MUTATIONS = (
         "labels taken for nobody's input",
         (
             Edit(
-                "RowProof._attempt",
+                "BatchProof.prove",
                 "if fixed and found is not None and not prover.fits_alone:",
                 "if fixed and found is None:",
             ),
@@ -589,7 +589,7 @@ MUTATIONS = (
         "exchanged modules and hooks are covered",
         (
             Edit(
-                "RowProof._key",
+                "batch_structure:structure_of",
                 "(_number(module), *_flags(module), *_hooks(module))",
                 "module.training",
             ),
@@ -598,12 +598,12 @@ MUTATIONS = (
     ),
     Mutation(
         "a flag that is set later is covered",
-        (Edit("row_proof:_flags", "type(value) is bool and", 'key == "training" and'),),
+        (Edit("batch_structure:_flags", "type(value) is bool and", 'key == "training" and'),),
         test_python_state.test_a_flag_that_is_set_after_the_proof_is_proven_anew,
     ),
     Mutation(
         "layers beside the forward join its pass",
-        (Edit("Hub.open_use", "if outside and self.tells_samples_apart:", "if False:"),),
+        (Edit("observer:open_use", "if outside and model.tells_samples_apart:", "if False:"),),
         functools.partial(
             test_python_state.test_a_layer_that_runs_beside_the_models_forward_is_refused_by_name, [5, 4, 3, 2, 1, 0]
         ),
@@ -615,7 +615,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a batch without gradients covers the next",
-        (Edit("RowProof._prove", "if whole and found.shows:", "if whole:"),),
+        (Edit("RowProof._prove", "if not sums_only and found.shows:", "if not sums_only:"),),
         test_python_state.test_a_batch_without_gradients_covers_no_other,
     ),
     Mutation(
@@ -638,7 +638,7 @@ MUTATIONS = (
     ),
     Mutation(
         "square of a batch's mean gradient as diagonal",
-        (Swap("diagonal_estimate:_squares", _square_of_the_mean),),
+        (Swap("square_moments:_squares", _square_of_the_mean),),
         test_diagonal_estimate.test_two_samples_and_two_parameters_by_hand,
     ),
     Mutation(

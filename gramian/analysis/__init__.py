@@ -1,4 +1,4 @@
-"""What the curvature of a model looks like: K-FAC, the Gauss-Newton matrix and their spectra, in numbers, pictures, prose."""
+"""Curvature of a model: K-FAC, Gauss-Newton matrix, Hessian and their spectra, as numbers, pictures and a Methods text."""
 
 from gramian.analysis.measure import analyse
 from gramian.analysis.methods import write_methods

@@ -1,4 +1,4 @@
-"""What an analysis will hold, from shapes alone: K-FAC's own plan, and the bases of Lanczos and of the quadrature."""
+"""Memory of an analysis, from shapes alone: K-FAC's own plan, and the bases of Lanczos and of the quadrature."""
 
 import os
 from dataclasses import dataclass
@@ -13,62 +13,65 @@ from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
+from gramian.plan.budget import Budget
 
 WORK = 6
-"""Vectors as long as the parameters, in float64, beside a basis: a product, its residual and what becomes of them."""
+"""Float64 vectors of parameter length beside a basis: a product, its residual and temporaries."""
 BLOCK = 2**30
-"""Bytes up to which the quadrature runs several probes at once."""
+"""Bytes of bases up to which the quadrature runs several probes at once."""
 
 
 @dataclass(frozen=True)
 class AnalysisPlan:
-    """Bytes of every stage on the device of the model; the most is that of the dearest one."""
+    """Bytes of every stage on the model's device; stages run one after another."""
 
     table: str
-    """K-FAC's, one line for blocks alike."""
+    """K-FAC's table, with one line for all blocks of one shape."""
     stages: dict[str, int]
+    """{stage: bytes}."""
     device: torch.device
 
     @property
     def most(self) -> int:
-        """Bytes of the dearest stage."""
+        """Bytes of the largest stage."""
         return max(self.stages.values())
 
     def lines(self) -> list[str]:
-        """For people."""
-        parts = ", ".join(f"{name} {format_bytes(held)}" for name, held in self.stages.items())
+        """The text that is printed."""
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.stages.items())
         return [
             *self.table.splitlines(),
             f"stages one after another: {parts}; {format_bytes(self.most)} at most on top of the model and its activations",
         ]
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """The entries of the JSON record."""
         return {"stages": dict(self.stages), "most": self.most, "device": self.device.type}
 
     def check(self) -> None:
-        """Refuse what does not fit.
+        """Raise if the largest stage does not fit into the free memory.
 
         Raises:
             GramianError: with both amounts.
         """
-        free = _free(self.device)
-        if free is not None and self.most > free:
-            dearest = max(self.stages, key=lambda name: self.stages[name])
+        free = Budget(_free(self.device))
+        if not free.fits(self.most):
+            largest = max(self.stages, key=lambda name: self.stages[name])
             raise GramianError(
-                f"memory: {dearest} takes {format_bytes(self.most)}, {format_bytes(free)} are free; "
+                f"memory: {largest} takes {format_bytes(self.most)}, {free} are free; "
                 "expected fewer --eigenvalues, --steps or --tokens, or --probes 0"
             )
 
 
 def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> AnalysisPlan:
-    """The plan; nothing is allocated."""
+    """Plan an analysis without allocating anything."""
     first = next(subject.model.parameters())
     planned = kfac.plan(subject.model, tokens=subject.tokens, fisher_type=settings.fisher)
-    held = planned.totals[first.device.type].stages()
+    planned_bytes = planned.totals[first.device.type].stages()
     decomposed = max((_decomposed(row) for row in planned.rows), default=0)
     n, item = subject.parameters, first.element_size()
-    stages = {"K-FAC": held["collect"] + held["build"] + held["rest"], "its spectra": held["rest"] + decomposed}
+    rest = planned_bytes["rest"]
+    stages = {"K-FAC": planned_bytes["collect"] + planned_bytes["build"] + rest, "its spectra": rest + decomposed}
     if settings.probes or settings.hessian:
         stages["Lanczos"] = (min(n, settings.lanczos_basis) + 1) * n * item + WORK * 8 * n
     if settings.probes:
@@ -79,7 +82,7 @@ def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -
 
 
 def _decomposed(row: CurvatureRow) -> int:
-    """Bytes while the widest matrix of a block is decomposed: 3·8·n², 64 vectors of a side that is too wide for that."""
+    """Bytes while the widest matrix of a block is decomposed: 3·8·n², or 64 vectors of a side that is too wide for that."""
     if not row.tokens:
         return 0
     if row.G.startswith("diagonal ") and row.outputs > WIDEST_DENSE:
@@ -89,13 +92,13 @@ def _decomposed(row: CurvatureRow) -> int:
 
 
 def _free(device: torch.device) -> int | None:
-    """Bytes that can still be had; None: not known."""
+    """Free bytes of a device; None: unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        return int(told["MemAvailable"].split()[0]) * 1024
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         pass
     try:

@@ -1,4 +1,4 @@
-"""K-FAC factors of several batches together: one refresh, one backward for each batch."""
+"""K-FAC factors of several batches in one refresh, with one backward for each batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ from gramian.curvature.estimate.fisher_labels import (
     draw_labels,
     logits_of,
     positions,
-    question,
+    read_batch,
     refuse_unknown_classes,
     summed_cross_entropy,
     token_weights,
@@ -30,28 +30,28 @@ def collect(
     batches: Sequence[Batch],
     fisher: str,
     seed: int,
-    tell: Callable[[int, int], None],
+    update: Callable[[int, int], None],
 ) -> float:
-    """Make the factors of all batches, as one pass over all their rows would; the model is left as it was.
+    """Make the factors of all batches, equal to those of one pass over all rows; the model is not changed.
 
     Cost: a forward and a backward of every batch, without weight gradients.
 
     Args:
-        kfac: refreshed.
-        model: any mode; it is measured in evaluation mode, as products with the Gauss-Newton matrix are.
+        kfac: its factors are refreshed.
+        model: measured in evaluation mode, as products with the Gauss-Newton matrix are.
         batches: with "labels" [B, positions] that are not shifted.
         fisher: "empirical", or "mc" and "true", whose labels are drawn from the model.
-        seed: of the draws, which are keyed by row and position: any split into batches draws the same.
-        tell: hears (batches done, of how many).
+        seed: of the draws, which are keyed by row and position, so any split into batches draws the same.
+        update: called with (batches done, batches in total).
 
     Returns:
         The mean cross entropy of the data's own labels, in nats per term.
 
     Raises:
-        GramianError: if labels do not fit, the sums are of no use, or a gradient reaches a parameter past its layer.
+        GramianError: if labels do not fit, the factors are not finite, or a gradient reaches a parameter past its layer.
     """
     root, drawn = unwrap(model), fisher != "empirical"
-    asked = [question(root, batch, False) for batch in batches]
+    asked = [read_batch(root, batch, False) for batch in batches]
     found = [positions(one, None) for one in asked]
     rows, nats = 0, 0.0
     with ExitStack() as around:
@@ -73,7 +73,7 @@ def collect(
             labels = draw_labels(logits, seed, samples_B, 0) if drawn else counted.labels
             summed_cross_entropy(logits, labels, counted.counted).backward()
             rows += len(one.inputs)
-            tell(number, len(batches))
+            update(number, len(batches))
         stray = [name for name, p in named_parameters(root) if p.grad is not None]
         if stray:
             raise GramianError(
@@ -87,7 +87,7 @@ def collect(
 
 @contextmanager
 def _evaluation_mode(root: torch.nn.Module) -> Iterator[None]:
-    """Dropout rests; afterwards every module is in the mode that it was in."""
+    """Switch dropout off, and restore the mode of every module afterwards."""
     modes = [(module, module.training) for module in root.modules()]
     root.eval()
     try:

@@ -1,4 +1,4 @@
-"""Encoders: masked tokens, and the logits of the masked positions alone.
+"""Encoders that return logits of masked positions alone, and the masks.
 
 Legend: B windows, T tokens of a window, M masked positions of a window, D width, V vocabulary.
 """
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class EmbeddingScores(nn.Module):
-    """An encoder without a head: logits are the inner products of its hidden states with its own input embeddings.
+    """An encoder without a head: logits are inner products of its hidden states with its input embeddings.
 
-    The weight of `head` is that of the embedding, one tied parameter. No bias, no scale, no transform: what a pretraining head
-    would have added is not in the folder. A pooler has no part in the loss and is frozen.
+    The weight of `head` is the embedding's, one tied parameter; there is no bias, scale or transform. A pooler, which the loss
+    does not reach, is frozen.
     """
 
     def __init__(self, encoder: Any) -> None:
@@ -27,11 +27,11 @@ class EmbeddingScores(nn.Module):
             encoder.pooler.requires_grad_(False)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits."""
+        """The layer that computes the logits."""
         return self.head
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Ids [B, T] and positions [B, M] to logits [B, M, V]."""
+        """Map ids [B, T] and positions [B, M] to logits [B, M, V]."""
         hidden_BTD = self.model(input_ids=input_ids).last_hidden_state
         logits_BMV: Tensor = self.head(_at(hidden_BTD, positions))
         return logits_BMV
@@ -41,17 +41,17 @@ class MaskedHead(nn.Module):
     """An encoder with a masked-language-model head of its own."""
 
     def __init__(self, model: Any) -> None:
-        """Hold it."""
+        """Wrap the model."""
         super().__init__()
         self.model = model
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that makes the logits."""
+        """The layer that computes the logits."""
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Ids [B, T] and positions [B, M] to logits [B, M, V]; the head runs on all positions, as the model has it."""
+        """Map ids [B, T] and positions [B, M] to logits [B, M, V]; the head runs on all positions."""
         return _at(self.model(input_ids=input_ids).logits, positions)
 
 
@@ -61,11 +61,11 @@ def mask(windows_BT: Tensor, token: int, share: float, seed: int) -> tuple[Tenso
     Args:
         windows_BT: ids, with one token at each end that is never masked, where T > 2.
         token: the mask token's id.
-        share: of the tokens between the ends; one at least.
+        share: of the tokens between the ends to mask, at least one.
         seed: of the choice.
 
     Returns:
-        Ids [B, T], masked positions [B, M] in ascending order, and what stood there [B, M].
+        Ids [B, T], masked positions [B, M] in ascending order, and the ids that stood there [B, M].
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = windows_BT.shape

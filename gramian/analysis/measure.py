@@ -1,7 +1,7 @@
-"""The analysis: K-FAC and its metrics, then products with the Gauss-Newton matrix and, where asked for, the Hessian.
+"""The analysis: K-FAC and its metrics, then products with the Gauss-Newton matrix and, optionally, the Hessian.
 
-Each stage adds a section to one JSON-able result, which is handed out after every stage: what was computed is never lost to a
-later one. Factors are let go before the bases of Lanczos are made, so the most memory is that of the dearest stage.
+Each stage adds a section to one JSON-able result, which is passed on after every stage, so that a later failure loses nothing.
+Factors are released before the bases of Lanczos are made: peak memory is that of the most expensive stage.
 """
 
 import math
@@ -26,14 +26,15 @@ from gramian.linalg import LanczosSpectrum, SpectralDensity, lanczos, spectral_d
 from gramian.linalg.spectra.operator import Operator
 
 SCHEMA = 1
-Tell = Callable[[int, int], None]
-Stage = Callable[[str], AbstractContextManager[Tell]]
-"""Opens a stage by its name; inside, it hears how much of how much is done."""
+Update = Callable[[int, int], None]
+"""Called with (units done, units in total)."""
+Stage = Callable[[str], AbstractContextManager[Update]]
+"""Opens a stage by its name; the context's value shows its progress."""
 Result = dict[str, Any]
 
 
 def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
-    """The object that an analysis fills: factors as exact as the model's numbers, damping as the metrics have it."""
+    """Make the K-FAC object of an analysis, with factors as precise as the model and the damping of the metrics."""
     return KFACNaturalGradient(
         damping=settings.damping,
         damping_mode="joint",
@@ -45,10 +46,10 @@ def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
 
 
 def plan_of(subject: Subject, settings: Settings) -> AnalysisPlan:
-    """What the analysis will hold, before it holds it.
+    """Plan the memory of the analysis; nothing is allocated.
 
     Raises:
-        GramianError: if more eigenvalues are asked for than there are.
+        GramianError: if more eigenvalues are requested than exist.
     """
     plan = make_plan(subject, settings, kfac_of(subject, settings))
     if settings.eigenvalues > subject.parameters:
@@ -64,13 +65,13 @@ def analyse(
     stage: Stage = lambda name: nullcontext(lambda done, total: None),
     keep: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Measure the curvature of a model.
+    """Measure the curvature of a model, as in `analyse(subject, Settings(probes=0))["kfac"]["metrics"]`.
 
     Args:
         subject: the model and its batches.
-        settings: what is computed.
-        stage: opened around every stage.
-        keep: is handed the result after every stage; "complete" says whether it was the last one.
+        settings: what to compute.
+        stage: context that is opened around every stage.
+        keep: called with the result after every stage; its "complete" is true after the last one.
 
     Returns:
         {"settings", "model", "data", "notes", "versions", "plan", "kfac", "ggn", "hessian", "seconds", "complete"}; see
@@ -80,15 +81,15 @@ def analyse(
         GramianError: if the model or the batches do not fit.
     """
     result = _about(subject, settings)
-    stages: list[tuple[str, Callable[[Tell], Result]]] = [("kfac", lambda tell: _kfac(subject, settings, tell))]
+    stages: list[tuple[str, Callable[[Update], Result]]] = [("kfac", lambda update: _kfac(subject, settings, update))]
     if settings.probes:
-        stages.append(("ggn", lambda tell: _ggn(subject, settings, tell)))
+        stages.append(("ggn", lambda update: _ggn(subject, settings, update)))
     if settings.hessian:
-        stages.append(("hessian", lambda tell: _hessian(subject, settings, tell)))
+        stages.append(("hessian", lambda update: _hessian(subject, settings, update)))
     for number, (name, run) in enumerate(stages, start=1):
         started = time.perf_counter()
-        with stage(name) as tell:
-            result[name] = run(tell)
+        with stage(name) as update:
+            result[name] = run(update)
         result["seconds"][name] = time.perf_counter() - started
         result["complete"] = number == len(stages)
         keep(result)
@@ -119,43 +120,43 @@ def _about(subject: Subject, settings: Settings) -> Result:
 # ---- K-FAC -----------------------------------------------------------------------------------------------------------
 
 
-def _kfac(subject: Subject, settings: Settings, tell: Tell) -> Result:
+def _kfac(subject: Subject, settings: Settings, update: Update) -> Result:
     kfac = kfac_of(subject, settings)
-    loss = collect(kfac, subject.model, subject.batches, settings.fisher, settings.seed, tell)
+    loss = collect(kfac, subject.model, subject.batches, settings.fisher, settings.seed, update)
     metrics = kfac.compute_capacity_metrics(n=settings.samples)
     spectra = layer_spectra(kfac.kfac_factors)
-    found = {
+    return {
         "loss": loss,
         "metrics": metrics,
         "top_eigenvalues": kfac.top_eigenvalues(settings.eigenvalues).tolist(),
         "spectra": spectra,
         "density": kfac_density(spectra),
+        "record": kfac.record(),
     }
-    return {**found, "record": kfac.record()}
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
 class _Counted(Operator):
-    """An operator that says how many products it has made."""
+    """An operator that reports how many products it has computed."""
 
-    def __init__(self, operator: Operator, tell: Tell, total: int) -> None:
-        self._operator, self._tell, self.total, self.products = operator, tell, total, 0
+    def __init__(self, operator: Operator, update: Update, total: int) -> None:
+        self._operator, self._update, self.total, self.products = operator, update, total, 0
         self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y."""
+        """Compute M Y."""
         found = self._operator.matmat(y_NK)
         self.products += y_NK.shape[1]
-        self._tell(self.products, max(self.total, self.products))
+        self._update(self.products, max(self.total, self.products))
         return found
 
 
-def _ggn(subject: Subject, settings: Settings, tell: Tell) -> Result:
-    """Largest eigenvalues by Lanczos, the density and what follows from it by quadrature."""
+def _ggn(subject: Subject, settings: Settings, update: Update) -> Result:
+    """Largest eigenvalues by Lanczos; the density and functions of it by quadrature."""
     ggn = GGNOperator(subject.model, subject.batches, causal_shift=False)
-    operator = _Counted(ggn, tell, settings.lanczos_limit + settings.probes * settings.steps)
+    operator = _Counted(ggn, update, settings.lanczos_limit + settings.probes * settings.steps)
     extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
     operator.total = operator.products + settings.probes * settings.steps
     density = spectral_density(operator, settings.probes, settings.steps, generator=_generator(operator, settings))
@@ -165,8 +166,8 @@ def _ggn(subject: Subject, settings: Settings, tell: Tell) -> Result:
 def _functions(density: SpectralDensity, damping: float) -> Result:
     """Nodes and weights, the density in decades, and traces of functions with the standard errors of the probes.
 
-    Gauss' rule is exact for the trace and tr M². It errs upwards for x/(x + λ), whose even derivatives are negative: the
-    effective dimension is an upper end, and falls with more steps.
+    Gauss' rule is exact for the trace and tr M². It overestimates x/(x + λ), whose even derivatives are negative: the
+    effective dimension is an upper bound, and falls with more steps.
     """
     trace = density.trace_of(lambda nodes: nodes.clamp(min=0))
     dimension = density.trace_of(lambda nodes: nodes.clamp(min=0) / (nodes.clamp(min=0) + damping))
@@ -186,14 +187,14 @@ def _functions(density: SpectralDensity, damping: float) -> Result:
     }
 
 
-def _hessian(subject: Subject, settings: Settings, tell: Tell) -> Result:
+def _hessian(subject: Subject, settings: Settings, update: Update) -> Result:
     hessian = HessianOperator(subject.model, "cross_entropy", subject.batches, causal_shift=False)
-    operator = _Counted(hessian, tell, settings.lanczos_limit)
+    operator = _Counted(hessian, update, settings.lanczos_limit)
     return {"dim": hessian.dim, "extremes": _lanczos(operator, settings.eigenvalues, "BE", settings)}
 
 
 def _lanczos(operator: Operator, k: int, which: Any, settings: Settings) -> Result:
-    """One Krylov space: a repeated eigenvalue is seen once."""
+    """Extreme eigenvalues from one Krylov space, in which a repeated eigenvalue appears once."""
     found: LanczosSpectrum = lanczos(
         operator,
         k,

@@ -1,11 +1,11 @@
-"""A Methods paragraph and the reproducibility checklist, from the recorded numbers of an analysis and nothing else."""
+"""A Methods paragraph and the reproducibility checklist, from the recorded numbers of an analysis alone."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gramian.analysis.layer_places import kind, kronecker_layers
-from gramian.train.state.run_folder import write_whole
+from gramian.core.durable_files import replace_text
 
 MISSING = "not recorded"
 FISHERS = {
@@ -16,7 +16,7 @@ FISHERS = {
 
 
 def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
-    """Write methods.md.
+    """Write methods.md, as in `write_methods(result, "methods.md")`.
 
     Args:
         result: of `analyse`, or as read from curvature.json.
@@ -25,11 +25,11 @@ def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
     Raises:
         GramianError: if it cannot be written.
     """
-    write_whole(Path(path), methods(result))
+    replace_text(Path(path), methods(result))
 
 
 def methods(result: Mapping[str, Any]) -> str:
-    """The page as Markdown."""
+    """Format the page as Markdown."""
     parts = ["# Methods", "", *_paragraphs(result), "", "# Reproducibility checklist", "", *_checklist(result)]
     return "\n".join([*parts, "", "# Per layer", "", *_per_layer(result), ""])
 
@@ -97,15 +97,14 @@ def _products(result: Mapping[str, Any]) -> str:
 
 
 def _converged(ends: Mapping[str, Any]) -> str:
-    worst = max(ends["residual_bounds"])
-    said = "converged" if ends["converged"] else "not converged"
-    return f"{said}, largest residual {worst:.2g}"
+    state = "converged" if ends["converged"] else "not converged"
+    return f"{state}, largest residual {max(ends['residual_bounds']):.2g}"
 
 
-def _pm(told: Mapping[str, Any]) -> str:
-    error = told["standard_error"]
-    limit = "at most " if told.get("bound") == "upper" else ""
-    return f"{limit}{told['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
+def _pm(estimate: Mapping[str, Any]) -> str:
+    error = estimate["standard_error"]
+    limit = "at most " if estimate.get("bound") == "upper" else ""
+    return f"{limit}{estimate['value']:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
 
 # ---- the checklist ---------------------------------------------------------------------------------------------------
@@ -137,10 +136,10 @@ def _checklist(result: Mapping[str, Any]) -> list[str]:
             f"{record['reduce']}" + "; one process, nothing was joined" * (record["world_size"] == 1),
         ),
         ("World size (for multi-GPU)", str(record["world_size"])),
-        ("Storage device policy", f"{options['woodbury_store_device']}: {_words(sides, 'device')}"),
+        ("Storage device policy", f"{options['woodbury_store_device']}: {_distinct(sides, 'device')}"),
         (
             "Dtype (fp16/bf16)",
-            f"{_words(sides, 'dtype')}; largest quantisation error {_range('', sides, 'quantisation_error')}",
+            f"{_distinct(sides, 'dtype')}; largest quantisation error {_range('', sides, 'quantisation_error')}",
         ),
     ]
     return [f"- [{' ' if answer.startswith(MISSING) else 'x'}] {item}: {answer}" for item, answer in items]
@@ -165,9 +164,9 @@ def _per_layer(result: Mapping[str, Any]) -> list[str]:
         cells = [name, f"{layer['T_kept']:,}", f"{layer['N']:,.0f}", _kappa(A), _kappa(G), _stored(A), _stored(G)]
         keys = ("trace", "max_eigenvalue", "entropy_rank", "condition_number")
         lines.append("| " + " | ".join([*cells, *(_number(metrics[key]) for key in keys)]) + " |")
-    others = len(layers) - len(kronecker_layers(result))
+    rest = len(layers) - len(kronecker_layers(result))
     kinds = sorted({kind(layer) for layer in layers.values()} - {"K-FAC", "EK-FAC"})
-    return [*lines, "", f"{others} further parameters ({', '.join(kinds)}) are in curvature.json."] if others else lines
+    return [*lines, "", f"{rest} further parameters ({', '.join(kinds)}) are in curvature.json."] if rest else lines
 
 
 def _kappa(side: Mapping[str, Any] | None) -> str:
@@ -178,26 +177,26 @@ def _stored(side: Mapping[str, Any] | None) -> str:
     return "–" if side is None else f"{side['representation']}, rank {side['rank']:,}"
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- formatting ------------------------------------------------------------------------------------------------------
 
 
-def _of(told: Mapping[str, Any], key: str) -> str:
-    value = told.get(key)
+def _of(facts: Mapping[str, Any], key: str) -> str:
+    value = facts.get(key)
     return MISSING if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _range(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Name = 3, or name from 1 to 3, of what is there."""
+    """Format "name = 3" or "name from 1 to 3" from the recorded values."""
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return f"{MISSING}: {name}"
-    low, high = min(values), max(values)
-    if low == high:
-        return f"{name} = {_number(low)}" if name else _number(low)
-    return f"{name} from {_number(low)} to {_number(high)}" if name else f"from {_number(low)} to {_number(high)}"
+    low, high = _number(min(values)), _number(max(values))
+    if min(values) == max(values):
+        return f"{name} = {low}" if name else low
+    return f"{name} from {low} to {high}".strip()
 
 
-def _words(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+def _distinct(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(dict.fromkeys(str(row[key]) for row in rows)) or MISSING
 
 

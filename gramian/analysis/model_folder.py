@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from gramian.analysis.masked_encoder import EmbeddingScores, MaskedHead, mask
-from gramian.analysis.subject import DTYPES, Batch, Subject, pieces, spread
+from gramian.analysis.subject import DTYPES, Batch, Subject, evenly_spaced, pieces
 from gramian.core.errors import GramianError
 from gramian.data.data_files import find_files, read_text
-from gramian.models.huggingface import load_huggingface, reading
+from gramian.models.huggingface import load_huggingface, open_model_folder
 
 MODEL = "argument --model"
 MASKED_SHARE = 0.15
 LENGTH = 128
-"""Tokens of a window, unless another number is asked for."""
+"""Default number of tokens of a window."""
 
 
 def from_folder(
@@ -34,17 +34,17 @@ def from_folder(
     masked: bool,
     seed: int,
 ) -> Subject:
-    """A causal language model on the next token, or an encoder on masked ones.
+    """Make a subject of a causal language model on next tokens, or of an encoder on masked ones.
 
     Args:
-        path: of the folder: config.json, safetensors, tokenizer; nothing is downloaded and none of its code is run.
+        path: folder with config.json, safetensors and tokenizer; nothing is downloaded and none of its code is run.
         texts: files, or folders of them.
         device: where the analysis runs.
         dtype: "fp32" or "fp64"; None: fp32.
-        tokens: about how many; windows are taken at even distances from all of them.
+        tokens: about how many to read; windows are evenly spaced over the text.
         rows: windows of one pass; None: as many as have `PASS` tokens.
         length: T; less where the model's context, or the text, is shorter.
-        masked: 15 % of the positions are replaced by the mask token and scored.
+        masked: replace 15 % of the positions by the mask token and score those.
         seed: of the masks.
 
     Raises:
@@ -56,7 +56,7 @@ def from_folder(
     model, scored, facts = _encoder(path) if masked else _causal(path, len(tokenizer), seed)
     limit = min(length, getattr(model.config, "max_position_embeddings", None) or length)
     cut = _masked_windows(tokenizer, ids, limit) if masked else _causal_windows(ids, limit)
-    chosen = spread(len(cut), -(-tokens // limit))
+    chosen = evenly_spaced(len(cut), -(-tokens // limit))
     windows_BS = cut[torch.from_numpy(chosen)]
     if masked:
         masked_BT, positions_BM, targets_BM = mask(windows_BS, tokenizer.mask_token_id, MASKED_SHARE, seed)
@@ -68,7 +68,7 @@ def from_folder(
         model=scored.to(device=device, dtype=DTYPES[kind]).eval(),
         batches=[
             {name: values[torch.from_numpy(part)].to(device) for name, values in batch.items()} | more
-            for part in pieces(spread(len(chosen), len(chosen)), rows, limit)
+            for part in pieces(evenly_spaced(len(chosen), len(chosen)), rows, limit)
         ],
         model_facts={"kind": "huggingface", "path": path, "weights": "loaded", "dtype": kind, **facts},
         data_facts={
@@ -88,28 +88,28 @@ def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict
     try:
         model: Any = load_huggingface(path, False, vocabulary, 1, seed, MODEL)
     except GramianError as problem:
-        told = str(problem)
-        if "has no weights of" in told:
-            told = f"{told.partition(';')[0]}; expected a causal language model, or --masked for an encoder"
-        raise GramianError(told) from None
-    if _is(model.config, "ForMaskedLM"):  # it would see the token that it is asked for
+        message = str(problem)
+        if "has no weights of" in message:
+            message = f"{message.partition(';')[0]}; expected a causal language model, or --masked for an encoder"
+        raise GramianError(message) from None
+    if _is(model.config, "ForMaskedLM"):  # it would see the token to predict
         raise GramianError(f"{MODEL}: {path} is an encoder; expected a causal language model, or --masked")
     return model, model, {"mode": "next token"}
 
 
 def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
-    """An encoder with its own masked-language-model head, or scored against its input embeddings where it has none."""
-    with reading(path, MODEL, "an encoder in safetensors") as (shape, _):
+    """Load an encoder with its masked-language-model head; without one it is scored against its input embeddings."""
+    with open_model_folder(path, MODEL, "an encoder in safetensors") as (shape, _):
         from transformers import AutoModel, AutoModelForMaskedLM
 
         if _is(shape, "ForCausalLM", "LMHeadModel"):
             raise GramianError(f"{MODEL}: {path} is a causal language model; expected an encoder, or no --masked")
         headed = _is(shape, "ForMaskedLM")
         kind = AutoModelForMaskedLM if headed else AutoModel
-        model, told = kind.from_pretrained(
+        model, report = kind.from_pretrained(
             path, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
-    missing = sorted(name for name in told["missing_keys"] if not name.startswith("pooler."))
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith("pooler."))
     if missing:
         raise GramianError(f"{MODEL}: {path} has no weights of {missing[0]}; expected those of all parameters")
     if headed:
@@ -120,24 +120,26 @@ def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
 
 
 def _is(shape: Any, *kinds: str) -> bool:
-    """Whether a folder's config says that it holds such a model."""
+    """Whether a config names an architecture of one of these kinds."""
     return any(str(name).endswith(kinds) for name in shape.architectures or ())
 
 
 def _tokenizer(path: str) -> Any:
-    with reading(path, MODEL, "a tokenizer beside the model"):
+    with open_model_folder(path, MODEL, "a tokenizer beside the model"):
         from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, split_special_tokens=True
         )
-    if len(found) <= len(set(found.all_special_ids)):  # what is made of a folder that has none
+    if len(found) <= len(
+        set(found.all_special_ids)
+    ):  # transformers makes an empty one for a folder without a tokenizer
         raise GramianError(f"{MODEL}: {path} has no tokenizer; expected its files beside the model")
     return found
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:
-    """The tokens of all files end to end, and a hash of them; documents end with the end-of-text token where there is one."""
+    """Concatenate the tokens of all files, each followed by the end-of-text token if there is one; returns them and a hash."""
     end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for file in find_files(texts, "text", "argument --text"):
@@ -149,13 +151,13 @@ def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]
 
 
 def _causal_windows(ids_N: Tensor, length: int) -> Tensor:
-    """[windows, T + 1]; what is left at the end is not read, unless it is all there is."""
+    """Cut ids into [windows, T + 1]; a shorter rest is dropped, unless it is the only window."""
     size = min(length + 1, len(ids_N))
     return ids_N[: len(ids_N) // size * size].view(-1, size)
 
 
 def _masked_windows(tokenizer: Any, ids_N: Tensor, length: int) -> Tensor:
-    """[windows, T], each between the tokens that begin and end a text."""
+    """Cut ids into [windows, T], each between the tokens that begin and end a text."""
     if tokenizer.mask_token_id is None:
         raise GramianError(f"{MODEL}: its tokenizer has no mask token; expected an encoder, or no --masked")
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id

@@ -1,4 +1,4 @@
-"""What an analysis computes."""
+"""Options of an analysis."""
 
 import math
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from gramian.core.errors import GramianError
 DAMPING = 0.03
 """The default of `KFACNaturalGradient`."""
 TOLERANCE = 1e-3
-"""Of the residuals of Lanczos, relative to the largest eigenvalue; eigenvalues are about its square exact."""
+"""Largest residual of Lanczos relative to the largest eigenvalue; the error of an eigenvalue is about its square."""
 FISHERS = ("empirical", "mc", "true")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of an analysis, checked by name."""
+    """Options of an analysis, as in `Settings(fisher="empirical", probes=0)`."""
 
     fisher: Literal["empirical", "mc", "true"] = "mc"
     """Labels of K-FAC: the data's own, drawn from the model, or drawn with the head's Fisher exact."""
@@ -26,17 +26,17 @@ class Settings:
     probes: int = 4
     """Random vectors of the density of the Gauss-Newton matrix; 0: no product with it is made at all."""
     steps: int = 16
-    """Lanczos steps of each."""
+    """Lanczos steps of each probe."""
     hessian: bool = False
-    """Both ends of the Hessian's spectrum, too."""
+    """Also compute both ends of the Hessian's spectrum."""
     ekfac: bool = False
-    """EK-FAC's eigenvalues beside K-FAC's."""
+    """Correct K-FAC's eigenvalues to EK-FAC's."""
     samples: float | None = None
     """n of the heuristic pac_bayes = √(trace/n): how many samples the model was trained on; None: without it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense.
+        """Check every option.
 
         Raises:
             GramianError: naming the option.
@@ -51,16 +51,16 @@ class Settings:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise GramianError(f"{name}: {value!r}; expected an integer of at least {least}")
         if self.probes == 1:
-            raise GramianError("probes: 1; expected 0, or at least 2, which tell an error")
+            raise GramianError("probes: 1; expected 0, or at least 2, which give a standard error")
         if not self.seed < 2**63:
             raise GramianError(f"seed: {self.seed}; expected at most 2^63 - 1")
 
     @property
     def lanczos_basis(self) -> int:
-        """Vectors that Lanczos keeps."""
+        """Number of vectors in the basis of Lanczos."""
         return 2 * self.eigenvalues + 20
 
     @property
     def lanczos_limit(self) -> int:
-        """Products after which it ends, converged or not."""
+        """Number of products after which Lanczos ends, converged or not."""
         return 3 * self.lanczos_basis

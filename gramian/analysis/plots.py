@@ -1,6 +1,6 @@
-"""Pictures of an analysis: spectra of the layers, ranks and conditions along the depth, the density of the Gauss-Newton matrix.
+"""Pictures of an analysis: spectra of the layers, ranks and condition numbers by depth, density of the Gauss-Newton matrix.
 
-Colours are those of Okabe and Ito and of the map "cividis": both are told apart by the colour-blind.
+Colours are those of Okabe and Ito and of the map "cividis", which colour-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ STYLE: dict[Any, Any] = {
 WIDTH = 10.0
 """Inches: 1200 pixels."""
 MOST_ROLES = 8
-"""Panels and lines that are told apart; further roles are in the numbers."""
+"""Most panels and lines of a picture; further roles are in the numbers."""
 
 
 def available() -> bool:
-    """Whether there is matplotlib."""
+    """Whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -50,7 +50,7 @@ def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
 
     Args:
         result: of `analyse`, with "kfac" at least.
-        folder: that is there.
+        folder: an existing one.
 
     Returns:
         The files.
@@ -88,19 +88,18 @@ def _figure(rows: int, columns: int, height: float, result: Mapping[str, Any], t
 
 
 def _caption(result: Mapping[str, Any]) -> str:
-    """What the numbers are of, under every picture."""
+    """The caption of every picture: model and data."""
     model, data, settings = result["model"], result["data"], result["settings"]
     name = Path(str(model["path"])).name if "path" in model else model.get("kind", "model")
-    words = [
+    facts = [
         f"{name}, {model['parameters']:,} parameters, weights: {str(model.get('weights', 'given')).partition(', of ')[0]}",
         f"{data['tokens']:,} tokens, {data['terms']:,} loss terms, labels: {settings['fisher']}, seed {settings['seed']}",
     ]
-    lines = ["; ".join(words), *result["notes"]]
-    return "\n".join(lines)
+    return "\n".join(["; ".join(facts), *result["notes"]])
 
 
 def _groups(result: Mapping[str, Any]) -> dict[str, dict[str, Place]]:
-    """{role: {layer: place}} of the layers inside blocks, and "outside the blocks"; most layers first where there are many."""
+    """{role: {layer: place}}, with role "" outside the blocks; at most `MOST_ROLES`, those with the most layers."""
     found: dict[str, dict[str, Place]] = {}
     for name in kronecker_layers(result):
         where = place(name)
@@ -118,6 +117,7 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     groups, curves = _groups(result), result["kfac"]["spectra"]
     names = short_roles(role for role in groups if role)
@@ -138,12 +138,12 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
         axis = axes.flat[number]
         axis.set_title(names.get(role, "outside the blocks"))
         for order, (name, where) in enumerate(layers.items()):
-            told: dict[str, Any] = {"color": shades(scale(where.block or 0))}
+            style: dict[str, Any] = {"color": shades(scale(where.block or 0))}
             if not role:
-                told = {"label": name.split(".")[-1], "color": COLOURS[order % len(COLOURS)]}
+                style = {"label": name.split(".")[-1], "color": COLOURS[order % len(COLOURS)]}
             ranks, values = curves[name]["ranks"], curves[name]["eigenvalues"]
             begin = [min(1.0, ranks[0])] if ranks else []  # a largest eigenvalue that repeats has the ranks from 1 on
-            axis.plot([*begin, *ranks], [*values[:1], *values], linewidth=1.6, **told)
+            axis.plot([*begin, *ranks], [*values[:1], *values], linewidth=1.6, **style)
         axis.set(xscale="log", yscale="log")
         axis.set_ylim(high * 1e-11, high)
         if not role:
@@ -158,7 +158,7 @@ def _spectra(result: Mapping[str, Any]) -> Figure:
             axis.set_xlabel("rank of the eigenvalue")
     if blocks:
         bar = figure.colorbar(ScalarMappable(scale, shades), ax=axes, label="block", shrink=0.8, pad=0.01)
-        bar.locator = _whole_numbers()
+        bar.locator = MaxNLocator(integer=True)
         bar.update_ticks()
     return figure
 
@@ -192,11 +192,13 @@ def _depth(result: Mapping[str, Any]) -> Figure:
                 outside.append((at, name.split(".")[-1]))
                 axis.plot([at], [metrics["layers"][name][key]], color=colour, marker=marker, linestyle="none")
         drawn = [metrics["layers"][name][key] for layers in groups.values() for name in layers]
-        if any(drawn):  # a logarithm has no place for zeros
+        if any(drawn):  # a logarithmic axis cannot show zeros
             axis.set_yscale("log")
         _plain_ticks(axis, drawn)
         axis.set_ylabel(label)
-        ticks = [(b, str(b)) for b in _some(sorted(set(inside)))] + [(at, _wrapped(name)) for at, name in outside]
+        ticks = [(b, str(b)) for b in _some(sorted(set(inside)))] + [
+            (at, name.replace("_", "\n")) for at, name in outside
+        ]
         axis.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
         axis.margins(x=0.04)
     axes.flat[-1].set_xlabel("block" + (", and layers outside the blocks" if outside else ""))
@@ -207,7 +209,7 @@ def _depth(result: Mapping[str, Any]) -> Figure:
 
 
 def _outside_at(result: Mapping[str, Any], name: str, last: int, outside: Sequence[tuple[int, str]]) -> int:
-    """Before the blocks if the model has it before them, else behind them; each in a place of its own."""
+    """Position of a layer outside the blocks: before them or after them, as in the model."""
     order = list(result["kfac"]["record"]["layers"])
     first = next((i for i, other in enumerate(order) if place(other).block is not None), len(order))
     taken = [at for at, _ in outside]
@@ -278,19 +280,13 @@ def _density(result: Mapping[str, Any]) -> Figure:
 # ---- ticks -----------------------------------------------------------------------------------------------------------
 
 
-def _whole_numbers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
-
-
 def _some(blocks: Sequence[int]) -> Sequence[int]:
-    """At most 16 of them, evenly."""
+    """At most 16 block numbers, evenly spaced."""
     return blocks[:: -(-len(blocks) // 16)] if blocks else blocks
 
 
 def _plain_ticks(axis: Axes, values: Sequence[float]) -> None:
-    """Numbers without powers of ten where they do not span two of them."""
+    """Label a logarithmic axis without powers of ten if the values span less than two decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     some = [value for value in values if value and math.isfinite(value)]
@@ -298,8 +294,3 @@ def _plain_ticks(axis: Axes, values: Sequence[float]) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _wrapped(name: str) -> str:
-    """Words of a tick below each other."""
-    return name.replace("_", "\n")

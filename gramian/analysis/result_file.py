@@ -1,4 +1,4 @@
-"""`curvature.json`: the result of an analysis on disk, whole or not there."""
+"""`curvature.json`, the result of an analysis on disk, written atomically, and the folder for it."""
 
 import json
 import math
@@ -6,28 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gramian.core.durable_files import replace_text
 from gramian.core.errors import GramianError
-from gramian.train.state.run_folder import write_whole
 
 FILE = "curvature.json"
+FORMAT = 1
+"""Version of the file."""
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write the result; infinity and NaN, which JSON does not have, are null.
+    """Write the result as JSON, with null for infinity and NaN.
 
     Raises:
         GramianError: if it cannot be written.
     """
     path = folder / FILE
-    write_whole(path, json.dumps(_finite(result), indent=1, allow_nan=False) + "\n")
+    replace_text(path, json.dumps(_finite({"format": FORMAT, **result}), indent=1, allow_nan=False) + "\n")
     return path
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:
-    """An empty folder: the one that is wanted, or the default with the first number behind it that is free.
+    """Make an empty folder: the wanted one, or the default with the first free number behind it.
 
     Raises:
-        GramianError: if what is wanted is not empty, or cannot be made; nothing is overwritten.
+        GramianError: if the wanted folder is not empty or cannot be made.
     """
     path, number = wanted or default, 1
     try:

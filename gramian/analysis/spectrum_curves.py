@@ -1,6 +1,6 @@
-"""Spectra as curves: how many eigenvalues lie above a value, and how many in every decade.
+"""Spectra as curves: the number of eigenvalues above a value, and their density per decade.
 
-Legend: t thresholds, p probes, s nodes of each.
+Legend: P probes, S nodes of each, T points of a curve.
 """
 
 import math
@@ -14,11 +14,11 @@ from gramian.curvature.spectrum.side_spectra import ONE, SideSpectrum, estimate,
 from gramian.curvature.spectrum.spectrum_products import Values, count_above
 
 POINTS = 121
-"""Of a layer's curve, evenly spaced in the logarithm."""
+"""Points of a layer's curve, evenly spaced in the logarithm."""
 DECADES = 12
-"""That it reaches down from the largest eigenvalue."""
+"""Decades that the curve covers below the largest eigenvalue."""
 PER_DECADE = 10
-"""Points of a density."""
+"""Points of a density in each decade."""
 KERNEL = 0.2
 """Standard deviation of the density's kernel, in decades; wider where nodes are farther apart than that."""
 
@@ -26,8 +26,8 @@ KERNEL = 0.2
 def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float]]]:
     """{layer: {"eigenvalues": descending values, "ranks": how many eigenvalues of the layer exceed each}}.
 
-    Counted from the spectra of both sides without forming a product (`count_above`), so a vocabulary-sized layer costs no more
-    than its sides. Where a side is too wide to be decomposed, counts are means over the probes of its quadrature.
+    Counts come from the spectra of both sides without forming a product (`count_above`), so a vocabulary-sized layer costs no
+    more than its sides. If a side is too wide to be decomposed, counts are means over the probes of its quadrature.
     """
     plain = [block for block in blocks.values() if block.correction is None]
     factors = list({id(f): f for block in plain for f in block.factors.values()}.values())
@@ -37,14 +37,14 @@ def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float
         A, G = _pair(block, sides)
         largest = A.largest * G.largest
         shares = [10 ** (-DECADES * i / (POINTS - 1)) for i in range(POINTS)] if largest > 0 else []
-        # The largest eigenvalue itself is not above itself: half a rounding unit lower it is.
+        # Slightly lower thresholds, so that the largest eigenvalue counts as above itself.
         ranks = [_count(A, G, share * (1 - 1e-12)) for share in shares]
         found[name] = {"eigenvalues": [largest * share for share in shares], "ranks": ranks}
     return found
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """The spectra of both sides; of a corrected block, EK-FAC's eigenvalues and a one."""
+    """Spectra of both sides; of a block that EK-FAC corrects, its eigenvalues and a single 1."""
     if block.correction is not None:
         values = Values.of(block.correction.values_RS.flatten(), block.G.dim * block.correction.A.dim)
         return ONE, SideSpectrum.of(values)
@@ -58,7 +58,7 @@ def _count(A: SideSpectrum, G: SideSpectrum, share: float) -> float:
 
 
 def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Eigenvalues per decade of all layers together, by the kernel that `ggn_density` has, so that both can be compared."""
+    """Eigenvalues per decade of all layers together, with the kernel of `ggn_density`, so that both can be compared."""
     values, weights = [], []
     for curve in spectra.values():
         before = 0.0
@@ -71,22 +71,24 @@ def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[s
 
 
 def ggn_density(nodes_PS: Tensor, weights_PS: Tensor, resolution: float) -> dict[str, list[float]]:
-    """Eigenvalues per decade from the Gauss rules of probes; those below `resolution` are not in it.
+    """Eigenvalues per decade from the Gauss rules of probes, without those below `resolution`.
 
     Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²), the mean over probes, and its standard error; σ_i is half the mean distance to the
-    nodes beside it, 0.2 at least: a rule of s nodes says nothing of what lies between two of them.
+    neighbouring nodes, at least 0.2: a Gauss rule does not resolve what lies between two nodes.
     """
     return _per_decade(nodes_PS, torch.where(nodes_PS > resolution, weights_PS, 0.0))
 
 
 def _per_decade(nodes_PS: Tensor, weights_PS: Tensor) -> dict[str, list[float]]:
-    kept = weights_PS > 0
-    if not bool(kept.any()):
+    positive = weights_PS > 0
+    if not bool(positive.any()):
         return {"eigenvalues": [], "per_decade": [], "standard_error": []}
-    logs_PS = torch.where(kept, nodes_PS.double(), 1.0).log10()
-    low, high = float(logs_PS[kept].min()) - KERNEL, float(logs_PS[kept].max()) + KERNEL
+    logs_PS = torch.where(positive, nodes_PS.double(), 1.0).log10()
+    low, high = float(logs_PS[positive].min()) - KERNEL, float(logs_PS[positive].max()) + KERNEL
     grid_T = torch.linspace(low, high, max(2, math.ceil((high - low) * PER_DECADE) + 1), dtype=torch.float64)
-    densities = [_smoothed(logs_S[k], w_S[k], grid_T) for logs_S, w_S, k in zip(logs_PS, weights_PS, kept, strict=True)]
+    densities = [
+        _smoothed(logs_S[k], w_S[k], grid_T) for logs_S, w_S, k in zip(logs_PS, weights_PS, positive, strict=True)
+    ]
     density_PT = torch.stack(densities)
     error_T = density_PT.std(0) / math.sqrt(len(density_PT)) if len(density_PT) > 1 else torch.zeros_like(grid_T)
     return {

@@ -1,4 +1,4 @@
-"""What is analysed: a model, the batches it is asked about, and the words for both."""
+"""The subject of an analysis: a model, its batches, and facts about both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from gramian.train.state.saved_run import is_run, load_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 PASS = 1024
-"""Tokens of one pass, unless a number of windows is asked for."""
+"""Tokens of one pass, unless a number of windows is given."""
 Batch = Mapping[str, Any]
 Int64s = npt.NDArray[np.int64]
 
@@ -31,12 +31,15 @@ Int64s = npt.NDArray[np.int64]
 class Subject:
     """A model and its batches.
 
+    Example:
+        `Subject(model, [{"tokens_BT": tokens, "labels": targets}])`.
+
     Attributes:
-        model: returns logits [B, positions, V] when it is called with a batch without its "labels"; evaluation mode is seen to.
+        model: returns logits [B, positions, V] when called with a batch without its "labels"; measured in evaluation mode.
         batches: "labels" [B, positions] are the target of each position, −100 where there is none; nothing is shifted.
-        model_facts: JSON-able; which weights these are.
-        data_facts: JSON-able; which tokens these are.
-        notes: what a reader of any number must know.
+        model_facts: JSON-able facts on the weights.
+        data_facts: JSON-able facts on the tokens.
+        notes: caveats for a reader of any number.
     """
 
     model: nn.Module
@@ -46,7 +49,7 @@ class Subject:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what holds no question.
+        """Check that there are batches with labels.
 
         Raises:
             GramianError: naming what is missing.
@@ -59,28 +62,28 @@ class Subject:
 
     @property
     def terms(self) -> int:
-        """Loss terms of all batches."""
+        """Number of loss terms of all batches."""
         return sum(int((batch["labels"] != IGNORED).sum()) for batch in self.batches)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the model reads; of inputs that are no ids, its positions."""
+        """Number of tokens that the model reads; of positions, if its inputs are not ids."""
         return sum(_first(batch).numel() for batch in self.batches)
 
     @property
     def parameters(self) -> int:
-        """Trained ones, tied ones once."""
+        """Number of trained parameters, tied ones once."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
 def from_config(config: Config, device: torch.device, dtype: str | None, tokens: int, rows: int | None) -> Subject:
-    """The model of a config, with the weights of its run if there is one, on windows of its training data.
+    """Make a subject of a config's model, with the weights of its run if there is one, and windows of its training data.
 
     Args:
         config: of the run.
         device: where the analysis runs.
-        dtype: "fp32" or "fp64"; None: fp64 of a run in float64, else fp32.
-        tokens: about how many; windows are taken at even distances from all of them.
+        dtype: "fp32" or "fp64"; None: fp64 for a run in float64, else fp32.
+        tokens: about how many to read; windows are evenly spaced over the data.
         rows: windows of one pass; None: as many as have `PASS` tokens.
 
     Raises:
@@ -94,8 +97,8 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
         notes.append("Computed on private training data: not covered by ε.")
     if config.teacher is not None:
         notes.append("The loss is the cross entropy of the data; the teacher has no part in it.")
-    digest = {} if config.privacy is not None else {"digest": training.digest}  # it tells private data sets apart
-    chosen = spread(len(training), -(-tokens // config.data.length))
+    digest = {} if config.privacy is not None else {"digest": training.digest}  # it would identify private data
+    chosen = evenly_spaced(len(training), -(-tokens // config.data.length))
     return Subject(
         model=model.to(device=device, dtype=DTYPES[kind]).eval(),
         batches=[_batch(model, training, part, device) for part in pieces(chosen, rows, config.data.length)],
@@ -112,19 +115,19 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
     )
 
 
-def spread(there: int, wanted: int) -> Int64s:
-    """Numbers of some windows, at even distances from the first to the last of all."""
-    return np.unique(np.linspace(0, there - 1, min(there, wanted)).round().astype(np.int64))
+def evenly_spaced(total: int, wanted: int) -> Int64s:
+    """Choose window numbers, evenly spaced from the first to the last."""
+    return np.unique(np.linspace(0, total - 1, min(total, wanted)).round().astype(np.int64))
 
 
 def pieces(chosen: Int64s, rows: int | None, length: int) -> list[Int64s]:
-    """So many at a time; None: as many as have `PASS` tokens."""
+    """Split window numbers into passes of `rows`; None: as many as have `PASS` tokens."""
     rows = rows or max(1, PASS // length)
     return [chosen[start : start + rows] for start in range(0, len(chosen), rows)]
 
 
 def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
-    """The model and where its weights come from.
+    """Load the model, and describe the origin of its weights.
 
     Raises:
         GramianError: if the folder holds a run of another config, or checkpoints that cannot be read.
@@ -143,7 +146,7 @@ def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
 
 
 def _batch(model: nn.Module, windows: Windows, index: Int64s, device: torch.device) -> Batch:
-    """Rows under the names of the model's arguments."""
+    """Stack windows under the names of the model's arguments."""
     rows = {name: values.to(device) for name, values in windows.stack(index).items()}
     if not isinstance(model, GPT | Goose):
         return {"input_ids": rows["tokens"], "use_cache": False, "labels": rows["targets"]}

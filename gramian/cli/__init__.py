@@ -1,32 +1,47 @@
-"""The command line: parsing, exit codes and one-line errors; each command lives in its own file.
+"""The command line: a table of commands, exit codes and one-line errors.
 
-Exit codes: 0 done, 1 the check or the run failed, 2 bad input. Failures and bad input are one line on stderr.
+Exit codes: 0 success, 1 the check or the run failed, 2 bad input. Failures and bad input are one line on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
+from gramian.cli.command_errors import RunFailed
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 
+COMMANDS = {
+    "demo": ("demo.demo", "a teacher, its cache, a distilled student and its twin without a teacher, compared"),
+    "train": ("train", "train a model as a config says, or resume its run"),
+    "cache": ("cache", "write a teacher's signal to disk"),
+    "doctor": ("doctor", "examine a run before it starts"),
+    "eval": ("eval", "perplexity of a run's model, or a text by it"),
+    "curvature": ("curvature", "capacity metrics and spectra of a model's curvature, layer by layer"),
+    "plan": ("plan", "whether a run fits into memory, and how it is spread over GPUs"),
+    "verify": ("verify", "prove on this machine that the library computes what it promises"),
+    "profile": ("profile.profile", "measure what a feature costs in time and memory"),
+}
+"""{command: (module below `gramian.cli`, line in the help)}.
 
-class RunFailed(Exception):
-    """A run or check that did not succeed; the message says why."""
+The module of the chosen command alone is imported. It defines `add_arguments(parser)` and `run(arguments)`, which returns the
+exit code; its docstring is the description in the help.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises `GramianError` in place of printing its usage and exiting."""
+    """A parser that raises `GramianError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise GramianError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, as in `main(["train", "run.toml", "run.steps=100"])`.
 
     Args:
         argv: Arguments after the program name; default: those of the process.
@@ -35,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        arguments = _parse(argv)
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         status: int = arguments.run(arguments)
         return status
     except GramianError as problem:
@@ -48,54 +63,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
 
 
-def refuse_unavailable(
-    usage: str, target: str | None, targets: Sequence[str], later: Sequence[str], options: Mapping[str, object]
-) -> None:
-    """Refuse a target or an option that does not exist, or not yet.
-
-    Args:
-        usage: the command as it works today, such as "gramian verify kfac [--verbose]".
-        target: what the user asked for.
-        targets: what works.
-        later: targets that will.
-        options: {option that will work: its value}; None and False: not given.
-
-    Raises:
-        GramianError: naming what was given and what would be accepted.
-    """
-    accepted = f"accepted: {', '.join(targets)}"
-    if target is None:
-        raise GramianError(f"argument TARGET: none given; {accepted}")
-    if target not in targets:
-        why = "is not available yet" if target in later else "is unknown"
-        raise GramianError(f"argument TARGET: {target!r} {why}; {accepted}")
-    for name, value in options.items():
-        if value is not None and value is not False:
-            given = "" if value is True else f" {value!r}"
-            raise GramianError(f"argument {name}:{given} is not available yet; accepted: {usage}")
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: list[str]) -> argparse.Namespace:
     """Parse `argv`; the result's `run` is the command, a function from the arguments to the exit code."""
-    from gramian.cli import cache, curvature, doctor, eval, plan, train, verify
-    from gramian.cli.demo import demo
-    from gramian.cli.profile import profile
-
     description = "Curvature, privacy and health of training from one capture."
     parser = _Parser(prog="gramian", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"gramian {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", parser_class=_Parser)
-    for command in (demo, train, cache, doctor, eval, curvature, plan, verify, profile):
-        command.add_parser(commands)
+    chosen = next((argument for argument in argv if not argument.startswith("-")), None)
+    for name, (module, help_line) in COMMANDS.items():
+        subparser = commands.add_parser(name, help=help_line, allow_abbrev=False)
+        if name == chosen:
+            command = import_module(f"gramian.cli.{module}")
+            subparser.description = command.__doc__
+            subparser.set_defaults(run=command.run)
+            command.add_arguments(subparser)
 
     arguments, unknown = parser.parse_known_args(argv)
     if arguments.command is None:
-        raise GramianError(f"command: none given; accepted: {', '.join(commands.choices)}")
-    if hasattr(arguments, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
-        arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse takes none behind an option
+        raise GramianError(f"command: none given; expected {', '.join(COMMANDS)}")
+    if hasattr(arguments, "overrides") and all("=" in part and not part.startswith("-") for part in unknown):
+        arguments.overrides, unknown = [*arguments.overrides, *unknown], []  # argparse accepts none after an option
     if unknown:
         usage = commands.choices[arguments.command].format_usage().removeprefix("usage: ")
-        raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; accepted: {usage}")
+        raise GramianError(f"{arguments.command}: unknown {' '.join(unknown)!r}; expected {usage}")
     return arguments
 
 

@@ -1,4 +1,8 @@
-"""`gramian curvature CONFIG.toml | --model PATH --text FILE…`: capacity metrics, spectra, a report of every layer."""
+"""`gramian curvature CONFIG.toml | --model PATH --text FILE…`: capacity metrics and spectra of every layer of a model.
+
+The model is that of a config (its run's best checkpoint, else fresh weights) on its training data, or a Hugging Face model
+folder on text files. Writes a table, curvature.json, and pictures.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli import RunFailed
+from gramian.cli.command_errors import RunFailed, is_out_of_memory, refuse_torchrun
+from gramian.cli.config_arguments import positive_integer
+from gramian.cli.terminal import make_console, make_table, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -21,22 +28,15 @@ if TYPE_CHECKING:
     from gramian.analysis.subject import Subject
 
 DEFAULT_OUT = Path("runs/curvature")
-STAGES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
+STAGE_NAMES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
 PARTS = 8
-"""Lines of progress of a stage, where the output is not a terminal."""
+"""Progress lines of a stage where the output is not a terminal."""
 MOST_ROWS = 64
-"""Layers in the table; of more, those with the largest share of the trace."""
+"""Most layers in the table: those with the largest share of the trace."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "curvature",
-        help="capacity metrics and spectra of a model's curvature, layer by layer",
-        description="Curvature of the model of a config (its run's best checkpoint, else fresh) on its training data, or of a "
-        "Hugging Face model folder on text files: a table, curvature.json, and pictures.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG.toml", help="a training config")
     add("overrides", nargs="*", metavar="section.key=value", help="with a config")
@@ -44,9 +44,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--text", nargs="+", metavar="FILE", help="text files, or folders of them, for --model")
     add("--masked", action="store_true", help="of an encoder: mask 15 %% of the tokens and score those, by the model's own "
         "head or, where it has none, against its input embeddings")  # fmt: skip
-    add("--tokens", type=int, default=1024, metavar="N", help="about how many are read (default: 1024)")
-    add("--length", type=int, metavar="T", help="tokens of a window, with --model (default: 128)")
-    add("--batch", type=int, metavar="B", help="windows of one pass (default: about 1024 tokens)")
+    add("--tokens", type=positive_integer, default=1024, metavar="N", help="about how many are read (default: 1024)")
+    add("--length", type=positive_integer, metavar="T", help="tokens of a window, with --model (default: 128)")
+    add("--batch", type=positive_integer, metavar="B", help="windows of one pass (default: about 1024 tokens)")
     add("--fisher", default="mc", metavar="KIND", help="labels of K-FAC: empirical (the data's), mc (drawn from the model, "
         "default), true (the head exact, else mc)")  # fmt: skip
     add("--damping", type=float, metavar="λ", help="of condition number, log det, effective dimension (default: 0.03)")
@@ -67,7 +67,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--methods", action="store_true", help="write methods.md: a Methods paragraph and the reproducibility checklist"
     )
     add("--out", type=Path, metavar="DIR", help=f"a new folder (default: {DEFAULT_OUT}, numbered)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,67 +77,55 @@ def run(arguments: argparse.Namespace) -> int:
     from gramian.analysis.measure import analyse, plan_of
     from gramian.analysis.methods import write_methods
     from gramian.analysis.result_file import FILE, new_folder, write_result
-    from gramian.cli.terminal import console
-    from gramian.parallel.world import started_by_torchrun
 
-    if started_by_torchrun():
-        raise GramianError("curvature: is for one process; expected no torchrun")
-    out = console()
+    refuse_torchrun("curvature")
+    console = make_console()
     subject = _subject(arguments)
-    for line in _heading(subject):
-        out.print(line, markup=False, soft_wrap=True)
+    show(console, *_heading(subject))
     plan = plan_of(subject, settings)
-    for line in plan.lines():
-        out.print(line, markup=False, soft_wrap=True)
+    show(console, *plan.lines())
     plan.check()
     folder = new_folder(arguments.out, DEFAULT_OUT)
-    kept: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
 
-    def keep(result: Mapping[str, Any]) -> None:
+    def store(result: Mapping[str, Any]) -> None:
         write_result(result, folder)
-        kept.update(result)
+        stored.update(result)
 
     try:
-        result = analyse(subject, settings, lambda name: _stage(out, STAGES[name]), keep)
+        result = analyse(subject, settings, lambda name: _stage(console, STAGE_NAMES[name]), store)
         written = [folder / FILE, *(plots.draw(result, folder) if plots.available() else [])]
         if arguments.methods:
             write_methods(result, folder / "methods.md")
             written.append(folder / "methods.md")
-    except KeyboardInterrupt:
-        raise RunFailed(f"curvature: interrupted; {_left(folder, kept)}") from None
-    except (RuntimeError, MemoryError) as problem:
-        left = _left(folder, kept)
-        if not _full(problem):
+    except (KeyboardInterrupt, RuntimeError, MemoryError, GramianError) as problem:
+        stored_part = _stored_part(folder, stored)
+        if isinstance(problem, KeyboardInterrupt):
+            raise RunFailed(f"curvature: interrupted; {stored_part}") from None
+        if isinstance(problem, GramianError) or not is_out_of_memory(problem):
             raise
-        raise RunFailed(f"curvature: out of memory; expected fewer --tokens, or a smaller --batch; {left}") from None
-    except GramianError:
-        _left(folder, kept)
-        raise
-    for part in _report(result):
-        out.print(part, markup=False, soft_wrap=isinstance(part, str))
+        full = "curvature: out of memory; expected fewer --tokens, or a smaller --batch"
+        raise RunFailed(f"{full}; {stored_part}") from None
+    show(console, *_report(result))
     if not plots.available():
-        out.print("no pictures: matplotlib is not here; expected gramian[plot]", markup=False, soft_wrap=True)
-    out.print("written: " + ", ".join(map(str, written)), markup=False, soft_wrap=True)
+        show(console, "no pictures: matplotlib is not here; expected gramian[plot]")
+    show(console, "written: " + ", ".join(map(str, written)))
     return 0
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Arguments that need no model.
+    """Check the arguments that need no model, and make the settings of the analysis.
 
     Raises:
-        GramianError: naming the first that does not fit.
+        GramianError: naming the first argument that does not fit.
     """
-    for name in ("tokens", "length", "batch"):
+    for name, choices in (("device", ("cpu", "cuda")), ("dtype", ("fp32", "fp64"))):
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise GramianError(f"argument --{name}: {value}; expected at least 1")
-    for name, accepted in (("device", ("cpu", "cuda")), ("dtype", ("fp32", "fp64"))):
-        value = getattr(arguments, name)
-        if value is not None and value not in accepted:
-            raise GramianError(f"argument --{name}: {value!r}; expected {' or '.join(accepted)}")
+        if value is not None and value not in choices:
+            raise GramianError(f"argument --{name}: {value!r}; expected {' or '.join(choices)}")
     if (arguments.config is None) == (arguments.model is None):
         raise GramianError("curvature: expected either CONFIG.toml or --model PATH --text FILE…")
     if arguments.model is None:
@@ -148,20 +135,11 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     elif arguments.text is None:
         raise GramianError("argument --text: none given; expected text files for --model")
 
-    from gramian.analysis.options import DAMPING, Settings
+    from gramian.analysis.options import Settings
 
+    given = {field.name: getattr(arguments, field.name) for field in fields(Settings)}
     try:
-        return Settings(
-            fisher=arguments.fisher,
-            damping=DAMPING if arguments.damping is None else arguments.damping,
-            eigenvalues=arguments.eigenvalues,
-            probes=arguments.probes,
-            steps=arguments.steps,
-            hessian=arguments.hessian,
-            ekfac=arguments.ekfac,
-            samples=arguments.samples,
-            seed=arguments.seed,
-        )
+        return Settings(**{name: value for name, value in given.items() if value is not None})
     except GramianError as problem:
         raise GramianError(f"argument --{problem}") from None
 
@@ -199,42 +177,34 @@ def _device(asked: str | None, configured: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _stage(out: Console, name: str) -> Iterator[Callable[[int, int], None]]:
-    from gramian.cli.terminal import bar
-
+def _stage(console: Console, name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of a stage as a bar on a terminal, as `PARTS` lines elsewhere."""
     started, parts = time.perf_counter(), 1
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         nonlocal parts
-        progress(done, total)
-        if not out.is_terminal and PARTS * done >= parts * total and done < total:
+        update(done, total)
+        if not console.is_terminal and PARTS * done >= parts * total and done < total:
             parts = PARTS * done // total + 1
-            out.print(f"{name}: {done:,} of {total:,}, {time.perf_counter() - started:.0f} s", markup=False)
+            show(console, f"{name}: {done:,} of {total:,}, {time.perf_counter() - started:.0f} s")
 
-    with bar(out, name) as progress:
-        yield told
-    out.print(f"{name}: {time.perf_counter() - started:.0f} s", markup=False)
+    with progress_bar(console, name) as update:
+        yield report
+    show(console, f"{name}: {time.perf_counter() - started:.0f} s")
 
 
-def _left(folder: Path, kept: Mapping[str, Any]) -> str:
-    """What is on disk after all; a folder with nothing in it goes again."""
-    if not kept:
+def _stored_part(folder: Path, stored: Mapping[str, Any]) -> str:
+    """Say what is on disk after an early end; an empty folder is removed."""
+    if not stored:
         folder.rmdir()
         return "nothing was written"
-    done = " and ".join(name for stage, name in STAGES.items() if stage in kept)
-    whole = "all of it" if kept["complete"] else f"{done}, and says that it is not complete"
-    return f"{folder / 'curvature.json'} holds {whole}"
-
-
-def _full(problem: Exception) -> bool:
-    import torch
-
-    told = "can't allocate memory" in str(problem)
-    return told or isinstance(problem, torch.OutOfMemoryError | MemoryError)
+    done = " and ".join(name for stage, name in STAGE_NAMES.items() if stage in stored)
+    content = "all of it" if stored["complete"] else f"{done}, and says that it is not complete"
+    return f"{folder / 'curvature.json'} holds {content}"
 
 
 def _heading(subject: Subject) -> list[str]:
@@ -250,8 +220,8 @@ def _heading(subject: Subject) -> list[str]:
 
 
 def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield _layers(result)
-    yield _whole(result)
+    yield _layer_table(result)
+    yield _model_table(result)
     kfac, data = result["kfac"], result["data"]
     exact = " but that of the exact head" if result["settings"]["fisher"] == "true" else ""
     limit = f"no side of a layer{exact} has a rank above the {data['tokens']:,} tokens read"
@@ -264,18 +234,15 @@ def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield from result["notes"]
 
 
-def _layers(result: Mapping[str, Any]) -> RenderableType:
-    """A row per Kronecker block, in the model's order; the others together."""
-    from rich import box
-    from rich.table import Table
-
+def _layer_table(result: Mapping[str, Any]) -> RenderableType:
+    """A row per Kronecker block, in the model's order, and one for all other parameters."""
     from gramian.analysis.layer_places import kind, kronecker_layers, short_names
 
     record, metrics = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]
-    whole = metrics["model"]["trace"] or math.inf
+    total = metrics["model"]["trace"] or math.inf
     names = kronecker_layers(result)
     shown = sorted(names, key=lambda name: -metrics["layers"][name]["trace"])[:MOST_ROWS]
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = make_table()
     table.add_column("layer", overflow="fold")
     table.add_column("kind", no_wrap=True)
     for head in ("out × in", "trace", "share", "λ_max", "eff. rank", "condition"):
@@ -285,7 +252,7 @@ def _layers(result: Mapping[str, Any]) -> RenderableType:
         if name in shown:
             layer, found = record[name], metrics["layers"][name]
             size = f"{layer['out_dim']:,} × {layer['in_dim']:,}"
-            table.add_row(short[name], kind(layer), size, *_cells(found, whole))
+            table.add_row(short[name], kind(layer), size, *_cells(found, total))
     rest = [name for name in record if name not in shown]
     if rest:
         kinds = ", ".join(dict.fromkeys(kind(record[name]) for name in rest))
@@ -293,31 +260,26 @@ def _layers(result: Mapping[str, Any]) -> RenderableType:
         top = max(metrics["layers"][name]["max_eigenvalue"] for name in rest)
         size = f"{sum(record[name]['out_dim'] * record[name]['in_dim'] for name in rest):,}"
         table.add_section()
-        table.add_row(f"{len(rest)} others", kinds, size, f"{trace:.3g}", f"{trace / whole:.1%}", f"{top:.3g}")
+        table.add_row(f"{len(rest)} others", kinds, size, f"{trace:.3g}", f"{trace / total:.1%}", f"{top:.3g}")
     return table
 
 
-def _cells(found: Mapping[str, Any], whole: float) -> list[str]:
+def _cells(found: Mapping[str, Any], total: float) -> list[str]:
     return [
         f"{found['trace']:.3g}",
-        f"{found['trace'] / whole:.1%}",
+        f"{found['trace'] / total:.1%}",
         f"{found['max_eigenvalue']:.3g}",
         f"{found['entropy_rank']:,.0f}",
         f"{found['condition_number']:.2g}",
     ]
 
 
-def _whole(result: Mapping[str, Any]) -> RenderableType:
-    """The whole model: K-FAC beside the Gauss-Newton matrix."""
-    from rich import box
-    from rich.table import Table
-
+def _model_table(result: Mapping[str, Any]) -> RenderableType:
+    """Numbers of all layers together: K-FAC beside the Gauss-Newton matrix."""
     from gramian.analysis.layer_places import estimate_name
 
     model, ggn = result["kfac"]["metrics"]["model"], result.get("ggn")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("whole model", estimate_name(result), "Gauss-Newton")[: 3 if ggn else 2]:
-        table.add_column(name, justify="left" if name == "whole model" else "right", no_wrap=True)
+    table = make_table("whole model", f">{estimate_name(result)}", *[">Gauss-Newton"] * bool(ggn))
     rows = {
         "trace": (_number(model["trace"]), ggn and _plus_minus(ggn["trace"])),
         "largest eigenvalue": (_number(model["max_eigenvalue"]), ggn and _largest(ggn["extremes"])),
@@ -340,14 +302,14 @@ def _whole(result: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def _plus_minus(told: Mapping[str, Any]) -> str:
-    error = told["standard_error"]
-    limit = "≤ " if told.get("bound") == "upper" else ""
-    return f"{limit}{_number(told['value'])}" + ("" if error is None else f" ± {_number(error, 2)}")
+def _plus_minus(estimate: Mapping[str, Any]) -> str:
+    error = estimate["standard_error"]
+    limit = "≤ " if estimate.get("bound") == "upper" else ""
+    return f"{limit}{_number(estimate['value'])}" + ("" if error is None else f" ± {_number(error, 2)}")
 
 
 def _number(value: float, digits: int = 4) -> str:
-    """So many digits, and no power of ten below a billion."""
+    """Format to `digits` significant digits, without a power of ten below a billion."""
     return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 

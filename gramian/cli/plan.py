@@ -1,4 +1,7 @@
-"""`gramian plan`: whether a run fits into memory, and how it is spread over GPUs; nothing is allocated."""
+"""`gramian plan CONFIG.toml [section.key=value …]`: whether a run fits into memory, and how it is spread over GPUs.
+
+Nothing is allocated, so GPUs and memory that are not here can be planned for.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from gramian.cli import RunFailed
+from gramian.cli.command_errors import RunFailed
+from gramian.cli.config_arguments import add_config_arguments, positive_integer
+from gramian.cli.terminal import make_console, make_table, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from gramian.curvature.memory.curvature_plan import CurvaturePlan
     from gramian.plan.host_memory import HostPlan
@@ -21,34 +26,27 @@ if TYPE_CHECKING:
     from gramian.plan.transformer_memory import Kind, Needs
     from gramian.train.config.config import Config
 
-# Columns where the output is not a terminal.
-PLAIN_WIDTH = 110
 GPUS_PER_HOST = 8
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="say whether a run fits into memory, and how it is spread over GPUs",
-        description=__doc__,
-        allow_abbrev=False,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of the file's")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_config_arguments(parser)
     parser.add_argument(
-        "--gpus", type=_count, metavar="N", help="how many to plan for (default: those of this machine)"
+        "--gpus", type=positive_integer, metavar="N", help="how many to plan for (default: those of this machine)"
     )
     parser.add_argument(
         "--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)"
     )
     parser.add_argument(
-        "--gpus-per-host", type=_count, metavar="N", help="processes that share a host's memory (default: at most 8)"
+        "--gpus-per-host",
+        type=positive_integer,
+        metavar="N",
+        help="processes that share a host's memory (default: at most 8)",
     )
     parser.add_argument(
         "--host-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of a host (default: what is available here)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,38 +61,33 @@ def run(arguments: argparse.Namespace) -> int:
     needs = needs_of(config, vocabulary, place.precision(config), place.device)
     decision = decide(needs, place.gpus, place.memory, config.parallel.strategy)
 
-    console = _console()
-    for line in _heading(config, needs, place, decision):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(_table(decision))
+    console = make_console()
+    show(console, *_heading(config, needs, place, decision), _table(decision))
     if config.privacy is not None:
-        for line in _private(needs, place):
-            console.print(line, markup=False, soft_wrap=True)
+        show(console, *_private(needs, place))
     curvature = None if config.kfac is None else _curvature(config, vocabulary, place, max(place.gpus, 1))
     if curvature is not None:
-        tokens = config.data.batch * config.data.length
-        heading = f"[kfac] on top of that, for a refresh of {tokens:,} tokens:"
-        for line in ("", heading, *curvature.grouped().splitlines(), ""):
-            console.print(line, markup=False, soft_wrap=True)
+        heading = f"[kfac] on top of that, for a refresh of {config.data.batch * config.data.length:,} tokens:"
+        show(console, "", heading, *curvature.grouped().splitlines(), "")
     if not decision.fits or decision.strategy is None:
         raise RunFailed(f"plan: {decision.why}")
     host = _host(config, vocabulary, place, decision, needs, arguments)
-    console.print(str(host), markup=False, soft_wrap=True)
+    show(console, str(host))
     if not host.fits:
         raise RunFailed(f"plan: {host.refusal}")
-    console.print(decision.why, markup=False, soft_wrap=True)
+    show(console, decision.why)
     if curvature is not None:
-        line, fits = _together(decision.held(decision.strategy), curvature.total(place.device), decision.usable)
+        line, fits = _with_curvature(decision.held(decision.strategy), curvature.total(place.device), decision.usable)
         if not fits:
             raise RunFailed(f"plan: {line}")
-        console.print(line, markup=False, soft_wrap=True)
+        show(console, line)
     return 0
 
 
 def _host(
     config: Config, vocabulary: int, place: _Place, decision: Decision, needs: Needs, arguments: argparse.Namespace
 ) -> HostPlan:
-    """The copies of the state in host memory, under the strategy that was decided on."""
+    """Plan the copies of the state in host memory under the chosen strategy."""
     from gramian.plan.host_memory import copy_bytes, plan_host
     from gramian.train.build.snapshot_budget import available_memory, factor_bytes
 
@@ -118,8 +111,8 @@ def _host(
     return plan_host(copy, config.checkpoint.snapshots, processes, sharded, available)
 
 
-def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
-    """What a run and its curvature take, in a line, and whether that fits."""
+def _with_curvature(held: int, curvature: int, usable: int) -> tuple[str, bool]:
+    """Describe what a run and its curvature take together, and say whether that fits."""
     from gramian.core.byte_amounts import format_bytes
 
     fits = held + curvature <= usable
@@ -129,23 +122,25 @@ def _together(held: int, curvature: int, usable: int) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a run is planned to be."""
+    """The devices that a run is planned for."""
 
     device: str
     gpus: int
     memory: int
     """Bytes of one GPU, or of the machine."""
     capability: tuple[int, int] | None
-    """Of the GPUs here; None: not asked, or none."""
+    """CUDA compute capability of the GPUs here; None: unknown."""
     simulated: bool
 
     def precision(self, config: Config) -> Kind:
-        """What the config's precision means there; GPUs that are not here are taken for recent ones."""
+        """Resolve the config's precision on these devices; GPUs that are not here are assumed to be recent."""
         import torch
 
-        from gramian.train.loop.precision import AMPERE, numbers_for
+        from gramian.train.loop.precision import AMPERE, resolve_precision
 
-        return cast("Kind", numbers_for(config.precision, torch.device(self.device), self.capability or AMPERE).kind)
+        return cast(
+            "Kind", resolve_precision(config.precision, torch.device(self.device), self.capability or AMPERE).kind
+        )
 
     def __str__(self) -> str:
         from gramian.core.byte_amounts import format_bytes
@@ -157,7 +152,7 @@ class _Place:
 
 
 def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
-    """What the options and, where they say nothing, this machine have."""
+    """Take devices from the options, and from this machine where an option is absent."""
     if gpus is not None and memory is not None:
         return _Place("cuda", gpus, memory, None, simulated=True)
 
@@ -204,13 +199,13 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
 
 
 def _private(needs: Needs, place: _Place) -> list[str]:
-    """What the row proof of a private run costs beside its row of the table, and what the table leaves out."""
+    """Describe the cost of the row proof beside its row of the table, and what the table leaves out."""
     from gramian.core.byte_amounts import format_bytes
     from gramian.plan.proof_cost import plan_proof
     from gramian.privacy.audit.independence import numberings
 
     windows = needs.windows(place.gpus)
-    proof, left_out = plan_proof(needs, windows), "What clipping holds on top is not counted."
+    proof, left_out = plan_proof(needs, windows), "Memory of clipping itself is not counted."
     if not needs.proof:
         return ['row proof: "off", as privacy.proof says', left_out]
     if not proof.runs:
@@ -224,19 +219,19 @@ def _private(needs: Needs, place: _Place) -> list[str]:
 
 
 def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:
-    """What [kfac] holds on top of the table above, on each of so many processes."""
+    """Plan the memory of [kfac] on each of `processes` processes."""
     import torch
 
-    from gramian.models.huggingface import reading
+    from gramian.models.huggingface import open_model_folder
     from gramian.train.build.build_model import build_model
     from gramian.train.build.run_parts import build_kfac
-    from gramian.train.loop.precision import Numbers
+    from gramian.train.loop.precision import Precision
 
-    numbers = Numbers(place.precision(config), place.device)
+    numbers = Precision(place.precision(config), place.device)
     with torch.device("meta"):
         if config.model.kind == "huggingface":
-            with reading(str(config.model.path), "model.path") as (told, causal):
-                model = causal.from_config(told)
+            with open_model_folder(str(config.model.path), "model.path") as (shape, causal):
+                model = causal.from_config(shape)
         else:
             model = build_model(config, vocabulary)
     return build_kfac(config).plan(
@@ -250,42 +245,22 @@ def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -
 
 def _table(decision: Decision) -> RenderableType:
     """A row per part, a column per strategy."""
-    from rich import box
-    from rich.table import Table
-
     from gramian.core.byte_amounts import format_bytes
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = make_table()
     table.add_column("part", no_wrap=True)
     table.add_column("arithmetic")
     for strategy in decision.columns:
         style = "green" if strategy == decision.strategy and decision.fits else None
         table.add_column(strategy, justify="right", style=style)
     for row in decision.rows[:-1]:
-        table.add_row(row.what, row.arithmetic, *(format_bytes(held) if held else "-" for held in row.held))
+        table.add_row(*row.cells())
     table.add_section()
     total = decision.rows[-1]
-    table.add_row(total.what, total.arithmetic, *(format_bytes(held) for held in total.held))
+    table.add_row(*total.cells())
     fits = ("fits" if held <= decision.usable else "too much" for held in total.held)
     table.add_row("", f"of {format_bytes(decision.usable)}", *fits)
     return table
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
-
-
-def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: an integer of at least 1")
-    return count
 
 
 def _gigabytes(text: str) -> int:
@@ -294,5 +269,5 @@ def _gigabytes(text: str) -> int:
     except ValueError:
         amount = 0.0
     if not 0 < amount < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: gigabytes above 0, such as 80")
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected gigabytes above 0, such as 80")
     return max(1, int(amount * 1e9))

@@ -1,75 +1,60 @@
-"""`gramian train CONFIG.toml [section.key=value …]`: train, or resume what the folder holds."""
+"""`gramian train CONFIG.toml [section.key=value …]`: train; a folder that holds a run of the same config is resumed.
+
+Also under torchrun.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gramian.cli import RunFailed
+from gramian.cli.command_errors import RunFailed, is_first_process, is_out_of_memory
+from gramian.cli.config_arguments import add_config_arguments, check_device, is_sharded
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
-    from gramian.parallel.world import World
+    from gramian.parallel.process_grid import ProcessGrid
     from gramian.train.config.config import Config
     from gramian.train.state.run_folder import RunFolder
 
 
 FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
-"""How processes that share curvature hear of an error of one of them."""
+"""Message of an error that another process raised while all of them computed curvature."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model as a config says, or resume its run",
-        description="Train; a folder that holds a run of the same config is resumed. Also under torchrun.",
-        allow_abbrev=False,
-    )
-    add_config(parser)
-    parser.set_defaults(run=run)
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that reads a config."""
-    parser.add_argument("config", metavar="CONFIG.toml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+add_arguments = add_config_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train."""
     from gramian.train.config.config import load_config
 
-    first = os.environ.get("RANK", "0") == "0"
     try:
         config = load_config(arguments.config, arguments.overrides)
     except GramianError:
-        if first:
+        if is_first_process():
             raise
-        return 2  # the first process says it for all
-    return train(config, first)
+        return 2  # the first process prints the error for all
+    return train(config)
 
 
-def train(config: Config, first: bool) -> int:
-    """Train as one process of all.
-
-    Args:
-        config: of the run.
-        first: True for the one that prints.
+def train(config: Config) -> int:
+    """Train as this process of the run; the first one prints.
 
     Returns:
-        The exit code: 0 if it came to its end or was told to leave, 1 if the guard stopped it.
+        The exit code: 0 if the run reached its end or was asked to stop.
+
+    Raises:
+        RunFailed: if the guard stopped the run, or something outside its config did.
     """
     from gramian.parallel.world import world
     from gramian.train.state.run_folder import RunFolder
 
-    cpu = config.run.device == "cpu"
     check_device(config)
-    with world(cpu, sharded(config)) as where:
+    with world(config.run.device == "cpu", is_sharded(config)) as where:
         folder, problem = RunFolder(config), ""
         if where.rank == 0:
             try:
@@ -79,23 +64,23 @@ def train(config: Config, first: bool) -> int:
         try:
             if where.most(float(bool(problem))):
                 raise GramianError(where.first_failure(problem) if problem else "run.folder: cannot be taken")
-            return _train(config, where, folder, first)
+            return _train(config, where, folder)
         finally:
             folder.__exit__(None, None, None)
 
 
-def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
+def _train(config: Config, where: ProcessGrid, folder: RunFolder) -> int:
     from rich.console import Console
 
     from gramian.cli.train_progress import Progress
     from gramian.train.build.run_parts import build
     from gramian.train.loop.trainer import Trainer
 
-    console = Console(quiet=not first)
-    with _in_one_line(where):
+    console = Console(quiet=not is_first_process())
+    with _one_line_failures(where):
         parts = build(config, where)
         with Progress(console, config) as progress:
-            trainer = Trainer(parts, folder, progress.show, progress.tell)
+            trainer = Trainer(parts, folder, progress.show_step, progress.show_event)
             ended = trainer.run()
     if ended.reason == "stopped":
         raise RunFailed(ended.report + progress.validity(trainer))
@@ -104,14 +89,12 @@ def _train(config: Config, where: World, folder: RunFolder, first: bool) -> int:
 
 
 @contextmanager
-def _in_one_line(where: World) -> Iterator[None]:
-    """What a run may fail of though nothing is wrong with its config.
+def _one_line_failures(where: ProcessGrid) -> Iterator[None]:
+    """Turn failures that a correct config can meet into one-line errors.
 
     Raises:
-        RunFailed: for dead data workers, full memories, lost processes, and what a process failed of if it was no bad input.
+        RunFailed: for dead data workers, full memories, lost processes, and errors of another process.
     """
-    import torch
-
     from gramian.data import DataWorkerDied
 
     try:
@@ -119,51 +102,18 @@ def _in_one_line(where: World) -> Iterator[None]:
     except DataWorkerDied as problem:
         raise RunFailed(str(problem)) from None
     except GramianError as problem:
-        if FAILED_ON_ONE.match(str(problem)):  # it ends with 1, and so do those that heard of it
+        if FAILED_ON_ONE.match(str(problem)):  # that process exits with 1, and so do all others
             raise RunFailed(str(problem)) from None
         raise
     except (RuntimeError, MemoryError) as problem:
-        told = (str(problem).splitlines() or ["of the host"])[0][:200]
-        full = isinstance(problem, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in told
-        if full:
+        line = (str(problem).splitlines() or ["of the host"])[0][:200]
+        if is_out_of_memory(problem):
             raise RunFailed(
-                f"out of memory ({told}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
+                f"out of memory ({line}); expected a smaller data.micro_batch or model, or parallel.checkpoint_blocks"
             ) from None
-        lost = any(word in str(problem).lower() for word in ("gloo", "nccl", "connection", "peer"))
+        lost = any(name in str(problem).lower() for name in ("gloo", "nccl", "connection", "peer"))
         if where.size == 1 or not lost:
             raise
         raise RunFailed(
-            f"process {where.rank} lost another one ({told}); expected all of them to go on: torchrun --max-restarts resumes"
+            f"process {where.rank} lost another one ({line}); expected all of them to continue: torchrun --max-restarts resumes"
         ) from None
-
-
-def sharded(config: Config) -> bool:
-    """Whether the model is sharded: as the config says, or as the planner finds that it must be."""
-    import torch
-
-    from gramian.parallel.world import started_by_torchrun
-    from gramian.plan.parallel_strategy import decide
-    from gramian.train.build.memory_needs import needs_of, vocabulary_of
-    from gramian.train.loop.precision import numbers_for
-
-    if config.parallel.strategy != "auto":
-        return config.parallel.strategy == "fsdp2"
-    if not started_by_torchrun() or config.run.device == "cpu" or not torch.cuda.is_available():
-        return False
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    kind: Any = numbers_for(config.precision, device).kind
-    needs = needs_of(config, vocabulary_of(config.data), kind, "cuda")
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return decide(needs, int(os.environ["WORLD_SIZE"]), memory).student == "fsdp2"
-
-
-def check_device(config: Config) -> None:
-    """Refuse a GPU that is not there.
-
-    Raises:
-        GramianError: naming the key.
-    """
-    import torch
-
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")

@@ -1,4 +1,4 @@
-"""What a run shows on a terminal: a bar with loss, rate and the time that is left, and a line for what happens."""
+"""What `gramian train` prints: a bar with loss, learning rate and remaining time, and a line for each event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gramian.train.loop.deferred_metrics import StepOutcome
     from gramian.train.loop.trainer import Trainer
 
-TOLD = {
+EVENT_LINES = {
     "resumed": "resumed from {folder}",
     "checkpoint_skipped": "{folder} is passed over: {reason}",
     "checkpoint_failed": "{error}",
@@ -27,17 +27,17 @@ TOLD = {
     "eval_cost": "evaluation would take {every_100:.1%} of the time every 100 steps, {every_300:.1%} every 300, "
     "{every_500:.1%} every 500, at most {every_auto:.0%} with eval.every=auto",
 }
-"""Events that are worth a line, and the line."""
+"""{event: the line it prints}, with fields of the event in braces."""
 
 
 class Progress:
-    """Shows a run while it lasts."""
+    """Prints the progress of one run."""
 
     def __init__(self, console: Console, config: Config) -> None:
-        """Nothing is shown yet.
+        """Prepare the bar.
 
         Args:
-            console: of the first process; a quiet one elsewhere.
+            console: visible on the first process, quiet on all others.
             config: of the run.
         """
         from rich import progress
@@ -47,12 +47,12 @@ class Progress:
             progress.TextColumn("training"),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[told]}"),
+            progress.TextColumn("{task.fields[state]}"),
             progress.TimeRemainingColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("training", total=config.run.steps, told="")
+        self._task = self._bar.add_task("training", total=config.run.steps, state="")
         self._label = " (not covered by ε)" if config.privacy is not None else ""
 
     def __enter__(self) -> Progress:
@@ -62,22 +62,22 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def show(self, outcome: StepOutcome, run: Trainer) -> None:
-        """One step."""
-        told = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
+    def show_step(self, outcome: StepOutcome, run: Trainer) -> None:
+        """Update the bar after a step."""
+        state = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
         if run.best is not None:
-            told += f"  best validation {run.best['loss']:.4f}"
-        self._bar.update(self._task, completed=outcome.attempt.step + 1, told=told)
+            state += f"  best validation {run.best['loss']:.4f}"
+        self._bar.update(self._task, completed=outcome.attempt.step + 1, state=state)
 
-    def tell(self, event: Mapping[str, Any]) -> None:
-        """Something happened; called from any thread."""
+    def show_event(self, event: Mapping[str, Any]) -> None:
+        """Print the line of an event, if it has one; may be called from any thread."""
         line = line_of(event)
         if line is not None:
             label = self._label if event.get("covered_by_epsilon") is False else ""
             self._console.print(f"{line}{label}", markup=False, highlight=False, soft_wrap=True)
 
     def end(self, run: Trainer, reason: str) -> None:
-        """The last line."""
+        """Print the last line."""
         best = ""
         if run.best is not None:
             best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
@@ -88,12 +88,12 @@ class Progress:
 
     @staticmethod
     def validity(run: Trainer) -> str:
-        """Why ε is not valid, for the last line; nothing where it is, or there is none."""
+        """Say why ε is not valid; empty if it is, or if the run is not private."""
         return f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:
-    """What is said of an event; None: nothing."""
-    form = TOLD.get(event["event"])
+    """Format the line of an event; None: it has none."""
+    form = EVENT_LINES.get(event["event"])
     shares = {f"every_{every}": share for every, share in event.get("share_of_time_by_interval", {}).items()}
     return None if form is None else form.format_map({**event, **shares})

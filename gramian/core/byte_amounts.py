@@ -40,7 +40,7 @@ def parse_bytes(field: str, value: int | str | None) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """As people read it: "12.34 GB", "12.3 MB", "12.3 KB" below a tenth of a megabyte, or single bytes."""
+    """Bytes as people read them: "12.34 GB", "12.3 MB", "12.3 KB" below a tenth of a megabyte, or single bytes."""
     if count < 1e5:
         return f"{count / 1e3:.1f} KB" if count >= 1e3 else f"{count} bytes"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -50,11 +50,7 @@ class Options:
     ekfac: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what would not work, naming the option and what would be accepted.
-
-        Raises:
-            GramianError: for the first option that is not acceptable.
-        """
+        """Raise for the first option that cannot work, with the values that would."""
         for name in ("damping", "damping_A", "damping_G", "kfac_eps", "kfac_auto_rho"):
             value = getattr(self, name)
             if value is None and name.startswith("damping_"):
@@ -128,7 +124,7 @@ class Options:
 
     @property
     def joint_lambda(self) -> float:
-        """λ of joint damping, and of blocks that are no Kronecker product."""
+        """λ of joint damping, and of blocks that are not Kronecker products."""
         return self.lambda_A if self.damping_mode == "joint" else self.damping
 
     @property
@@ -156,15 +152,11 @@ def _number(value: Any, infinite: bool = False) -> bool:
 
 def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
-        words = ", ".join(f'"{word}"' for word in accepted)
-        raise GramianError(f"{name}: expected one of {words}, got {value!r}")
+        names = ", ".join(f'"{value}"' for value in accepted)
+        raise GramianError(f"{name}: expected one of {names}, got {value!r}")
 
 
 def check_seed(seed: Any) -> None:
-    """Raise unless a value is an integer of 64 bits.
-
-    Raises:
-        GramianError: saying so.
-    """
+    """Raise unless a value is an integer of 64 bits."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
         raise GramianError(f"seed: expected an integer of 64 bits, got {seed!r}")

@@ -1,6 +1,6 @@
-"""The data of a run: documents become a stream of tokens, the stream becomes windows, a seed and a position name a batch.
+"""The data of a run: documents become a stream of tokens, the stream is cut into windows, and windows form batches.
 
-`load_windows` → `Batches`. Nothing here keeps a state that a resumed run would have to restore.
+`load_windows` → `Batches`. A batch is a function of seed and position, so a resumed run has no data state to restore.
 """
 
 from gramian.data.batches import Batches, DataWorkerDied, StepBatch

@@ -1,4 +1,4 @@
-"""The batches of a run, made by worker processes: each is a function of the seed and its data position alone.
+"""The batches of a run, prepared by worker processes: a batch is a function of the seed and its data position alone.
 
 Shape suffixes:
     R  windows of a step on this rank
@@ -32,19 +32,19 @@ _Rows = tuple[int, int, dict[str, Tensor]]
 
 
 class DataWorkerDied(GramianError):
-    """A worker process ended before its time; `Batches.from_position` begins again with new ones."""
+    """A worker process died; `Batches.from_position` starts new ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """What one rank computes in one optimizer step.
+    """The data of one optimizer step on one rank.
 
     Attributes:
         position: the data position.
-        micro: micro-batches, each int64 [rows, T] under the names of an item of `Windows`, and int64 [rows] under "windows":
-            which window each row is, on the host. As many on every rank.
-        tokens: counted targets of the whole batch, over all ranks.
-        first: place of this rank's first row among those of all ranks; the others follow it.
+        micro: micro-batches, the same number on every rank: each int64 [rows, T] under the names of an item of `Windows`, and
+            int64 [rows] under "windows", the index of each row's window, on the host.
+        tokens: number of counted targets of the step, over all ranks.
+        first: index of this rank's first row among the rows of all ranks.
     """
 
     position: int
@@ -54,26 +54,31 @@ class StepBatch:
 
 
 class Batches:
-    """Batches by data position: the same on any number of ranks together and with any number of workers.
+    """Batches by data position, the same for any number of ranks and workers.
 
-    The rows of `windows_at` are split over the ranks contiguously, as evenly as can be, and on a rank into micro-batches. Every
-    rank has the same number of those; where one has no row left for its last, that is a single row of which nothing is counted.
+    The rows of `windows_at` are split over the ranks contiguously and as evenly as possible, and on a rank into micro-batches.
+    Every rank has the same number of them; a rank without rows for its last one gets a single row without counted targets.
 
-    Workers are started by the first `from_position` and kept, so one `Batches` should serve a whole run. Nothing random happens
-    in them, and the loader draws from a generator of its own. They leave the process group: Ctrl-C reaches the training process
-    alone, which can finish its step. A worker's death is told by the next batch, not in the middle of a step.
+    The first `from_position` starts the workers, and later calls reuse them, so one `Batches` should serve a run. Workers use
+    no random numbers, and the loader has its own generator. They leave the process group, so that Ctrl-C reaches only the
+    training process, which can finish its step. The next batch, and not the middle of a step, reports the death of a worker.
 
     Args:
         windows: the data.
-        batch: windows of a step, over all ranks.
-        micro_batch: most windows of a micro-batch; 0: as many as there are.
-        seed: of the order.
-        rank: of this process.
+        batch: windows per step, over all ranks.
+        micro_batch: maximum number of windows per micro-batch; 0: all windows of the rank.
+        seed: seed of the order.
+        rank: rank of this process.
         world: number of data-parallel ranks.
-        workers: processes that make batches; 0: this one does.
-        prefetch: steps that each worker is ahead.
-        pin: batches arrive in page-locked memory, where they can go to a GPU.
-        device: where batches go, without waiting for the copy; None: they stay.
+        workers: number of processes that prepare batches; 0: this process prepares them.
+        prefetch: number of steps that each worker prepares ahead.
+        pin: put batches into page-locked memory if they can be copied to a GPU.
+        device: device that batches are copied to, without waiting for the copy; None: no copy.
+
+    Example:
+        >>> batches = Batches(windows, batch=16, micro_batch=4, seed=0)
+        >>> len(next(batches.from_position(0)).micro)
+        4
     """
 
     def __init__(
@@ -113,9 +118,9 @@ class Batches:
         self._turn = 0
 
     def from_position(self, start: int, skipped: Collection[int] = ()) -> Iterator[StepBatch]:
-        """All batches from a data position on, without those of the positions in `skipped`; never ends.
+        """Iterate over the batches from a data position on, without the positions in `skipped`; never ends.
 
-        Workers begin at once. An iterator that was given before ends here: it raises if it is used again.
+        Workers begin at once. The iterator of an earlier call raises if it is used again.
 
         Raises:
             DataWorkerDied: here or from the iterator, if a worker has died.
@@ -137,9 +142,9 @@ class Batches:
             ) from None
 
     def close(self) -> None:
-        """End the workers; `from_position` starts new ones."""
+        """Stop the workers; `from_position` starts new ones."""
         self._turn += 1
-        # Not left to the garbage collector: the frames of an error may hold the loader for long.
+        # Not left to the garbage collector: the frames of an error may reference the loader for long.
         end = getattr(self._rows, "_shutdown_workers", None)
         if end is not None:
             end()
@@ -154,7 +159,7 @@ class Batches:
                 num_workers=self.workers,
                 collate_fn=_as_it_is,
                 pin_memory=self._pin,
-                worker_init_fn=leave_group,
+                worker_init_fn=leave_process_group,
                 prefetch_factor=self._prefetch if self.workers else None,
                 persistent_workers=self.workers > 0,
                 generator=torch.Generator(),
@@ -163,7 +168,7 @@ class Batches:
             self._rows = iter(self._loader)
             if self.workers:
                 self._processes = [child for child in multiprocessing.active_children() if child not in before]
-                keep_deaths_for_the_next_batch()
+                suppress_worker_death_errors()
         else:
             self._rows = iter(self._loader)
         return self._rows
@@ -187,15 +192,15 @@ class Batches:
     def _refuse_dead(self) -> None:
         for process in self._processes:
             if process.exitcode is not None:
-                told = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit {process.exitcode}"
+                cause = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit {process.exitcode}"
                 raise DataWorkerDied(
-                    f"data.workers: worker {process.pid} of {self.workers} died ({told}); expected enough memory for all, "
+                    f"data.workers: worker {process.pid} of {self.workers} died ({cause}); expected enough memory for all, "
                     "or fewer workers; 0 reads in the training process"
                 )
 
     def _explained(self, problem: Exception) -> Exception:
-        """What to raise for an error of the loader: a dead worker in one line, anything else as it is."""
-        if isinstance(problem, OSError | EOFError):  # of a connection to a worker that may be about to end
+        """Return the error to raise for a problem of the loader: `DataWorkerDied` if a worker died, else the problem."""
+        if isinstance(problem, OSError | EOFError):  # lost connection to a worker that may be about to end
             connection.wait([process.sentinel for process in self._processes], timeout=1)
         try:
             self._refuse_dead()
@@ -205,7 +210,7 @@ class Batches:
 
 
 class _Steps(Dataset[_Rows]):
-    """By data position: the position, its counted targets over all ranks, this rank's rows."""
+    """Maps a data position to (position, number of counted targets over all ranks, rows of this rank)."""
 
     def __init__(self, windows: Windows, batch: int, micro_batch: int, seed: int, rank: int, world: int) -> None:
         self._windows = windows
@@ -227,7 +232,7 @@ class _Steps(Dataset[_Rows]):
         return position, int(self._windows.counts[batch].sum()), rows_R
 
     def cut(self, rows_R: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """The rows as micro-batches."""
+        """Split rows into micro-batches."""
         return [
             {name: values[at * self._micro_batch : (at + 1) * self._micro_batch] for name, values in rows_R.items()}
             for at in range(self._count)
@@ -235,7 +240,7 @@ class _Steps(Dataset[_Rows]):
 
 
 class _Positions(Sampler[int]):
-    """Data positions from `start` on without the skipped ones; never ends."""
+    """Yields data positions from `start` on without the skipped ones; never ends."""
 
     start = 0
     skipped: frozenset[int] = frozenset()
@@ -248,8 +253,8 @@ class _Positions(Sampler[int]):
         return (position for position in itertools.count(self.start) if position not in skipped)
 
 
-def leave_group(worker: int) -> None:
-    """`worker_init_fn` of a DataLoader: signals to the process group, as Ctrl-C sends them, do not end the worker."""
+def leave_process_group(worker: int) -> None:
+    """Leave the process group (`worker_init_fn` of a DataLoader), so that Ctrl-C does not end the worker."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
 
@@ -259,7 +264,7 @@ def _as_it_is(rows: Any) -> Any:
 
 
 class _QuietAboutWorkers:
-    """A SIGCHLD handler without the error that torch's raises, wherever the program is, when a worker dies."""
+    """Wraps torch's SIGCHLD handler, and suppresses the error that it raises anywhere in the program when a worker dies."""
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
@@ -272,8 +277,8 @@ class _QuietAboutWorkers:
                 raise
 
 
-def keep_deaths_for_the_next_batch() -> None:
-    """Wrap torch's SIGCHLD handler; a loader that waits for a batch notices a dead worker within seconds without it."""
+def suppress_worker_death_errors() -> None:
+    """Suppress errors of torch's SIGCHLD handler; a loader that waits for a batch notices a dead worker within seconds."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and not isinstance(handler, _QuietAboutWorkers):

@@ -1,4 +1,4 @@
-"""Which files a config names, and what is in one of them: text, JSON lines, or tokens."""
+"""Find the files that a config names, and read one of them: text, JSON lines, or token ids."""
 
 import json
 import os
@@ -22,12 +22,12 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".ndjson"),
     "tokens": (".npy", ".bin"),
 }  # fmt: skip
-"""What is taken of a folder; a file that is named is read whatever its suffix, tokens excepted."""
+"""Suffixes of the files that are read from a folder; a text or JSONL file that the config names may have any suffix."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file to read; `named` if the config names it, not a folder above it."""
+    """A file to read; `named` if the config names the file itself and not a folder above it."""
 
     path: Path
     named: bool
@@ -35,7 +35,7 @@ class File:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What is said of a token file: the type of an id in a `.bin`, the number of ids, and the one that ends a document."""
+    """Description of a token file: the number type of a `.bin`, the number of ids, and the id that ends a document."""
 
     dtype: np.dtype[Any]
     vocabulary: int
@@ -43,12 +43,12 @@ class Sidecar:
 
 
 def find_files(names: Sequence[str], source: Source, field: str = "data.files") -> list[File]:
-    """The files that `names` and the folders among them hold, in the order given, those of a folder sorted by path.
+    """List the files of `names` in the given order; a folder stands for its files of the right suffix, sorted by path.
 
-    Hidden files and folders inside a folder are passed over.
+    Hidden files and folders inside a folder are skipped.
 
     Raises:
-        GramianError: if one is missing, or a folder holds no file of its kind.
+        GramianError: if one is missing, or a folder has no file of its kind.
     """
     found: list[File] = []
     for name in names:
@@ -61,7 +61,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
             inside = sorted(_files_below(path, SUFFIXES[source]), key=lambda file: file.as_posix())
             if not inside:
                 raise GramianError(
-                    f"{field}: {name} holds no file to read; expected files ending in {', '.join(SUFFIXES[source])}"
+                    f"{field}: {name} has no file to read; expected files ending in {', '.join(SUFFIXES[source])}"
                 )
             found += [File(file, named=False) for file in inside]
         elif exists:
@@ -72,7 +72,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file.
+    """Read a file.
 
     Raises:
         GramianError: if it cannot be read.
@@ -84,26 +84,26 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(file: File) -> bytes:
-    """The content of a text file, which is UTF-8; empty where a file of a folder is.
+    """Read a text file in UTF-8; only a file inside a named folder may be empty.
 
     Raises:
-        GramianError: if it cannot be read, is no UTF-8, or is empty though it is named.
+        GramianError: if it cannot be read, is not UTF-8, or is empty although the config names it.
     """
     content = read_bytes(file.path)
     try:
         content.decode()
     except UnicodeDecodeError as problem:
-        raise GramianError(f"{file.path}: byte {problem.start} is no UTF-8; expected text in UTF-8") from None
+        raise GramianError(f"{file.path}: byte {problem.start} is not UTF-8; expected text in UTF-8") from None
     if not content and file.named:
         raise GramianError(f"{file.path}: is empty; expected text")
     return content
 
 
 def read_lines(path: Path, field: str) -> Iterator[bytes]:
-    """The text under `field` of each line of a JSONL file, as UTF-8; blank lines are passed over.
+    """Yield the text under `field` of each line of a JSONL file, as UTF-8; blank lines are skipped.
 
     Raises:
-        GramianError: with file:line, if a line is no object with such a text; if the file is unreadable or has no line.
+        GramianError: with file:line, if a line is not an object with such a text; if the file is unreadable or has no line.
     """
     count = 0
     try:
@@ -115,14 +115,14 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
     except OSError as problem:
         raise unreadable(path, problem) from None
     if not count:
-        raise GramianError(f"{path}: is empty; expected one JSON object a line")
+        raise GramianError(f"{path}: is empty; expected one JSON object per line")
 
 
 def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
-    """A file of tokens as a 1-D memory map, and its sidecar: `.npy`, which may have one, or `.bin`, which must.
+    """Open a token file as a 1-D memory map, and read its sidecar, which a `.npy` may have and a `.bin` must have.
 
     Raises:
-        GramianError: if it cannot be read, is shorter than it says, is empty, or holds no 1-D array of integers.
+        GramianError: if it cannot be read, is truncated, is empty, or is not a 1-D array of integers.
     """
     sidecar = read_sidecar(path)
     try:
@@ -131,49 +131,49 @@ def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
         elif path.suffix == ".bin":
             ids = _open_bin(path, sidecar)
         else:
-            raise GramianError(f"{path}: is no file of tokens; expected .npy or .bin")
+            raise GramianError(f"{path}: is not a token file; expected .npy or .bin")
     except OSError as problem:
         raise unreadable(path, problem) from None
     except (ValueError, EOFError) as problem:
         reason = str(problem).splitlines()[0]
-        raise GramianError(f"{path}: is no whole .npy ({reason}); expected a 1-D array of integers") from None
+        raise GramianError(f"{path}: is not a complete .npy ({reason}); expected a 1-D array of integers") from None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise GramianError(f"{path}: holds {ids.dtype} {list(ids.shape)}; expected a 1-D array of integers")
+        raise GramianError(f"{path}: contains {ids.dtype} {list(ids.shape)}; expected a 1-D array of integers")
     if not len(ids):
         raise GramianError(f"{path}: is empty; expected token ids")
     return ids, sidecar
 
 
 def read_sidecar(path: Path) -> Sidecar | None:
-    """What the `.json` beside a token file says; None if there is none.
+    """Read the `.json` beside a token file; None if there is none.
 
     Raises:
-        GramianError: if it does not say all, or what cannot be.
+        GramianError: if it is incomplete or contradictory.
     """
     sidecar = path.with_suffix(".json")
     expected = 'expected {"dtype": "uint16", "vocabulary": …, "end": …}'
     if not sidecar.exists():
         return None
     try:
-        told = json.loads(read_bytes(sidecar))
+        content = json.loads(read_bytes(sidecar))
     except ValueError:
-        raise GramianError(f"{sidecar}: is no JSON; {expected}") from None
-    if not isinstance(told, dict):
-        raise GramianError(f"{sidecar}: is no object; {expected}")
-    vocabulary, end = told.get("vocabulary"), told.get("end")
+        raise GramianError(f"{sidecar}: is not JSON; {expected}") from None
+    if not isinstance(content, dict):
+        raise GramianError(f"{sidecar}: is not an object; {expected}")
+    vocabulary, end = content.get("vocabulary"), content.get("end")
     if not isinstance(vocabulary, int) or not isinstance(end, int) or not 0 <= end < vocabulary:
         raise GramianError(f"{sidecar}: vocabulary {vocabulary}, end {end}; {expected} with 0 <= end < vocabulary")
     try:
-        dtype: np.dtype[Any] | None = np.dtype(told.get("dtype"))
+        dtype: np.dtype[Any] | None = np.dtype(content.get("dtype"))
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or dtype.kind not in "iu":
-        raise GramianError(f"{sidecar}: dtype {told.get('dtype')!r} is no integer type; {expected}")
+        raise GramianError(f"{sidecar}: dtype {content.get('dtype')!r} is not an integer type; {expected}")
     return Sidecar(dtype, vocabulary, end)
 
 
 def unreadable(path: Path, problem: OSError) -> GramianError:
-    """What to raise for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return GramianError(f"{path}: cannot be read ({problem.strerror}); expected a file that can")
 
 
@@ -204,21 +204,21 @@ def _open_bin(path: Path, sidecar: Sidecar | None) -> Ids:
 def _text_of(line: bytes, field: str, place: str) -> bytes:
     expected = f'expected an object with a text under "{field}"'
     try:
-        told = json.loads(line.decode().rstrip("\r\n"))
+        item = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as problem:
-        raise GramianError(f"{place}: byte {problem.start} is no UTF-8; {expected}") from None
+        raise GramianError(f"{place}: byte {problem.start} is not UTF-8; {expected}") from None
     except (ValueError, RecursionError) as problem:
         reason = str(problem)
         if isinstance(problem, json.JSONDecodeError):
             reason = f"{problem.msg}: column {problem.colno}"
-        raise GramianError(f"{place}: is no JSON ({reason}); {expected}") from None
-    if not isinstance(told, dict):
-        raise GramianError(f"{place}: is no object; {expected}")
-    if field not in told:
-        raise GramianError(f'{place}: has no "{field}" but {", ".join(told) or "nothing"}; {expected}')
-    text = told[field]
+        raise GramianError(f"{place}: is not JSON ({reason}); {expected}") from None
+    if not isinstance(item, dict):
+        raise GramianError(f"{place}: is not an object; {expected}")
+    if field not in item:
+        raise GramianError(f'{place}: has no "{field}" but {", ".join(item) or "nothing"}; {expected}')
+    text = item[field]
     if not isinstance(text, str):
-        raise GramianError(f'{place}: "{field}" is no text; {expected}')
+        raise GramianError(f'{place}: "{field}" is not text; {expected}')
     try:
         return text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The documents of a config as two streams of tokens: one to train on, one to validate on."""
+"""Read the documents of a config into two token streams: training and validation."""
 
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,25 +11,25 @@ import numpy.typing as npt
 from gramian.core.errors import GramianError
 from gramian.data.data_files import File, find_files, open_tokens, read_bytes, read_lines, read_text
 from gramian.data.embedded_corpus import load_corpus
+from gramian.data.options import DataSection
 from gramian.data.token_stream import CHUNK, Stream, content_hash
 from gramian.data.tokenizer import Ids, Tokenizer, token_type
-from gramian.train.config.config import DataSection
 
 Int64s = npt.NDArray[np.int64]
 
 VALIDATES_BELOW = 2**64 // 20
-"""A document whose 64-bit hash is below validates, where no validation files are named."""
+"""Without validation files, a document validates if its 64-bit hash is below this bound: 5 % of all documents."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """What a run reads.
+    """The documents of a run.
 
     Attributes:
-        train: documents to train on.
-        validation: documents to validate on.
-        read: documents there were, empty ones among them.
-        empty: documents without content; left out of the streams, but for those of token files.
+        train: training documents.
+        validation: validation documents.
+        read: number of documents read, including empty ones.
+        empty: number of documents without content; the streams omit them, except those of token files.
     """
 
     train: Stream
@@ -39,15 +39,14 @@ class Documents:
 
 
 def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
-    """Read and tokenise all documents of a config and split them.
+    """Read and tokenise all documents of a config and split them into training and validation.
 
-    Text is held as its tokens, 2 or 4 bytes each, and one document as text; token files are memory maps and stay on disk.
-    `data.validation_files` validate; without them each document goes to a side by the hash of its content, 5 % of them to
-    validation, so equal documents are never on both sides and a document keeps its side whatever is read beside it. The
-    embedded corpus has a split of its own, by path.
+    Text is stored as tokens of 2 or 4 bytes; token files are memory maps and stay on disk. `data.validation_files` validate;
+    without them the hash of its content assigns each document to a split, 5 % of them to validation, so equal documents are
+    never in both, and a document's split does not depend on the others. The embedded corpus is split by path.
 
     Raises:
-        GramianError: one line that names the file, or the field that leaves a side empty.
+        GramianError: one line that names the file, or the field that leaves a split empty.
     """
     if data.source == "embedded":
         return _embedded(data, tokenizer)
@@ -66,15 +65,15 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
         validates = stream.document_hashes() < np.uint64(VALIDATES_BELOW)
         _refuse_empty(int((~validates).sum()), int(validates.sum()))
         return Documents(stream.select(~validates), stream.select(validates), read, empty)
-    sides = (_Growing(tokenizer), _Growing(tokenizer))
+    splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
     for content in _contents(data, find_files(data.files, data.source)):
-        sides[content_hash(content) < VALIDATES_BELOW].add(content)
-    _refuse_empty(sides[0].documents, sides[1].documents)
-    return _both(*sides)
+        splits[content_hash(content) < VALIDATES_BELOW].add(content)
+    _refuse_empty(splits[0].documents, splits[1].documents)
+    return _documents(*splits)
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
-    """All documents of other files, read as those of `data` are; `field` is named in errors.
+    """Read all documents of `files` with the options of `data`; errors name `field`.
 
     Raises:
         GramianError: one line that names the file or the field.
@@ -83,22 +82,22 @@ def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, f
 
 
 def _read(data: DataSection, files: Sequence[str], field: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """The stream of some files, how many documents they have, and how many of them are empty."""
+    """Read files; returns their stream, the number of documents, and the number of empty documents."""
     if data.source == "embedded":
         raise GramianError('data.source: "embedded" reads no files; expected "text", "jsonl" or "tokens"')
     found = find_files(files, data.source, field)
     if data.source == "tokens":
         return _token_stream(found, data.tokenizer, tokenizer)
-    flat = _Growing(tokenizer)
+    buffer = _TokenBuffer(tokenizer)
     for content in _contents(data, found):
-        flat.add(content)
-    if not flat.documents:
-        raise GramianError(f"{field}: all {flat.empty} documents are empty; expected text")
-    return flat.stream(), flat.documents + flat.empty, flat.empty
+        buffer.add(content)
+    if not buffer.documents:
+        raise GramianError(f"{field}: all {buffer.empty} documents are empty; expected text")
+    return buffer.stream(), buffer.documents + buffer.empty, buffer.empty
 
 
 def _contents(data: DataSection, files: Iterable[File]) -> Iterator[bytes]:
-    """Documents of text and JSONL files, in UTF-8."""
+    """Yield the documents of text or JSONL files, in UTF-8."""
     for file in files:
         if data.source == "text":
             yield read_text(file)
@@ -110,14 +109,14 @@ def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
     corpus = load_corpus(data.limit_bytes)
     root = Path(sysconfig.get_path("stdlib"))
     validation_files = set(corpus.validation_files)
-    sides = (_Growing(tokenizer), _Growing(tokenizer))
+    splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
     for name in corpus.files:
-        sides[name in validation_files].add(read_bytes(root / name))
-    return _both(*sides)
+        splits[name in validation_files].add(read_bytes(root / name))
+    return _documents(*splits)
 
 
 def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tuple[Stream, int, int]:
-    """As `_read`, of token files; a sidecar says what the tokens are, else the tokenizer does."""
+    """Open token files, like `_read`; vocabulary and end token come from the sidecar, or else from the tokenizer."""
     arrays: list[Ids] = []
     edges: list[Int64s] = [np.zeros(1, dtype=np.int64)]
     kinds: dict[tuple[int, int], Path] = {}
@@ -134,7 +133,7 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
             )
         if name not in ("auto", "bytes") and kind != ours:
             raise GramianError(
-                f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {ours[0]} and {ours[1]} as data.tokenizer has"
+                f"{file.path}: vocabulary {kind[0]}, end {kind[1]}; expected {ours[0]} and {ours[1]} as in data.tokenizer"
             )
         stops = _stops(ids, *kind, file.path)
         empty += int((ids[stops[np.diff(stops, prepend=0) == 1] - 1] == kind[1]).sum())
@@ -147,7 +146,7 @@ def _token_stream(files: Sequence[File], name: str, tokenizer: Tokenizer) -> tup
 
 
 def _stops(ids: Ids, vocabulary: int, end: int, path: Path) -> Int64s:
-    """Where the documents of a token file stop, int64 [documents]; the last one may do without `end`."""
+    """Return the stop position of each document of a token file, int64 [documents]; the last one may lack `end`."""
     stops: list[Int64s] = []
     for begin in range(0, len(ids), CHUNK):
         part = ids[begin : begin + CHUNK]
@@ -167,7 +166,7 @@ def _refuse_common(data: DataSection) -> None:
     train = {file.path.resolve() for file in find_files(data.files, data.source)}
     for file in find_files(data.validation_files, data.source, "data.validation_files"):
         if file.path.resolve() in train:
-            raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected other files")
+            raise GramianError(f"data.validation_files: {file.path} is in data.files too; expected different files")
 
 
 def _refuse_empty(train: int, validation: int) -> None:
@@ -183,8 +182,8 @@ def _refuse_empty(train: int, validation: int) -> None:
         )
 
 
-class _Growing:
-    """Tokens of documents, each followed by `end`, in one array that grows by doubling."""
+class _TokenBuffer:
+    """Collects the tokens of documents, each followed by `end`, in one array that grows by doubling."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -197,7 +196,7 @@ class _Growing:
         return len(self._edges) - 1
 
     def add(self, content: bytes) -> None:
-        """Take a document in, unless it is empty."""
+        """Append a document, unless it is empty."""
         ids = self._tokenizer.encode(content)
         if not len(ids):
             self.empty += 1
@@ -210,12 +209,12 @@ class _Growing:
         self._edges.append(stop)
 
     def stream(self) -> Stream:
-        """What was taken in; nothing can be added afterwards."""
+        """Return the stream of all documents; nothing can be added afterwards."""
         tokenizer, edges, tokens = self._tokenizer, np.array(self._edges, dtype=np.int64), self._tokens
         tokens.resize(edges[-1], refcheck=False)
         return Stream([tokens], edges, vocabulary=tokenizer.vocabulary, end=tokenizer.end, tokenizer=tokenizer.digest)
 
 
-def _both(train: _Growing, validation: _Growing) -> Documents:
+def _documents(train: _TokenBuffer, validation: _TokenBuffer) -> Documents:
     empty = train.empty + validation.empty
     return Documents(train.stream(), validation.stream(), train.documents + validation.documents + empty, empty)

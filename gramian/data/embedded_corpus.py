@@ -1,10 +1,8 @@
 """The embedded corpus: the source of the running interpreter's standard library, as bytes.
 
-Every Python brings this text along, so the demo and the tests need no download. The vocabulary is the 256 byte values.
-Which files are taken and which of them validate depends on their relative paths alone, through a stable hash.
+Every Python installation contains this text, so the demo and the tests need no download. The vocabulary is the 256 byte values.
+A stable hash of their relative paths selects the files, and those of them that validate.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
@@ -21,22 +19,22 @@ from gramian.core.errors import GramianError
 VOCABULARY = 256
 VALIDATION_FRACTION = 0.05
 
-# Not the library itself: installed packages, tests and their data, caches.
+# Folders that are not part of the library: installed packages, tests and their data, caches.
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# Written per build or per installation: they would make the corpus differ between equal interpreters.
+# Files written per build or per installation, which would make the corpus differ between equal interpreters.
 _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes to validate on, from disjoint files.
+    """Training and validation bytes, from disjoint files.
 
     Attributes:
-        train: uint8 [N], the training files end to end, in the order of their paths.
-        validation: uint8 [M], the validation files likewise.
-        files: Relative posix paths of all files taken, sorted.
-        validation_files: Those of them that validate, sorted.
-        digest: Hex hash of the paths and contents; equal digests mean equal corpora.
+        train: uint8 [N], the concatenated training files, in the order of their paths.
+        validation: uint8 [M], the concatenated validation files.
+        files: relative posix paths of all files, sorted.
+        validation_files: relative posix paths of the validation files, sorted.
+        digest: hex hash of the paths and contents; equal digests mean equal corpora.
     """
 
     train: Tensor
@@ -50,21 +48,22 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
     """Read the corpus.
 
     Args:
-        limit_bytes: Upper bound on the bytes read; files are taken in the order of their hash until the next one
-            would pass it.
-        root: Folder of `*.py` files; default: the standard library of the running interpreter.
+        limit_bytes: upper bound on the bytes read; files are added in the order of their hash until the next one exceeds it.
+        root: folder of `*.py` files; default: the standard library of the running interpreter.
+
+    Example:
+        >>> load_corpus(limit_bytes=1_000_000).train.dtype
+        torch.uint8
 
     Raises:
-        GramianError: If there is no such folder, it holds no source, or the limit leaves either split empty.
+        GramianError: if there is no such folder, it has no source, or the limit leaves either split empty.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     if not root.is_dir():
-        raise GramianError(
-            f"corpus: {root} is not a folder; accepted: an unpacked standard library with its *.py files"
-        )
+        raise GramianError(f"corpus: {root} is not a folder; expected an unpacked standard library with its *.py files")
     paths = sorted(_source_files(root), key=lambda path: _path_hash(path, "order"))
     if not paths:
-        raise GramianError(f"corpus: no *.py files in {root}; accepted: an unpacked standard library with its source")
+        raise GramianError(f"corpus: no *.py files in {root}; expected an unpacked standard library with its source")
 
     contents: dict[str, bytes] = {}
     total = 0
@@ -82,13 +81,13 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
     if not train or not validation:
         raise GramianError(
             f"corpus: limit_bytes={limit_bytes} leaves {len(train)} bytes to train and {len(validation)} to validate; "
-            "accepted: a limit that leaves both above 0"
+            "expected a limit that leaves both above 0"
         )
     return Corpus(_as_tensor(train), _as_tensor(validation), files, validation_files, _digest(contents))
 
 
 def _source_files(root: Path) -> Iterator[str]:
-    """Relative posix paths of the source files below `root`."""
+    """Yield the relative posix paths of the source files below `root`."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS and not _per_build(name)]
         for name in names:

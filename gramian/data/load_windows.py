@@ -1,25 +1,28 @@
-"""From the data section of a config to windows."""
+"""Read the documents of a config and cut them into training and validation windows."""
 
 from gramian.data.documents import Documents, read_documents
+from gramian.data.options import DataSection
 from gramian.data.tokenizer import load_tokenizer
 from gramian.data.windows import Windows
-from gramian.train.config.config import DataSection
 
 
 def load_windows(data: DataSection) -> tuple[Windows, Windows]:
-    """The windows to train on and those to validate on.
+    """Read, tokenise and cut the data of a config; returns (training windows, validation windows).
+
+    Example:
+        >>> training, validation = load_windows(DataSection(limit_bytes=200_000, length=64))
 
     Raises:
         GramianError: one line that names the field or the file.
     """
-    return cut(read_documents(data, load_tokenizer(data.tokenizer)), data)
+    return cut_windows(read_documents(data, load_tokenizer(data.tokenizer)), data)
 
 
-def cut(documents: Documents, data: DataSection) -> tuple[Windows, Windows]:
-    """Documents as the windows to train on and those to validate on.
+def cut_windows(documents: Documents, data: DataSection) -> tuple[Windows, Windows]:
+    """Cut documents into (training windows, validation windows).
 
     Raises:
-        GramianError: if a side makes no window.
+        GramianError: if either split has no window.
     """
     training, validation = (
         Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)

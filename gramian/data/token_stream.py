@@ -1,4 +1,4 @@
-"""Documents end to end as one flat array of tokens, without copying the arrays and files that they lie in."""
+"""Concatenated documents as one flat sequence of tokens, without copying the arrays and files that contain them."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -14,21 +14,25 @@ from gramian.data.tokenizer import Ids
 Int64s = npt.NDArray[np.int64]
 
 CHUNK = 1 << 22
-"""Tokens that are looked at together in a pass over a stream."""
+"""Tokens that a pass over a stream reads at once."""
 
 
 class Stream:
-    """Documents end to end: document d is the tokens `edges[d]` … `edges[d + 1] - 1`, its `end` token among them.
+    """Concatenated documents: document d is the tokens `edges[d]` … `edges[d + 1] - 1`, including its `end` token.
 
-    The tokens are runs of the arrays given; a run is contiguous in its array and holds whole documents. An `np.memmap` is
-    opened again by name in another process, other arrays move to shared memory: a worker never gets a copy.
+    The tokens are runs of the given arrays; a run is contiguous in its array and consists of complete documents. Another
+    process opens an `np.memmap` again by name, and other arrays move to shared memory: a worker never gets a copy.
 
     Args:
-        arrays: 1-D, of any integer type; their documents follow one another.
-        edges: int64 [documents + 1], increasing, from 0 to the number of tokens; none across two arrays.
-        vocabulary: every token is below it.
+        arrays: 1-D arrays of any integer type, in the order of their documents.
+        edges: int64 [documents + 1], increasing, from 0 to the number of tokens; no document spans two arrays.
+        vocabulary: number of token ids; every token is below it.
         end: the token that ends a document.
-        tokenizer: digest of what made the tokens.
+        tokenizer: digest of the tokenizer that produced the tokens.
+
+    Example:
+        >>> Stream([np.array([5, 6, 0, 7, 0])], np.array([0, 3, 5]), vocabulary=8, end=0).documents
+        2
     """
 
     def __init__(self, arrays: Sequence[Ids], edges: Int64s, *, vocabulary: int, end: int, tokenizer: str = "") -> None:
@@ -52,7 +56,7 @@ class Stream:
         return len(self.edges) - 1
 
     def read(self, begin: int, stop: int) -> Int64s:
-        """The tokens `begin` … `stop - 1`, int64; O(stop - begin + log runs)."""
+        """Return the tokens `begin` … `stop - 1` as int64; O(stop - begin + log runs)."""
         tokens: Int64s = np.empty(stop - begin, dtype=np.int64)
         run = int(np.searchsorted(self._starts, begin, side="right")) - 1
         at = begin
@@ -66,13 +70,13 @@ class Stream:
         return tokens
 
     def chunks(self) -> Iterator[Int64s]:
-        """All tokens, in pieces of at most `CHUNK`."""
+        """Yield all tokens, in pieces of at most `CHUNK`."""
         for begin in range(0, len(self), CHUNK):
             yield self.read(begin, min(len(self), begin + CHUNK))
 
-    def select(self, kept: npt.NDArray[np.bool_]) -> "Stream":
-        """The stream of the documents where `kept` [documents] is true, over the same arrays."""
-        chosen = np.flatnonzero(kept)
+    def select(self, selected: npt.NDArray[np.bool_]) -> "Stream":
+        """Return the stream of the documents where `selected` [documents] is true, over the same arrays."""
+        chosen = np.flatnonzero(selected)
         begins, stops = self.edges[chosen], self.edges[chosen + 1]
         run = np.searchsorted(self._starts, begins, side="right") - 1
         first = np.ones(len(chosen), dtype=bool)
@@ -86,11 +90,11 @@ class Stream:
         return part
 
     def document_hashes(self) -> npt.NDArray[np.uint64]:
-        """64-bit hash of the tokens of each document, uint64 [documents], without its `end`; a pass over the stream."""
+        """Hash the tokens of each document without its `end`, uint64 [documents]; a pass over the stream."""
         hashes = np.empty(self.documents, dtype=np.uint64)
         first = 0
         while first < self.documents:
-            # As many documents as a chunk holds, or one that is longer.
+            # As many documents as fit into a chunk, or one that is longer.
             begin = self.edges[first]
             last = max(first + 1, int(np.searchsorted(self.edges, begin + CHUNK, side="right")) - 1)
             tokens = self.read(int(begin), int(self.edges[last]))
@@ -104,12 +108,12 @@ class Stream:
 
 
 def content_hash(content: bytes | memoryview) -> int:
-    """64-bit hash of a document's content."""
+    """Return a 64-bit hash of a document's content."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8, person=b"document").digest(), "little")
 
 
 class _Shared:
-    """A flat array that goes into another process by name: a file is opened again, memory is shared."""
+    """A flat array that is pickled by name: the other process opens its file again, or shares its memory."""
 
     def __init__(self, array: Ids) -> None:
         self.array = array

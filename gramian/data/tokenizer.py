@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or a Hugging Face tokenizer from a folder."""
+"""Convert text to token ids and back: bytes, or a Hugging Face tokenizer from a folder."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gramian.core.errors import GramianError
 Ids = npt.NDArray[Any]
 """A 1-D array of token ids, of any integer type."""
 
-# What of a tokenizer's folder decides its ids; weights may lie beside it.
+# Files of a tokenizer's folder that determine its ids; the folder may also contain weights.
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,79 +27,86 @@ _SUFFIXES = (".model", ".tiktoken")
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline asks of a tokenizer."""
+    """Interface of a tokenizer in the data pipeline."""
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids, `end` among them."""
+        """Number of token ids, including `end`."""
 
     @property
     def end(self) -> int:
-        """The id that ends a document; no text is encoded to it."""
+        """Id that ends a document; no text is encoded to it."""
 
     @property
     def digest(self) -> str:
         """Hex hash; equal digests mean equal ids for equal text."""
 
     def encode(self, text: str | bytes) -> Ids:
-        """The ids of a text, [n] of `token_type(vocabulary)`; bytes are taken as UTF-8."""
+        """Return the ids of a text, [n] of `token_type(vocabulary)`; bytes are UTF-8."""
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text of ids; `end` is left out, what is no UTF-8 is replaced."""
+        """Return the text of ids, without `end`; invalid UTF-8 is replaced."""
 
 
 def token_type(vocabulary: int) -> np.dtype[Any]:
-    """The narrower of uint16 and uint32 that holds every id below `vocabulary`."""
+    """Return uint16 if it can represent every id below `vocabulary`, else uint32."""
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "bytes" (as "auto" without a model is), or a folder.
+    """Load the tokenizer that `data.tokenizer` names: "bytes" (also "auto" without a model), or a folder.
+
+    Example:
+        >>> load_tokenizer("bytes").encode("hi").tolist()
+        [104, 105]
 
     Raises:
-        GramianError: if there is no such folder, or no tokenizer in it.
+        GramianError: if there is no such folder, or it has no tokenizer.
     """
     return ByteTokenizer() if name in ("auto", "bytes") else HuggingFaceTokenizer(name)
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file with a vocabulary; what is wrong with it is said when it is read."""
+    """Return whether a folder has a vocabulary file; its content is checked when it is read."""
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt")
     return any(path.name in vocabularies or path.suffix in _SUFFIXES for path in folder.iterdir())
 
 
 class ByteTokenizer:
-    """Every byte is a token; id 256 ends a document."""
+    """Tokenizer whose tokens are bytes; id 256 ends a document."""
 
     vocabulary = 257
     end = 256
     digest = hashlib.blake2b(b"bytes", digest_size=16).hexdigest()
 
     def encode(self, text: str | bytes) -> Ids:
-        """The bytes of a text, uint16 [n]."""
+        """Return the bytes of a text, uint16 [n]."""
         content = text.encode() if isinstance(text, str) else text
         return np.frombuffer(content, dtype=np.uint8).astype(token_type(self.vocabulary))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         return bytes(int(token) for token in ids if token != self.end).decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer from a local folder; nothing is downloaded and no code of the folder is run.
 
-    A document that spells a special token, say "<|endoftext|>", is encoded as that spelling: text cannot end a document.
-    `encode` holds one document's ids as a Python list for a moment; a document of gigabytes is better pre-tokenised.
+    A document that spells a special token, such as "<|endoftext|>", is encoded as that spelling: text cannot end a document.
+    `encode` creates a Python list of one document's ids; a document of gigabytes is better pre-tokenised.
 
     Args:
-        folder: as written by `save_pretrained`.
+        folder: folder written by `save_pretrained`.
+
+    Example:
+        >>> HuggingFaceTokenizer("models/gpt2").encode("hello")
     """
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         if not folder.is_dir():
             raise GramianError(
-                f'data.tokenizer: {folder} is no folder; expected "bytes" or the folder of a Hugging Face tokenizer'
+                f'data.tokenizer: {folder} is not a folder; expected "bytes" or the folder of a Hugging Face tokenizer'
             )
         try:
             from transformers import AutoTokenizer
@@ -111,12 +118,13 @@ class HuggingFaceTokenizer:
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, split_special_tokens=True
             )
-        except Exception as problem:  # whatever the library meets in the files
+        except Exception as problem:  # the library raises many types
             reason = (str(problem).splitlines() or [type(problem).__name__])[0].strip()
             raise GramianError(
-                f"data.tokenizer: {folder} holds no tokenizer that can be read ({reason}); expected tokenizer.json"
+                f"data.tokenizer: {folder} has no readable tokenizer ({reason}); expected tokenizer.json"
             ) from None
-        if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):  # what is made of a folder that has none
+        # The library builds a tokenizer of special tokens alone from a folder without a vocabulary.
+        if len(self._tokenizer) <= len(set(self._tokenizer.all_special_ids)):
             raise GramianError(f"data.tokenizer: {folder} has no vocabulary; expected tokenizer.json")
         if self._tokenizer.eos_token_id is None:
             raise GramianError(
@@ -127,15 +135,15 @@ class HuggingFaceTokenizer:
         self.digest = _digest_of(folder)
 
     def encode(self, text: str | bytes) -> Ids:
-        """The ids of a text, without special tokens around it."""
+        """Return the ids of a text, without special tokens around it."""
         text = text if isinstance(text, str) else text.decode(errors="replace")
         ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return np.asarray(ids, dtype=token_type(self.vocabulary))
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """The text of ids."""
-        kept = [int(token) for token in ids if token != self.end]
-        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+        """Return the text of ids."""
+        without_end = [int(token) for token in ids if token != self.end]
+        return str(self._tokenizer.decode(without_end, clean_up_tokenization_spaces=False))
 
 
 def _digest_of(folder: Path) -> str:

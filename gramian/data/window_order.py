@@ -1,4 +1,4 @@
-"""The order of the windows: a keyed permutation an epoch, so that the batch at a position is a pure function of the seed."""
+"""The order of the windows: one keyed permutation per epoch, so that a batch is a pure function of seed and position."""
 
 import hashlib
 import math
@@ -12,22 +12,26 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 ROUNDS = 12
-"""Fewer show in the order of a handful of windows."""
+"""Rounds of the network; with fewer, the order of a handful of windows is visibly not random."""
 
 
 class Permutation:
-    """A permutation of 0 … size - 1 that a key chooses; any part of it is computed without the rest.
+    """A permutation of 0 … size - 1, selected by a key; any part of it is computed without the rest.
 
     A Feistel network on pairs (l, r), l < a, r < b, where a · b is `size` or little more: in turn
 
         l ← l + F(r) mod a,    r ← r + F(l) mod b
 
-    with F a keyed 64-bit mix; each line can be undone, so the network permutes 0 … a · b - 1. What falls on `size` or beyond
-    goes through again until it does not (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
+    with F a keyed 64-bit mix. Each line is invertible, so the network permutes 0 … a · b - 1. Results of `size` or more go
+    through the network again until they are smaller (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
 
     Args:
         size: at least 1.
         key: any bytes.
+
+    Example:
+        >>> sorted(Permutation(5, b"key")(np.arange(5)).tolist())
+        [0, 1, 2, 3, 4]
     """
 
     def __init__(self, size: int, key: bytes) -> None:
@@ -42,7 +46,7 @@ class Permutation:
         ).astype(np.uint64)
 
     def __call__(self, index: Int64s) -> Int64s:
-        """Where the indices go: int64 [n] in 0 … size - 1 to int64 [n] of the same range."""
+        """Map indices, int64 [n] in 0 … size - 1, to int64 [n] of the same range."""
         places = self._network(index.astype(np.uint64))
         while len(outside := np.flatnonzero(places >= np.uint64(self.size))):
             places[outside] = self._network(places[outside])
@@ -59,16 +63,16 @@ class Permutation:
 
 
 def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
-    """The windows of the batch at a data position, int64 [batch]: a pure function.
+    """Return the windows of the batch at a data position, int64 [batch]: a pure function.
 
-    An endless sequence goes through all windows once an epoch, in the permutation that (seed, epoch) keys; the batch at
-    position p is its draws p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.
+    An endless sequence contains all windows once per epoch, in the permutation with the key (seed, epoch); the batch at
+    position p is its elements p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.
 
     Args:
-        position: which batch, from 0.
+        position: index of the batch, from 0.
         size: number of windows.
-        batch: number of draws.
-        seed: of the whole order.
+        batch: windows per batch.
+        seed: seed of the order.
     """
     windows: list[Int64s] = []
     draw, stop = position * batch, (position + 1) * batch
@@ -82,7 +86,7 @@ def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
 
 
 def _mix(values: UInt64s) -> UInt64s:
-    """The finaliser of splitmix64; products wrap."""
+    """Apply the finaliser of splitmix64; products wrap."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

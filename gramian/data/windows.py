@@ -1,9 +1,9 @@
-"""The stream of documents cut into windows: inputs, and the next token of each as its target.
+"""Cut a stream of documents into windows: input tokens, and the next token of each as its target.
 
 Shape suffixes:
     B  windows
-    T  tokens of a window that are predicted, `length`
-    S  T + 1: a window's inputs and the target of the last
+    T  predicted tokens of a window, `length`
+    S  T + 1: the inputs of a window and the target of the last
 """
 
 import hashlib
@@ -21,25 +21,31 @@ from gramian.data.token_stream import Stream
 Int64s = npt.NDArray[np.int64]
 
 NOT_COUNTED = -100
-"""A target that is not predicted; `ignore_index` of torch's cross entropy."""
+"""Target that is not counted: `ignore_index` of torch's cross-entropy."""
 
 
 class Windows(Dataset[dict[str, Tensor]]):
     """Windows of `length` predicted tokens; no token is predicted twice, unless `stride` asks for it.
 
-    Packed, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, whatever documents they are of.
-    Not packed, each document is cut that way by itself. What is missing in a last window is padded: input `end`, target -100.
-    With a stride S, window i begins at token iS instead.
+    Packed, window i reads tokens iT … iT + T - 1 of the stream and predicts iT + 1 … iT + T, across document borders. Not
+    packed, each document is cut separately. The last window is padded with input `end` and target -100. With a stride S, window
+    i begins at token iS instead.
 
-    Isolated, an item also has "documents": which document of the window an input is of, from 0, padding being one more; the
-    target of a document's last input, which is of the next document, is -100. Windows without a counted target are left out.
+    Isolated, an item also has "documents": the index of each input's document in the window, from 0, padding being one more;
+    the target of a document's last input, which belongs to the next document, is -100. Windows without a counted target are
+    omitted.
 
     Args:
         stream: the documents.
         length: T.
-        pack: documents end to end.
-        isolate: packed documents do not see each other.
-        stride: tokens from the beginning of a window to that of the next, at most `length`; 0: `length`.
+        pack: concatenate documents before cutting.
+        isolate: hide packed documents from each other.
+        stride: tokens between the starts of consecutive windows, at most `length`; 0: `length`.
+
+    Example:
+        >>> windows = Windows(stream, length=128)
+        >>> windows[0]["tokens"].shape
+        torch.Size([128])
     """
 
     def __init__(
@@ -56,7 +62,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         self.pack = pack
         self.isolate = isolate
         self.stride = stride or length
-        # A piece is cut by itself: the whole stream, or a document.
+        # Each piece is cut separately: the stream, or each document.
         self._pieces: Int64s = stream.edges[[0, -1]] if pack else stream.edges
         predicted = np.maximum(np.diff(self._pieces) - 1, 0)
         # Piece p gives the windows _firsts[p] … _firsts[p + 1] - 1.
@@ -66,33 +72,33 @@ class Windows(Dataset[dict[str, Tensor]]):
         counts: Int64s = np.full(self._firsts[-1], length, dtype=np.int64)
         cut = predicted > 0
         counts[self._firsts[1:][cut] - 1] = predicted[cut] - after_first[cut] * self.stride
-        # Which windows are left, where some are not.
-        self._kept: Int64s | None = None
+        # Indices of the windows with counted targets, if some have none.
+        self._selected: Int64s | None = None
         if isolate and len(counts):
             crossing = (stream.edges[1:-1] - 1) // length
             counts -= np.bincount(crossing, minlength=len(counts))
             if not counts.all():
-                self._kept = np.flatnonzero(counts)
-                counts = counts[self._kept]
+                self._selected = np.flatnonzero(counts)
+                counts = counts[self._selected]
         if not len(counts):
             raise GramianError(
                 f"data.files: {len(stream)} tokens in {stream.documents} documents make no window; "
                 "expected a document of at least 2 tokens"
             )
         self.counts: Int64s = counts
-        """Counted targets of each window, int64 [n]; none is 0."""
+        """Number of counted targets of each window, int64 [n]; at least 1."""
 
     def __len__(self) -> int:
         return len(self.counts)
 
     @property
     def vocabulary(self) -> int:
-        """Every token is below it."""
+        """Number of token ids; every token is below it."""
         return self.stream.vocabulary
 
     @cached_property
     def digest(self) -> str:
-        """Hex hash of the tokenizer, the tokens, their documents and the way they are cut; a pass over the stream."""
+        """Hex hash of the tokenizer, the tokens, the documents and the cutting; a pass over the stream."""
         digest = hashlib.blake2b(digest_size=16)
         cut = f"{self.length}/{self.pack}/{self.isolate}/{self.stride}"
         digest.update(f"{self.stream.tokenizer}/{cut}/{len(self.stream)}\0".encode())
@@ -102,15 +108,15 @@ class Windows(Dataset[dict[str, Tensor]]):
         return digest.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One window: int64 [T] "tokens" and "targets", and "documents" where they are isolated."""
+        """Return one window: int64 [T] "tokens" and "targets", and "documents" if they are isolated."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         return {name: rows[0] for name, rows in self.stack(np.array([index])).items()}
 
     def stack(self, index: Int64s) -> dict[str, Tensor]:
-        """Windows [B] as rows: int64 [B, T] under the names of an item."""
+        """Return the windows `index` [B] as rows: int64 [B, T] under the names of an item."""
         T, stream = self.length, self.stream
-        window = index if self._kept is None else self._kept[index]
+        window = index if self._selected is None else self._selected[index]
         piece = np.searchsorted(self._firsts, window, side="right") - 1
         begin = self._pieces[piece] + (window - self._firsts[piece]) * self.stride
         stop = np.minimum(begin + T + 1, self._pieces[piece + 1])

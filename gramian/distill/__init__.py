@@ -1,4 +1,4 @@
-"""Distillation: a teacher's signal, live or from a cache, and the loss that a student learns it by."""
+"""Distillation: a teacher's signal, live or from a cache, and the loss with which a student learns from it."""
 
 from gramian.distill.loss.fused_loss import distill_loss
 from gramian.distill.loss.head import Head

@@ -1,4 +1,4 @@
-"""Student and distillation loss as one module: what DDP wraps, so that nothing of the loss slips past its reducer.
+"""Student and distillation loss as one module, so that DDP wraps both and reduces every gradient.
 
 Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher, V vocabulary.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.core.dtypes import wide_dtype
 from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.distill.loss.features import debiased_cka
 from gramian.distill.loss.fused_loss import distill_loss
@@ -17,17 +18,16 @@ from gramian.distill.loss.loss_metrics import SUMS
 from gramian.distill.teacher.head_proof import head_of
 from gramian.distill.teacher.language_model import hidden_of, linear_of
 from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, Tail, refuse_inference
-from gramian.linalg.wide import wide_dtype
 
 IGNORED = -100
-"""A target that does not count."""
-TOLD = ("nats", *SUMS, "feature_loss")
-"""What `DistillObjective` tells beside its loss: sums over tokens; the last over micro-batches, weighted by their tokens."""
+"""The target of tokens that do not count."""
+REPORTED_SUMS = ("nats", *SUMS, "feature_loss")
+"""Names of the sums that `DistillObjective` returns: over tokens; the last over micro-batches, weighted by their tokens."""
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Of `distill_loss`."""
+    """Options of `distill_loss`."""
 
     kd_weight: float = 1.0
     ce_weight: float = 0.5
@@ -36,15 +36,15 @@ class LossOptions:
 
 
 class DistillObjective(nn.Module):
-    """kd_weight · T² · D(teacher, student) + ce_weight · CE, and a loss on features where one is asked for."""
+    """kd_weight · T² · D(teacher, student) + ce_weight · CE, plus an optional loss on features."""
 
     def __init__(self, model: nn.Module, options: LossOptions, features: FeatureLoss | None = None) -> None:
-        """Hold the student; its head is looked at once.
+        """Prove the student's head (`head_of`).
 
         Args:
-            model: of a family that `hidden_of` understands, on its device.
-            options: the weights.
-            features: which layers are held to the teacher's, with projectors to be trained.
+            model: the student, of a family that `hidden_of` reads, on its device.
+            options: weights and direction of the loss.
+            features: the loss on features, with projectors to be trained.
 
         Raises:
             GramianError: if the student's head is not understood.
@@ -65,23 +65,23 @@ class DistillObjective(nn.Module):
         feature_weight: float = 0.0,
         compare: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The loss to go back from, and what it tells.
+        """The loss to call backward on, and sums for metrics.
 
         Args:
             tokens_BT: ids.
-            targets_BT: the token after each, or −100.
-            coefficient: of one token's loss in the first result, above 0.
-            documents_BT: for models that keep documents apart.
-            signal: the teacher's; None: the cross-entropy alone, as for evaluation.
+            targets_BT: the next token of each, or −100.
+            coefficient: factor of one token's loss in the first result, above 0.
+            documents_BT: document of each token, for models that keep documents apart.
+            signal: the teacher's; None: the cross entropy alone, as for evaluation.
             temperature: T.
-            feature_weight: of the loss on features; 0: it is not computed.
-            compare: look at the final hidden states alone.
+            feature_weight: factor of the loss on features; 0: it is not computed.
+            compare: only compare final hidden states.
 
         Returns:
-            The loss; and [len(TOLD)] float64 without a graph, or without a signal Σ −log p(target) alone. To `compare`, the
+            The loss; and [len(TOLD)] float64 without a graph, or without a signal only Σ −log p(target). With `compare`, the
             debiased CKA of the student's final hidden states with the teacher's, twice.
         """
-        # Also while the weight is 0: a compiled forward does not notice hooks that come later.
+        # Also while the weight is 0: a compiled forward does not see hooks that are added later.
         layers = () if self.features is None else self.features.student_layers
         hidden_BTD, streams = hidden_of(self.model, tokens_BT, documents_BT, layers)
         if compare:
@@ -89,15 +89,15 @@ class DistillObjective(nn.Module):
             counted_N = (targets_BT != IGNORED).flatten()
             dtype = wide_dtype(hidden_BTD, signal.hidden_BTD)
             x_ND, y_NE = (hidden.flatten(0, 1).to(dtype) for hidden in (hidden_BTD, signal.hidden_BTD))
-            similar = debiased_cka(x_ND, y_NE, counted_N)
-            return similar, similar
+            similarity = debiased_cka(x_ND, y_NE, counted_N)
+            return similarity, similarity
         linear = linear_of(self.model)
         head = Head(linear.weight, linear.bias, self._scale, self._softcap)
         student = (hidden_BTD.flatten(0, 1), head, targets_BT.flatten())
         terms = 1.0 / coefficient
         if signal is None:
-            alone = distill_loss(*student, kd_weight=0.0, ce_weight=1.0, ignore_index=IGNORED, num_terms=terms)
-            return alone.loss, alone.sums[SUMS.index("ce")]
+            plain = distill_loss(*student, kd_weight=0.0, ce_weight=1.0, ignore_index=IGNORED, num_terms=terms)
+            return plain.loss, plain.sums[SUMS.index("ce")]
         out = distill_loss(
             *student,
             **_teacher_of(signal),
@@ -110,7 +110,7 @@ class DistillObjective(nn.Module):
             num_terms=terms,
         )
         loss, extra = out.loss, torch.zeros((), dtype=torch.float64, device=out.sums.device)
-        if self.features is not None and not feature_weight:  # DDP waits for every parameter
+        if self.features is not None and not feature_weight:  # DDP waits for the gradient of every parameter
             loss = loss + sum((0.0 * p.sum() for p in self.features.parameters()), start=loss.new_zeros(()))
         elif self.features is not None:
             counted_BT = targets_BT != IGNORED
@@ -123,7 +123,7 @@ class DistillObjective(nn.Module):
 
 
 def _teacher_of(signal: Signal) -> dict[str, Any]:
-    """The signal as arguments of `distill_loss`, tokens in one row."""
+    """The signal as arguments of `distill_loss`, with tokens flattened to [N, …]."""
     match signal:
         case DenseSignal():
             return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}

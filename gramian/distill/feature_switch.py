@@ -1,4 +1,4 @@
-"""Losses on features begin late, and end if the student gets worse by them."""
+"""Switch the loss on features on at a given step, and off for good if the validation loss rises."""
 
 import math
 from collections.abc import Mapping
@@ -6,41 +6,41 @@ from typing import Any
 
 
 class FeatureSwitch:
-    """A weight that is 0 before a step, then what it is told, then 0 again if validation says so.
+    """The weight of the loss on features: 0 before `begin`, then `weight`, then 0 again if validation gets worse.
 
-    The measure is the newest validation loss before the features began, or the first after, if there was none. Whenever a later
-    one is more than log(1 + tolerance) nats above it (the perplexity has risen by more than the tolerance), features end for
-    good. Steps that are taken again have the weight that they had.
+    The baseline is the last validation loss before `begin`, or the first one after it. If a later loss is more than
+    log(1 + tolerance) nats above it (the perplexity rises by more than the tolerance), the weight is 0 from then on. Steps that
+    are repeated after a rollback have the weight that they had.
     """
 
     def __init__(self, weight: float, begin: int, tolerance: float) -> None:
-        """Before the first step.
+        """Set the schedule.
 
         Args:
-            weight: while on.
-            begin: first step with features.
-            tolerance: by how much of itself the perplexity may rise.
+            weight: weight while on.
+            begin: first step with features, from 0.
+            tolerance: relative rise of the perplexity that is tolerated.
         """
         self.full, self.begin, self.tolerance = weight, begin, tolerance
         self._measures: list[list[Any]] = []
-        """[steps taken before it, validation loss] of all that were the measure; the last one is."""
+        """[number of steps before it, validation loss] of all baselines so far; the last one is in use."""
         self.killed_at: int | None = None
-        """Step of the validation that ended it."""
+        """Number of steps before the validation that switched it off."""
 
     def weight(self, step: int) -> float:
-        """Of a step, counted from 0."""
+        """The weight of a step, counted from 0."""
         killed = self.killed_at is not None and step >= self.killed_at
         return self.full if step >= self.begin and not killed else 0.0
 
     def validated(self, done: int, loss: float) -> str | None:
-        """Hear a validation loss.
+        """Take a validation loss into account.
 
         Args:
-            done: steps taken before it.
+            done: number of steps before it.
             loss: in nats per token.
 
         Returns:
-            What to tell, if it ended the features now.
+            A message if it switched the features off now.
         """
         if self.killed_at is not None or not self.full:
             return None
@@ -57,15 +57,15 @@ class FeatureSwitch:
         )
 
     def forget_after(self, done: int) -> None:
-        """Validations after so many steps are made again: what they said is taken back."""
+        """Undo the validations after more than `done` steps, which will be repeated."""
         self._measures = [measure for measure in self._measures if measure[0] <= done]
         if self.killed_at is not None and self.killed_at > done:
             self.killed_at = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
+        """The state that a resumed run continues from."""
         return {"measures": [list(measure) for measure in self._measures], "killed_at": self.killed_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
+        """Restore the state."""
         self._measures, self.killed_at = [list(measure) for measure in state["measures"]], state["killed_at"]

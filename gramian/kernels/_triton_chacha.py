@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gramian.kernels.chacha import TAIL_WORDS
+from gramian.kernels.normal_tail import TAIL_WORDS
 
 BLOCK = 128
 """ChaCha20 blocks per program, one per thread."""
 
 _TAIL = tl.constexpr(TAIL_WORDS)
 _TAIL_NONCE = tl.constexpr(-(2**31))
-"""`chacha.TAIL_NONCE`: the highest bit of the nonce's last word."""
+"""`TAIL_NONCE`: the highest bit of the nonce's last word."""
 
 
 @triton.jit

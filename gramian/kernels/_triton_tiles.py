@@ -1,4 +1,4 @@
-"""What the matrix kernels share. Importing this file imports triton."""
+"""Loading and ordering of tiles, shared by the matrix kernels. Importing this file imports triton."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

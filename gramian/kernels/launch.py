@@ -1,4 +1,4 @@
-"""Whether a kernel may run on some tensors, on which tiles, and how the tensors are handed to it."""
+"""Launching kernels: whether a kernel can run on given tensors, on which tiles, and how it reads them."""
 
 import contextlib
 import functools
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What the kernels read. They accumulate in float32 always."""
+"""Dtypes that kernels read; they always accumulate in float32."""
 
 PROCESSORS = 132
 """Multiprocessors assumed where there is no device to ask, which is in Triton's interpreter."""
@@ -19,7 +19,7 @@ PROCESSORS = 132
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one program of a matrix kernel is shaped.
+    """Tile sizes and launch options of one program of a matrix kernel.
 
     `cost` is the time of one program in units of a 128x128 tile at full speed: area / 128² / relative throughput.
     """
@@ -33,11 +33,11 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """What Triton's launcher calls the last two."""
+        """Warps and stages, under the names of Triton's launcher."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
     def over(self, rows: int, columns: int) -> int:
-        """How many tiles cover a matrix."""
+        """Number of tiles that cover a matrix."""
         return -(-rows // self.rows) * -(-columns // self.columns)
 
 
@@ -50,11 +50,6 @@ def triton_found() -> bool:
 def takes_kernel(*tensors: Tensor) -> bool:
     """Whether every tensor is on a CUDA device in a dtype of the kernels, with triton at hand."""
     return all(tensor.is_cuda and tensor.dtype in DTYPES for tensor in tensors) and triton_found()
-
-
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any of the tensors is, else float32: what the twins compute in."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Copies between a GPU and pinned host memory, on a stream of their own, beside the work that goes on.
 
 Away: a copy begins when the work queued before it is done, and goes on beside what is queued after it. The GPU's memory is
-given to others when the copy is done (`record_stream`). What was sent may be read on the CPU when a later `mark` has passed.
+reused when the copy is done (`record_stream`). What was sent may be read on the CPU when a later `mark` has passed.
 
 Back: a block of rows is on its way while the one before it is multiplied, and no more than two are on the GPU.
 """
@@ -18,7 +18,7 @@ class Lane:
     """Copies on a stream of their own, beside the current one; one per GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream.
+        """Create the copy stream.
 
         Args:
             device: a GPU.
@@ -59,7 +59,7 @@ _lanes: dict[torch.device, Lane] = {}
 
 
 def lane_of(device: torch.device) -> Lane:
-    """The one of a GPU."""
+    """The copy lane of a GPU, created on first use."""
     if device not in _lanes:
         _lanes[device] = Lane(device)
     return _lanes[device]

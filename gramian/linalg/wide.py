@@ -6,8 +6,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import HALF, wide_dtype
+
 BLOCK = 2**24
-"""Entries that are held in wide precision at a time, beside what is stored."""
+"""Number of entries that exist in wide precision at a time, beside what is stored."""
 
 
 def pieces(count: int, each: int) -> Iterator[slice]:
@@ -65,11 +67,6 @@ def tensor_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype in which sums over these tensors are kept: float64 if one of them is float64, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
 def wide(t: Tensor) -> Tensor:
     """The tensor in its accumulation dtype; no copy where it already has it."""
     return t.to(wide_dtype(t))
@@ -103,7 +100,7 @@ def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     Returns:
         [B, M, N] in the accumulation dtype.
     """
-    half = left_BMK.dtype == right_BKN.dtype and left_BMK.dtype in (torch.float16, torch.bfloat16)
+    half = left_BMK.dtype == right_BKN.dtype and left_BMK.dtype in HALF
     if half and left_BMK.is_cuda:
         return torch.bmm(left_BMK, right_BKN, out_dtype=torch.float32)
     dtype = wide_dtype(left_BMK, right_BKN)

@@ -1,4 +1,4 @@
-"""Reference models, in plain torch modules."""
+"""Reference models in plain torch modules, and text generation with any model."""
 
 from gramian.models.goose import Goose, GooseConfig
 from gramian.models.gpt import GPT, GPTConfig, generate

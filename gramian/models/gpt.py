@@ -13,9 +13,6 @@ Parameters: 12 D^2 per block, plus V D for each of embedding and head (shared wh
 Cost of a forward: about 2 * parameters + 4 T D * layers FLOPs per token.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
-from gramian.models.residual_stream import recomputed, through_blocks
+from gramian.models.initial_weights import check_shape, draw_matrices
+from gramian.models.residual_stream import segment_size, through_blocks
+from gramian.models.token_sampling import draw, evaluation_mode, refuse_to_sample
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class GPTConfig:
     """Shape of a GPT.
 
     Attributes:
-        vocabulary: Number of token ids.
-        context: Longest sequence the position embedding covers.
-        layers: Number of blocks.
-        width: Width of the residual stream, a multiple of `heads`.
-        heads: Attention heads per block.
-        tied: Whether the head shares its weight with the token embedding.
-        dropout: Probability applied to the embedding, the attention weights and both residual branches.
+        vocabulary: number of token ids.
+        context: longest sequence that the position embedding covers.
+        layers: number of blocks.
+        width: width of the residual stream, a multiple of `heads`.
+        heads: attention heads per block.
+        tied: whether the head shares its weight with the token embedding.
+        dropout: probability of dropout on the embedding, the attention weights and both residual branches.
     """
 
     vocabulary: int = 256
@@ -51,14 +50,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built, naming the field."""
-        for field in ("vocabulary", "context", "layers", "width", "heads"):
-            value = getattr(self, field)
-            if value < 1:
-                raise GramianError(f"{field}: got {value}; accepted: an integer of at least 1")
+        check_shape(self, ("vocabulary", "context", "layers", "width", "heads"))
         if self.width % self.heads:
-            raise GramianError(f"width: got {self.width}; accepted: a multiple of heads ({self.heads})")
-        if not 0.0 <= self.dropout < 1.0:
-            raise GramianError(f"dropout: got {self.dropout}; accepted: 0 <= dropout < 1")
+            raise GramianError(f"width: got {self.width}; expected a multiple of heads ({self.heads})")
 
 
 class GPTBlock(nn.Module):
@@ -78,22 +72,22 @@ class GPTBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * config.width, config.width)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, sees_B1TT: Tensor | None = None) -> Tensor:
-        """Map the residual stream [B, T, D] to the next one [B, T, D]; `sees` says which tokens see which, default: causal."""
-        x_BTD = x_BTD + self.residual_dropout(self._attention(self.norm_attention(x_BTD), sees_B1TT))
+    def forward(self, x_BTD: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        """Map the residual stream [B, T, D] to the next one; `mask` is true where attention is allowed, default: causal."""
+        x_BTD = x_BTD + self.residual_dropout(self._attention(self.norm_attention(x_BTD), mask_B1TT))
         hidden_BTF = self.gelu(self.fc(self.norm_mlp(x_BTD)))
         out_BTD: Tensor = x_BTD + self.residual_dropout(self.mlp_out(hidden_BTF))
         return out_BTD
 
-    def _attention(self, x_BTD: Tensor, sees_B1TT: Tensor | None) -> Tensor:
+    def _attention(self, x_BTD: Tensor, mask_B1TT: Tensor | None) -> Tensor:
         q_BTD, k_BTD, v_BTD = self.qkv(x_BTD).chunk(3, dim=-1)
         mixed_BHTK = F.scaled_dot_product_attention(
             self._split_heads(q_BTD),
             self._split_heads(k_BTD),
             self._split_heads(v_BTD),
-            attn_mask=sees_B1TT,
+            attn_mask=mask_B1TT,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=sees_B1TT is None,
+            is_causal=mask_B1TT is None,
         )
         mixed_BTD = mixed_BHTK.transpose(1, 2).flatten(2)
         out_BTD: Tensor = self.attention_out(mixed_BTD)
@@ -107,8 +101,13 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """Decoder-only transformer over token ids, with learned positions.
 
-    The same `seed` gives the same weights on every device and in every dtype (values are drawn in float32 on the
-    CPU), and building a model leaves the global random state alone.
+    The same `seed` gives the same weights on every device and in every dtype, and building a model does not change the global
+    random state.
+
+    Example:
+        >>> model = GPT(GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4), seed=0)
+        >>> model(torch.zeros(1, 64, dtype=torch.long)).shape
+        torch.Size([1, 64, 256])
     """
 
     def __init__(self, config: GPTConfig | None = None, seed: int = 0) -> None:
@@ -125,35 +124,24 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.token_embedding.weight
         self.checkpoint_blocks = 0
-        """Blocks of a segment whose activations are computed again in the backward; 0: all are kept."""
+        """Blocks per segment whose activations are recomputed in the backward pass; 0: all activations are stored."""
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter as GPT-2 does, as a function of `seed` alone.
-
-        Matrices are N(0, 0.02^2); those that write into the residual stream are scaled by 1/sqrt(2 * layers), so that
-        the stream's variance does not grow with depth. Biases are 0, normalisation weights 1.
-        """
-        generator = torch.Generator().manual_seed(seed)
+        """Set every parameter as GPT-2 does: matrices by `draw_matrices`, biases to 0, normalisation weights to 1."""
+        draw_matrices(self, seed, self.config.layers, ("attention_out.weight", "mlp_out.weight"))
         for name, parameter in self.named_parameters():
-            if parameter.is_meta:  # a shape: there is nothing to set
-                continue
-            if parameter.dim() == 2:
-                writes_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.layers) if writes_residual else 0.02
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-                parameter.copy_(drawn * std)
-            else:
+            if parameter.dim() != 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Map token ids [B, T], T <= context, to logits [B, T, V] for the token that follows each position.
 
         Args:
-            tokens_BT: ids.
-            documents_BT: which document each token belongs to; tokens then see their own document alone, and positions start
-                anew with it. Default: a row is one document.
+            tokens_BT: token ids.
+            documents_BT: index of each token's document; attention is then limited to the token's own document, and positions
+                restart with each document. Default: a row is one document.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -161,41 +149,41 @@ class GPT(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What the head reads, and the residual stream on the way there.
+        """Compute the input of the head, and the residual stream after some layers.
 
         Args:
-            tokens_BT: ids.
-            documents_BT: as of `forward`.
-            layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+            tokens_BT: token ids.
+            documents_BT: as in `forward`.
+            layers: layers whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
 
         Returns:
             The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
         """
         length = tokens_BT.shape[1]
         if length > self.config.context:
-            raise GramianError(f"tokens: got {length} per sequence; accepted: at most context ({self.config.context})")
+            raise GramianError(f"tokens: got {length} per sequence; expected at most context ({self.config.context})")
         if documents_BT is None:
             # One row of ids for the whole batch: the layer after it broadcasts over B.
-            positions, sees_B1TT = torch.arange(length, device=tokens_BT.device).unsqueeze(0), None
+            positions, mask_B1TT = torch.arange(length, device=tokens_BT.device).unsqueeze(0), None
         else:
-            positions, sees_B1TT = isolated(documents_BT)
+            positions, mask_B1TT = isolated(documents_BT)
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions))
         x_BTD, streams = through_blocks(
             self.blocks,
-            lambda block, x_BTD: block(x_BTD, sees_B1TT),
+            lambda block, x_BTD: block(x_BTD, mask_B1TT),
             x_BTD,
             layers,
-            recomputed(self, self.checkpoint_blocks),
+            segment_size(self, self.checkpoint_blocks),
         )
         return self.final_norm(x_BTD), streams
 
     def num_parameters(self) -> int:
-        """Number of scalar parameters; a shared one counts once."""
+        """Return the number of scalar parameters; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions [B, T] that start anew with each document, and the mask [B, 1, T, T] of who sees whom. Cost: O(B T²) bits."""
+    """Return positions [B, T] that restart with each document, and its attention mask [B, 1, T, T]. Cost: O(B T²) bytes."""
     length = documents_BT.shape[1]
     order_T = torch.arange(length, device=documents_BT.device)
     same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
@@ -205,32 +193,26 @@ def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
     return order_T - first_BT, (same_BTT & (order_T.unsqueeze(1) >= order_T)).unsqueeze(1)
 
 
-@torch.no_grad()
 def generate(model: GPT, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-    """Sample a continuation, one full forward per token.
+    """Sample a continuation, one full forward pass per token.
 
     Args:
-        model: The model; its training mode is restored afterwards.
-        prompt_T: Token ids [T], T >= 1.
-        length: Number of tokens to add.
-        temperature: Divides the logits; above 0.
-        seed: Of the draws.
+        model: the model; its training mode is restored afterwards.
+        prompt_T: token ids [T], T >= 1.
+        length: number of tokens to add.
+        temperature: divisor of the logits, above 0.
+        seed: seed of the draws.
 
     Returns:
         Token ids [T + length], the prompt first.
+
+    Example:
+        >>> generate(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
     """
-    if temperature <= 0.0:
-        raise GramianError(f"temperature: got {temperature}; accepted: a number above 0")
-    generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    try:
-        tokens_T = prompt_T
+    refuse_to_sample(prompt_T, length, temperature)
+    generator, tokens_T = torch.Generator().manual_seed(seed), prompt_T
+    with evaluation_mode(model):
         for _ in range(length):
             logits_BTV = model(tokens_T[-model.config.context :].unsqueeze(0))
-            probabilities_V = (logits_BTV[0, -1].float() / temperature).softmax(dim=-1).cpu()
-            drawn_1 = torch.multinomial(probabilities_V, 1, generator=generator)
-            tokens_T = torch.cat([tokens_T, drawn_1.to(tokens_T)])
-    finally:
-        model.train(was_training)
+            tokens_T = torch.cat([tokens_T, draw(logits_BTV[0, -1], temperature, generator).to(tokens_T)])
     return tokens_T

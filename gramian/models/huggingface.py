@@ -1,4 +1,4 @@
-"""Hugging Face causal language models from a folder: safetensors alone, nothing from a hub, no code of the folder's."""
+"""Load Hugging Face causal language models from a folder: only safetensors, no download, no code of the folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,38 +14,38 @@ from gramian.core.errors import GramianError
 def load_huggingface(
     path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path"
 ) -> nn.Module:
-    """A model with the folder's weights, or with new ones.
+    """Load a model with the folder's weights, or with new ones.
 
     Args:
-        path: of the folder.
+        path: the folder.
         fresh: draw new weights.
-        vocabulary: that it must have at least.
-        length: that its context must have at least.
-        seed: of new weights.
-        field: that named the folder, for errors.
+        vocabulary: minimum number of token ids.
+        length: minimum length of its context.
+        seed: seed of new weights.
+        field: config key that errors name.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
     missing: list[str] = []
-    with reading(path, field) as (shape, causal):
+    with open_model_folder(path, field) as (shape, causal):
         if fresh:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = causal.from_config(shape)
         else:
-            model, told = causal.from_pretrained(
+            model, report = causal.from_pretrained(
                 path,
                 local_files_only=True,
                 use_safetensors=True,
                 dtype=torch.float32,
                 output_loading_info=True,
             )
-            missing = sorted(told["missing_keys"])
-    if missing:  # the library would draw them, without a seed
+            missing = sorted(report["missing_keys"])
+    if missing:  # the library draws them without a seed
         raise GramianError(
             f"{field}: {path} has no weights of {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}; "
-            "expected those of all parameters"
+            "expected weights of all parameters"
         )
     if shape.vocab_size < vocabulary:
         raise GramianError(
@@ -60,12 +60,12 @@ def load_huggingface(
 
 
 @contextmanager
-def reading(
+def open_model_folder(
     path: str, field: str = "model.path", expected: str = "a causal language model in safetensors"
 ) -> Iterator[tuple[Any, Any]]:
-    """The folder's config and the library's class to build a model with.
+    """Yield the folder's config and the library's model class.
 
-    Inside, the library shows no progress and no warnings, and whatever it raises is one line that says what was `expected`.
+    Inside, the library shows no progress and no warnings, and any of its errors becomes one line that says what was `expected`.
 
     Raises:
         GramianError: naming the field.
@@ -84,9 +84,9 @@ def reading(
         yield AutoConfig.from_pretrained(path, local_files_only=True), AutoModelForCausalLM
     except (GramianError, torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as problem:  # whatever the library meets in the files
-        told = " ".join(str(problem).split())[:200] or type(problem).__name__
-        raise GramianError(f"{field}: {path} cannot be loaded ({told}); expected {expected}") from None
+    except Exception as problem:  # the library raises many types
+        reason = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise GramianError(f"{field}: {path} cannot be loaded ({reason}); expected {expected}") from None
     finally:
         logging.set_verbosity(verbosity)
         if bars:

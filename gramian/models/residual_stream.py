@@ -1,4 +1,4 @@
-"""The way of the residual stream through a model's blocks: read at some of them, recomputed in segments.
+"""Run the blocks of a model on its residual stream: return the stream after some of them, recompute in segments.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -17,16 +17,16 @@ def through_blocks(
     call: Callable[[nn.Module, Tensor], Tensor],
     x_BTD: Tensor,
     layers: Sequence[int] = (),
-    segment_size: int = 0,
+    size: int = 0,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the blocks one after the other.
+    """Run the blocks in order.
 
     Args:
-        blocks: in their order.
-        call: `call(block, x)`, the stream after a block.
+        blocks: the blocks.
+        call: `call(block, x)` returns the stream after a block.
         x_BTD: the stream before the first block.
-        layers: where to keep the stream: 0 is before the first block, l is after block l, counted from 1.
-        segment_size: blocks of a segment whose activations are computed again in the backward, whatever is kept; 0: none.
+        layers: layers whose stream is returned: 0 is before the first block, l is after block l, counted from 1.
+        size: blocks per segment whose activations are recomputed in the backward pass; 0: all activations are stored.
 
     Returns:
         The stream after the last block, and {layer: stream}.
@@ -34,33 +34,30 @@ def through_blocks(
     Raises:
         GramianError: for a layer that does not exist.
     """
-    refuse_other_layers(layers, len(blocks))
+    wrong = [layer for layer in layers if not 0 <= layer <= len(blocks)]
+    if wrong:
+        raise GramianError(
+            f"layers: got {wrong[0]}; expected 0 (the embedding) to {len(blocks)} (after the last block)"
+        )
 
-    def segment(first: int, size: int, x_BTD: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        kept = {}
-        for layer, block in enumerate(blocks[first : first + size], start=first + 1):
+    def segment(first: int, count: int, x_BTD: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        streams = {}
+        for layer, block in enumerate(blocks[first : first + count], start=first + 1):
             x_BTD = call(block, x_BTD)
             if layer in layers:
-                kept[layer] = x_BTD
-        return x_BTD, kept
+                streams[layer] = x_BTD
+        return x_BTD, streams
 
-    kept = {0: x_BTD} if 0 in layers else {}
-    if not segment_size:
+    streams = {0: x_BTD} if 0 in layers else {}
+    if not size:
         x_BTD, more = segment(0, len(blocks), x_BTD)
-        return x_BTD, kept | more
-    for first in range(0, len(blocks), segment_size):
-        x_BTD, more = checkpoint(segment, first, segment_size, x_BTD, use_reentrant=False)
-        kept |= more
-    return x_BTD, kept
+        return x_BTD, streams | more
+    for first in range(0, len(blocks), size):
+        x_BTD, more = checkpoint(segment, first, size, x_BTD, use_reentrant=False)
+        streams |= more
+    return x_BTD, streams
 
 
-def recomputed(model: nn.Module, segment_size: int) -> int:
-    """The segment size where there will be a backward that could recompute, else 0."""
-    return segment_size if model.training and torch.is_grad_enabled() else 0
-
-
-def refuse_other_layers(layers: Sequence[int], blocks: int) -> None:
-    """Refuse a stream that the model does not have."""
-    wrong = [layer for layer in layers if not 0 <= layer <= blocks]
-    if wrong:
-        raise GramianError(f"layers: got {wrong[0]}; accepted: 0 (the embedding) to {blocks} (after the last block)")
+def segment_size(model: nn.Module, blocks: int) -> int:
+    """Return `blocks` if there will be a backward pass that can recompute activations, else 0."""
+    return blocks if model.training and torch.is_grad_enabled() else 0

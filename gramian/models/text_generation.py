@@ -1,4 +1,4 @@
-"""Text from any of the models: GPT, Goose, or a causal language model of Hugging Face."""
+"""Generate text with any of the models: GPT, Goose, or a Hugging Face causal language model."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.models import goose, gpt
-from gramian.models.token_sampling import draw, refuse_to_sample
+from gramian.models.token_sampling import draw, evaluation_mode, refuse_to_sample
 
 
 def generate_text_tokens(
@@ -16,14 +16,17 @@ def generate_text_tokens(
     """Sample a continuation; the same seed gives the same text.
 
     Args:
-        model: Of any kind; its training mode is restored afterwards.
-        prompt_T: Token ids [T], T >= 1, on the model's device.
-        length: Number of tokens to add.
-        temperature: Divides the logits; above 0.
-        seed: Of the draws.
+        model: a model of any kind; its training mode is restored afterwards.
+        prompt_T: token ids [T], T >= 1, on the model's device.
+        length: number of tokens to add.
+        temperature: divisor of the logits, above 0.
+        seed: seed of the draws.
 
     Returns:
         Token ids [T + length], the prompt first.
+
+    Example:
+        >>> generate_text_tokens(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
 
     Raises:
         GramianError: for another kind of model, or a text longer than a Hugging Face model's context.
@@ -35,32 +38,27 @@ def generate_text_tokens(
         return goose.generate(model, prompt_T, length, temperature, seed)
     if hasattr(model, "get_output_embeddings"):
         return _generate_huggingface(model, prompt_T, length, temperature, seed)
-    raise GramianError(f"model: got {type(model).__name__}; accepted: GPT, Goose or a Hugging Face causal LM")
+    raise GramianError(f"model: got {type(model).__name__}; expected GPT, Goose or a Hugging Face causal LM")
 
 
-@torch.no_grad()
 def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-    """One step per token with the model's cache of keys and values; one that has none reads the text again for every token.
+    """Sample with the model's cache of keys and values; a model without one reads the text again for every token.
 
-    Its own `generate` would end at an end-of-text token, mix in the sampling options of its folder, and draw from the global
-    generator.
+    The library's `generate` would stop at an end-of-text token, apply the sampling options of the folder, and draw from the
+    global generator.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and len(prompt_T) + length > limit:
         raise GramianError(
-            f"length: got {length} after a prompt of {len(prompt_T)}; accepted: at most {limit} tokens in all"
+            f"length: got {length} after a prompt of {len(prompt_T)}; expected at most {limit} tokens in all"
         )
     generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    try:
-        tokens_T, unread_T, cache = prompt_T, prompt_T, None
+    tokens_T, unread_T, cache = prompt_T, prompt_T, None
+    with evaluation_mode(model):
         for _ in range(length):
             found = model(input_ids=unread_T.unsqueeze(0), past_key_values=cache, use_cache=True)
             cache = getattr(found, "past_key_values", None)
             drawn_T = draw(found.logits[0, -1], temperature, generator).to(tokens_T)
             tokens_T = torch.cat([tokens_T, drawn_T])
             unread_T = tokens_T if cache is None else drawn_T
-    finally:
-        model.train(was_training)
     return tokens_T

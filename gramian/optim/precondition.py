@@ -1,4 +1,7 @@
-"""A preconditioner in front of any optimizer: the same optimizer object, with a hook before its step."""
+"""Natural gradients for any optimizer: the same optimizer object, with a hook before its step.
+
+In come gradients `p.grad`; before the optimizer's own step they become s (F + damping)⁻¹ p.grad, s ≤ 1 from a trust region.
+"""
 
 import inspect
 import weakref
@@ -10,14 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.apply.apply_factors import full_vector
+from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.persist import curvature_record
-from gramian.taps.model.user_names import named_parameters, unwrap
+from gramian.taps.model.user_names import unwrap
 
 KL_CLIP = 1e-3
 """Default trust region, nats per step; docs/concepts/damping.md says how it was chosen."""
-_taken: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_preconditioned: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 def precondition(
@@ -29,10 +33,17 @@ def precondition(
     min(1, √(kl_clip / KL)), where KL = ½ Σ lr² ∇ᵀ(F+damping)⁻¹∇ estimates, in the metric of F, how far a plain SGD step moves
     the model's predictions.
 
+    ```python
+    optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.1), model, kfac)
+    with kfac.capture(model, num_terms=y.numel()):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    optimizer.step()
+    ```
+
     Args:
-        optimizer: whose step is preconditioned; it stays the same object.
-        model: whose parameters it steps.
-        kfac: brings the curvature; the user wraps the backward in `kfac.capture`.
+        optimizer: its step is preconditioned; it stays the same object.
+        model: the module whose parameters it updates.
+        kfac: the curvature; the user wraps the backward in `kfac.capture`.
         kl_clip: bound on that estimate; None: no bound.
 
     Returns:
@@ -55,9 +66,9 @@ def precondition(
         raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
     if not isinstance(kfac, KFACNaturalGradient):
         raise GramianError(f"kfac: expected a KFACNaturalGradient, got {type(kfac).__name__}")
-    if optimizer in _taken:
+    if optimizer in _preconditioned:
         raise GramianError("optimizer: is preconditioned already; expected one that is not")
-    _taken.add(optimizer)
+    _preconditioned.add(optimizer)
 
     def before_step(stepping: Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):  # args[0] is the optimizer
@@ -66,15 +77,11 @@ def precondition(
                 "expected step() after a backward inside kfac.capture"
             )
         rates = {id(p): group["lr"] for group in stepping.param_groups for p in group["params"]}
-        trained = {
-            n: p
-            for n, p in named_parameters(unwrap(model))
-            if id(p) in rates and p.grad is not None and p.requires_grad
-        }
-        gradients = {name: p.grad for name, p in _first_names(trained).items() if p.grad is not None}
+        trained = {n: p for n, p in unique_parameters(unwrap(model)) if id(p) in rates and p.requires_grad}
+        gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         if not gradients:
             return
-        if kfac.dropped and not kfac.kfac_factors:  # a first batch that came to nothing: there is no step to take yet
+        if kfac.dropped and not kfac.kfac_factors:  # the first refresh was dropped: there is no step to take yet
             curvature_record.log_no_step(kfac.dropped[-1]["reason"])
             for p in trained.values():
                 p.grad = None
@@ -98,9 +105,9 @@ def _scale(
     rates: Mapping[int, Any],
     kl_clip: float,
 ) -> float | Tensor:
-    """√(kl_clip/KL), at most 1; a 0-dim tensor, so that nobody waits for the device."""
+    """√(kl_clip/KL), at most 1; a 0-dim tensor, which does not wait for the device."""
     parts = [
-        float(rates[id(trained[name])]) ** 2 * whole((gradients[name].double() * natural[name].double()).sum())
+        float(rates[id(trained[name])]) ** 2 * full_vector((gradients[name].double() * natural[name].double()).sum())
         for name in gradients
     ]
     kl = 0.5 * torch.stack([part.to(parts[0].device) for part in parts]).sum().clamp(min=0)
@@ -111,20 +118,9 @@ def _scale(
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step()` is an error: it has an argument without a default."""
+    """Whether `step()` has an argument without a default, so that calling it is an error."""
     _, *arguments = inspect.signature(type(optimizer).step).parameters.values()  # a scheduler wraps the instance's
     return any(
         given.default is given.empty and given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)
         for given in arguments
     )
-
-
-def _first_names(trained: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """A tied parameter once."""
-    seen: set[int] = set()
-    found = {}
-    for name, p in trained.items():
-        if id(p) not in seen:
-            seen.add(id(p))
-            found[name] = p
-    return found

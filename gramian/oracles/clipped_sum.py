@@ -3,7 +3,7 @@ r"""The reference of private training: clip the gradient of every sample on its 
 .. math::
     S = \sum_i \min(1, C / \|g_i\|)\, g_i
 
-Everything is float64. A sample whose gradient is not finite counts for nothing. Names, losses and batches are those of
+Everything is float64. A sample whose gradient is not finite is left out. Names, losses and batches are those of
 :mod:`gramian.oracles.single_sample`, whose loop of backward passes gives the :math:`g_i`.
 
 Shape legend: B samples, C the clip norm.
@@ -19,11 +19,11 @@ from gramian.oracles.single_sample import LossFunction, per_sample_gradients
 
 
 class ClippedSum(NamedTuple):
-    """What a private backward must come to.
+    """The result that a private backward must have.
 
     Attributes:
         totals: ``{name: [*parameter.shape]}``, float64: the clipped gradients added up.
-        norms_B: of the whole gradient of each sample; inf or NaN where it is not finite.
+        norms_B: norm of each sample's gradient over all parameters; inf or NaN where it is not finite.
         factors_B: what each sample's gradient was multiplied by.
         sizes: ``{name: number}``: the norms of the clipped gradients added up, of which the norm of the total may be a small
             part; rounding errors are relative to this.
@@ -36,14 +36,14 @@ class ClippedSum(NamedTuple):
 
     @property
     def nonfinite(self) -> int:
-        """Samples that count for nothing."""
+        """Number of samples with a gradient that is not finite, which are left out."""
         return int((~self.norms_B.isfinite()).sum())
 
 
 def clip(per_sample: Mapping[str, Tensor], max_grad_norm: float) -> ClippedSum:
-    """Clip gradients that are there already.
+    """Clip per-sample gradients and add them up.
 
-    Cost: three readings of them, and a copy.
+    Cost: three passes over them, and a copy.
 
     Args:
         per_sample: ``{name: [B, *shape]}``; the norm covers all of them together.

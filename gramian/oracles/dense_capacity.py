@@ -1,6 +1,6 @@
 r"""The reference for capacity metrics: every eigenvalue of the written-out Fisher, and each metric by its definition.
 
-A block :math:`F = G \otimes A` is formed whole, so sides must be small. A model is block-diagonal: its eigenvalues are those of
+A block :math:`F = G \otimes A` is written out, so sides must be small. A model is block-diagonal: its eigenvalues are those of
 all its blocks. Everything is float64.
 """
 

@@ -1,4 +1,4 @@
-"""The distillation loss as its definition says, on whole logits in float64, by autograd. Slow, and independent of `distill`.
+"""The distillation loss by its definition, on full logits in float64, with gradients by autograd: slow and independent.
 
 Legend: N tokens, D width, V vocabulary, K ids kept.
 """
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DistillReference:
-    """The loss and its gradients."""
+    """The loss and its gradients by student hidden states, head weight and temperature."""
 
     loss: Tensor
     hidden: Tensor
@@ -37,17 +37,17 @@ def reference(
     """kd_weight · T² · D + ce_weight · CE, each summed over targets that are not −100, over num_terms.
 
     Args:
-        hidden_ND: of the student.
-        weight_VD: of its head.
-        targets_N: or −100.
+        hidden_ND: hidden states of the student.
+        weight_VD: its head.
+        targets_N: class ids, or −100 for none.
         teacher_NV: the teacher's logits.
         temperature: T.
-        kd_weight: of D.
-        ce_weight: of the cross-entropy.
+        kd_weight: factor of D.
+        ce_weight: factor of the cross entropy.
         direction: "forward", "reverse" or "jsd".
-        beta: of "jsd".
-        kept_NK: ids that are told apart; all others are one outcome. None: all are told apart.
-        num_terms: None: the targets that count.
+        beta: weight of the teacher in "jsd".
+        kept_NK: ids that are separate outcomes; all remaining ids are one outcome. None: every id is separate.
+        num_terms: divisor; None: the number of targets that are not −100.
 
     Returns:
         On the CPU in float64.
@@ -70,13 +70,13 @@ def reference(
 
 
 def _lumped(log_NV: Tensor, kept_NK: Tensor) -> Tensor:
-    """[N, K + 1]: the kept ids, and all others together."""
-    others = log_NV.scatter(1, kept_NK, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.cat([log_NV.gather(1, kept_NK), others], 1)
+    """[N, K + 1]: log-probabilities of the kept ids, and of all remaining ids together."""
+    rest = log_NV.scatter(1, kept_NK, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.cat([log_NV.gather(1, kept_NK), rest], 1)
 
 
 def _divergence(p: Tensor, q: Tensor, direction: str, beta: float) -> Tensor:
-    """Σ over outcomes, of log-probabilities."""
+    """Divergence of two distributions given as log-probabilities, Σ over outcomes."""
     if direction == "forward":
         return (p.exp() * (p - q)).sum(-1)
     if direction == "reverse":

@@ -1,4 +1,4 @@
-r"""The reference for EK-FAC: the Fisher of whole samples, written out, and its diagonal in K-FAC's eigenbasis.
+r"""The reference for EK-FAC: the Fisher of per-sample gradients, written out, and its diagonal in K-FAC's eigenbasis.
 
 For a block with per-sample gradients :math:`Y_b` [O, M] of a loss with N terms,
 

@@ -1,4 +1,4 @@
-r"""The reference for K-FAC: tokens from plain hooks, factors as sums of outer products, powers of the whole matrix.
+r"""The reference for K-FAC: tokens from plain hooks, factors as sums of outer products, powers of the full matrix.
 
 For a layer :math:`y_t = W a_t + b` of a loss :math:`\sum_t c\,\ell_t` with N terms,
 
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 
 class ReferenceTokens(NamedTuple):
-    """Both sides of every use of a layer, one after another."""
+    """Inputs and output gradients of all calls of a layer, concatenated."""
 
     inputs_TI: Tensor
     gradients_TO: Tensor
 
 
 def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, ReferenceTokens]:
-    """Run `backward` and note what goes in and what gradient comes back at every layer named.
+    """Run `backward` and record the inputs and output gradients of the named layers.
 
     Args:
         model: the module; its layers must be called as modules, in eager mode, without checkpointing.

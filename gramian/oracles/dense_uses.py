@@ -1,4 +1,4 @@
-r"""The reference for what a Fisher is used for: F written out over all parameters, inverses and eigenvectors of the whole.
+r"""The reference for uses of a Fisher (EWC, averaging, Laplace, influence): F, its inverse and eigenvectors, written out.
 
 Vectors over parameters are flat, in the order of the names that :func:`fisher` is given. Everything is float64 and as slow
 as it is plain.
@@ -30,13 +30,13 @@ def flatten(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([tensors[name].detach().double().reshape(-1) for name in names])
 
 
-def fisher(shapes: Mapping[str, torch.Size], layers: Sequence[LayerBlock], others: Mapping[str, Tensor]) -> Tensor:
+def fisher(shapes: Mapping[str, torch.Size], layers: Sequence[LayerBlock], rest: Mapping[str, Tensor]) -> Tensor:
     """F [P, P], block by block; parameters of no block have rows of zeros.
 
     Args:
         shapes: of every parameter, in order.
         layers: blocks of a weight and its bias.
-        others: {parameter: its block [n, n]}.
+        rest: {parameter of no layer: its block [n, n]}.
     """
     positions, start = {}, 0
     for name, shape in shapes.items():
@@ -49,7 +49,7 @@ def fisher(shapes: Mapping[str, torch.Size], layers: Sequence[LayerBlock], other
             where = torch.cat([where, positions[bias][:, None]], dim=1)
         flat = where.reshape(-1)
         F_PP[flat[:, None], flat] = F.double()
-    for name, block in others.items():
+    for name, block in rest.items():
         flat = positions[name].reshape(-1)
         F_PP[flat[:, None], flat] = block.double()
     return F_PP

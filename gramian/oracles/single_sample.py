@@ -8,7 +8,7 @@ parameters; everything summed from them is float64.
 What the functions share:
 
 - ``loss_fn(model, *batch)`` returns a scalar. ``batch`` is a tuple of tensors, or of tuples, lists and dicts of
-  tensors, with the sample on dim 0; other leaves and 0-dim tensors are handed on as they are.
+  tensors, with the sample on dim 0; other leaves and 0-dim tensors are passed on unchanged.
 - ``params`` names the parameters to differentiate, in that order; by default all trainable ones, in the model's order.
   A tied parameter has one name, the first under which the model lists it, and its gradient is the sum over its uses.
   A parameter that the loss does not reach has gradient zero.

@@ -1,1 +1,1 @@
-"""Every collective of gramian lives here."""
+"""The process grid and every collective: no other room calls `torch.distributed` collectives itself."""

@@ -1,4 +1,4 @@
-"""Adding sums up over processes."""
+"""Sum named tensors over the processes of a group: {name: local sum} in, {name: total} out."""
 
 from typing import Any
 
@@ -9,15 +9,8 @@ from torch import Tensor
 def all_reduce(sums: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
     """Sum every entry over the processes of a group.
 
-    All processes hold the same keys in the same order, also those that saw no data, so the sequence of collectives does
-    not depend on anything local. Traffic: one all-reduce of each entry.
-
-    Args:
-        sums: named sums of this process.
-        group: the process group.
-
-    Returns:
-        Named sums of all processes; the input is not changed.
+    All processes pass the same keys in the same order, also those that saw no data. Traffic: one all-reduce of each entry.
+    The input is not changed.
     """
     totals = {key: value.clone() for key, value in sums.items()}
     for value in totals.values():

@@ -1,4 +1,7 @@
-"""Processes that gather weights for each other (FSDP2) run as many forwards and backwards as the busiest of them needs."""
+"""FSDP2 processes run the same number of forwards and backwards: as many as the busiest of them needs.
+
+Every forward gathers weights from all processes, so a process that is done repeats runs until all are.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def sharing_group(root: FSDPModule) -> Any:
-    """The processes that hold shards of a root's parameters, as FSDP2 knows them; None if it has none of its own.
+    """The process group over which FSDP2 shards a root's parameters; None if the root has no units.
 
-    Meshes of parameters that compare equal are one object to DTensor, whatever their groups are, so they are not asked.
+    It is not read from the parameters' meshes: DTensor makes one object of meshes that compare equal, whatever their groups.
     """
     assert isinstance(root, nn.Module)
     units = [unit for module in root.modules() if isinstance(module, FSDPModule) for unit in fsdp_groups(module)]
@@ -20,7 +23,7 @@ def sharing_group(root: FSDPModule) -> Any:
 
 
 def fsdp_groups(unit: FSDPModule) -> list[Any]:
-    """What FSDP2 gathers and reduces at once: several of a unit, in older releases of torch one or none."""
+    """The parameter groups that FSDP2 gathers and reduces at once: several per unit, in older releases of torch one or none."""
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -28,13 +31,13 @@ def fsdp_groups(unit: FSDPModule) -> list[Any]:
 
 
 class Lockstep:
-    """Agreement before every run; without a group, nobody waits for anybody. One all-reduce of one number on the host."""
+    """Agreement of a group before every run, by one all-reduce of one number on the host; without a group, no waiting."""
 
     def __init__(self, group: Any = None) -> None:
-        """Set who agrees.
+        """Make a gloo group for the agreement.
 
         Args:
-            group: processes that share weights; None: this one alone.
+            group: processes that share weights; None: this process alone.
         """
         self._group = None
         if group is not None and dist.get_world_size(group) > 1:
@@ -44,11 +47,11 @@ class Lockstep:
 
     @property
     def alone(self) -> bool:
-        """True if there is nobody to agree with."""
+        """True if there is no other process to agree with."""
         return self._group is None
 
     def any(self, wanted: bool) -> bool:
-        """True if any of the processes wants something."""
+        """True if `wanted` is true on any process. One all-reduce."""
         if self._group is None:
             return wanted
         number = torch.tensor([int(wanted)])
@@ -56,10 +59,10 @@ class Lockstep:
         return bool(number.item())
 
     def announce(self) -> None:
-        """This process begins a run; those who are done keep it company."""
+        """Announce that this process begins a run, which the processes that are done will join."""
         self.any(True)
 
-    def keep_company(self, run: Callable[[], None]) -> None:
-        """This process is done: run along as long as another one has a run to do."""
+    def join_remaining_runs(self, run: Callable[[], None]) -> None:
+        """After this process's own runs: join the runs of the other processes until none has any left."""
         while not self.alone and self.any(False):
             run()

@@ -1,18 +1,15 @@
-"""Putting a result where its parameter lives."""
+"""Shard a full tensor as a parameter is sharded."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def place_like(full: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every process holds in full, sharded as another one is.
+    """A DTensor with the mesh and placements of a parameter, cut from a full tensor. No communication.
 
     Args:
         full: the same on every process.
-        like: a parameter; a plain one leaves the tensor as it is.
-
-    Returns:
-        This process's shard as a DTensor with the parameter's mesh and placements. No communication.
+        like: the parameter; for a plain one the tensor is returned unchanged.
     """
     if not isinstance(like, DTensor):
         return full

@@ -1,8 +1,8 @@
-"""Saying that one comes to a collective, or why not, before anyone waits inside it.
+"""Ranks announce that they will join a collective, or why they cannot, before any of them waits inside it.
 
-A process that failed half-way cannot take part in a collective: the others may be inside one of the model's own (DDP, FSDP2),
-and the two would be taken for each other. It leaves a word in the group's store instead and goes; those that come read it. So
-nobody waits inside a collective for somebody who is gone. One counter and one word for each meeting, whatever the world size.
+A process that failed half-way cannot take part in a collective: other ranks may be inside one of the model's own (DDP, FSDP2),
+and the two would be mixed up. It leaves a message in the group's store instead and exits; ranks that join read the message, so
+none waits inside a collective for a process that is gone. One counter and one message per rendezvous, whatever the world size.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 
 from gramian.core.errors import GramianError
 
-_joined: dict[str, int] = {}
-"""{group: objects that have met in it}."""
+_numbers: dict[str, int] = {}
+"""{group name: the last number that `next_number` gave}."""
 PATIENCE = timedelta(minutes=30)
 ALL_HERE = "all here"
 
 
-def number_in(group: Any) -> int:
+def next_number(group: Any) -> int:
     """A new number, the same on all processes of a group that ask for numbers in the same order; None: the default group."""
     name = _group(group).group_name
-    _joined[name] = _joined.get(name, -1) + 1
-    return _joined[name]
+    _numbers[name] = _numbers.get(name, -1) + 1
+    return _numbers[name]
 
 
 def _group(group: Any) -> Any:
@@ -33,24 +33,24 @@ def _group(group: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One collective that all processes of a group must want."""
+    """One collective that all processes of a group must join."""
 
     group: Any
     """None: the default one."""
     name: str
     """The same on all processes, and never used twice."""
 
-    def come(self, before: "Rendezvous | None" = None) -> str:
-        """Wait until all others come too.
+    def wait_for_all(self, before: "Rendezvous | None" = None) -> str:
+        """Join, and wait until all other ranks have joined or one has declined.
 
         Args:
-            before: a meeting that is over once this one is held; what the store keeps of it is thrown away.
+            before: an earlier rendezvous that is over once all have joined this one; its keys are deleted from the store.
 
         Returns:
-            "" if all do, else which process does not, and why.
+            "" if all joined, else which process did not, and why.
 
         Raises:
-            GramianError: if the others do not come within `PATIENCE`.
+            GramianError: if the other ranks do not join within `PATIENCE`.
         """
         store, size = self._store(), dist.get_world_size(self.group)
         if store.add("here", 1) == size:
@@ -64,11 +64,11 @@ class Rendezvous:
             raise GramianError(
                 f"process_group: {here} of {size} processes came to {self.name} within {PATIENCE}; expected all of them"
             ) from None
-        word: str = store.get("word").decode()
-        return "" if word == ALL_HERE else word
+        message: str = store.get("word").decode()
+        return "" if message == ALL_HERE else message
 
-    def stay_away(self, why: str) -> None:
-        """Let the others know; waits for nobody. The first who says so is heard."""
+    def decline(self, why: str) -> None:
+        """Decline, with a reason that the ranks which join will read; does not wait. The first to decline is reported."""
         rank = dist.get_rank(self.group)
         self._store().compare_set("word", "", f"process {rank}: {' '.join(why.split())}")
 

@@ -1,9 +1,9 @@
-"""U [n, r] whose rows lie on several processes: features of all tokens on each, `Exchange.features(n)`.
+"""U [n, r] whose rows are sharded over processes: rank p stores the rows `Exchange.features(n)[p]`.
 
-K = UᵀU = Σ_p U_pᵀU_p is one all-reduce of [r, r], and so is all that follows from it: eigenvalues, traces, log det. Products
-take a Y and give a result that are whole and the same on all processes, or (`local`) this process's rows of both.
+K = UᵀU = Σ_p U_pᵀU_p is one all-reduce of [r, r]; eigenvalues, traces and log det follow from it. Products take a full Y and
+return a full result, the same on all processes; those of `local()` take and return this process's rows of both.
 
-| | FLOPs here | all-reduce | all-gather |
+| | FLOPs per process | all-reduce | all-gather |
 |---|---|---|---|
 | `transposed_times` | 2·n/W·r·k | r·k | |
 | `times` | 2·n/W·r·k | | n·k, `local`: nothing |
@@ -11,7 +11,7 @@ take a Y and give a result that are whole and the same on all processes, or (`lo
 | `square` | 2·n/W·r | 1 | |
 | storing in half precision | | r (the largest entries), 2 | |
 
-All processes do the same with it in the same order, and keep it on the same kind of device.
+All processes call the same methods in the same order, and store U on the same kind of device.
 """
 
 import torch
@@ -24,52 +24,52 @@ from gramian.parallel.exchange import Exchange
 
 
 class ShardedColumns(Columns):
-    """This process's rows of U, and the products of all of U. `nbytes` counts what is here."""
+    """This process's rows of U, and the products of all of U. `nbytes` counts this process's bytes."""
 
     others: Exchange
 
-    def __init__(self, stored: Stored, n: int, others: Exchange) -> None:
-        """Keep rows; nothing is sent.
+    def __init__(self, stored: Stored, n: int, exchange: Exchange) -> None:
+        """Store rows; nothing is sent.
 
         Args:
-            stored: rows `others.features(n)[others.rank]` of U.
+            stored: rows `exchange.features(n)[exchange.rank]` of U.
             n: rows of all of U.
-            others: the processes.
+            exchange: the processes among which the rows are sharded.
         """
         super().__init__(stored)
-        self._dim, self.others = n, others
+        self._dim, self.others = n, exchange
 
     @classmethod
-    def of(cls, part_nR: Tensor, n: int, others: Exchange, storage: torch.dtype | None = None) -> "ShardedColumns":
+    def of(cls, part_nR: Tensor, n: int, exchange: Exchange, storage: torch.dtype | None = None) -> "ShardedColumns":
         """Store rows, with the scales that all of U would have.
 
         Args:
-            part_nR: rows `others.features(n)[others.rank]` of U.
+            part_nR: rows `exchange.features(n)[exchange.rank]` of U.
             n: rows of all of U.
-            others: the processes.
-            storage: dtype at rest; None: its own.
+            exchange: the processes among which the rows are sharded.
+            storage: dtype at rest; None: that of `part_nR`.
         """
-        return cls(store_columns(part_nR, storage or part_nR.dtype, others), n, others)
+        return cls(store_columns(part_nR, storage or part_nR.dtype, exchange), n, exchange)
 
     @classmethod
-    def cut(cls, columns: Columns, others: Exchange) -> "ShardedColumns":
-        """This process's rows of columns that every process holds. Nothing is sent, nothing rounded."""
-        whole = columns.stored
-        body = whole.body[others.features(columns.dim)[others.rank]].clone()
-        return cls(Stored(body, None, whole.right, whole.relative_error), columns.dim, others)
+    def cut(cls, columns: Columns, exchange: Exchange) -> "ShardedColumns":
+        """This process's rows of columns that every process has in full. Nothing is sent, nothing rounded."""
+        full = columns.stored
+        body = full.body[exchange.features(columns.dim)[exchange.rank]].clone()
+        return cls(Stored(body, None, full.right, full.relative_error), columns.dim, exchange)
 
     def local(self) -> "LocalRows":
-        """The same U for a Y that is this process's rows, with results that are; the Gram is summed anew."""
+        """The same U, for products whose Y and result are this process's rows; its Gram matrix is summed anew."""
         return LocalRows(self.stored, self._dim, self.others)
 
     @property
     def dim(self) -> int:
-        """n, of all processes."""
+        """n, over all processes."""
         return self._dim
 
     @property
     def part(self) -> slice:
-        """The rows that lie here."""
+        """The rows that this process stores."""
         return self.others.features(self._dim)[self.others.rank]
 
     def whole(self) -> Columns:
@@ -78,14 +78,14 @@ class ShardedColumns(Columns):
         return Columns(Stored(body, None, self.stored.right, self.stored.relative_error))
 
     def alike(self, columns: Columns) -> Columns:
-        """Cut as these are."""
+        """Other columns, sharded as these are."""
         return columns if isinstance(columns, ShardedColumns) else self.cut(columns, self.others)
 
     def _with(self, stored: Stored) -> Columns:
         return type(self)(stored, self._dim, self.others)
 
     def _rows(self, y: Tensor) -> Tensor:
-        _expect(y, self._dim)
+        _check_rows(y, self._dim)
         return y[self.part]
 
     def _added(self, part: Tensor) -> Tensor:
@@ -96,16 +96,16 @@ class ShardedColumns(Columns):
 
 
 class LocalRows(ShardedColumns):
-    """Sharded columns for callers whose tensors are sharded alike: no [n, k] is ever whole. A `LowRank` may stand on them."""
+    """Sharded columns for callers whose tensors are sharded alike: no full [n, k] exists. A `LowRank` can be built on them."""
 
     def _rows(self, y: Tensor) -> Tensor:
-        _expect(y, len(self.stored.body))
+        _check_rows(y, len(self.stored.body))
         return y
 
     def _given(self, rows: Tensor) -> Tensor:
         return rows
 
 
-def _expect(y: Tensor, rows: int) -> None:
+def _check_rows(y: Tensor, rows: int) -> None:
     if len(y) != rows:
         raise GramianError(f"y: {len(y)} rows; expected {rows}")

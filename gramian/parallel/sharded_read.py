@@ -1,5 +1,6 @@
-"""Boxes of tensors that safetensors files of `torch.distributed.checkpoint` hold, read by any number of processes."""
+"""Read rectangular parts of saved tensors from safetensors files of `torch.distributed.checkpoint`, without collectives."""
 
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,44 +20,54 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 @dataclass(frozen=True)
 class ShardedBox:
-    """A part of a tensor."""
+    """A rectangular part of a saved tensor."""
 
     offsets: Sequence[int]
-    """Where it begins, along every axis."""
+    """Where it begins, along every axis of the full tensor."""
     local: Tensor
-    """Its numbers, or room for them."""
+    """The buffer that its entries are read into, or the entries themselves."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """As torch's planners know it."""
+        """The same part, as torch's planners describe it."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.local.shape)
 
 
-def read_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
-    """Fill boxes of saved tensors; every process by itself, nothing is unpickled.
+def read_sharded_boxes(folder: Path, boxes: Mapping[str, ShardedBox]) -> None:
+    """Fill the buffers of parts of saved tensors. Each process reads by itself; nothing is unpickled.
 
     Args:
-        folder: of safetensors files, written by any number of processes.
-        boxes: {tensor: the box that is needed of it}, in host memory.
+        folder: safetensors files, written by any number of processes.
+        boxes: {tensor name: the part that is needed of it}, in host memory.
 
     Raises:
-        CheckpointException: if a file or a tensor cannot be read; `first_failure` says why.
+        CheckpointException: if a file or a tensor cannot be read; `first_failure` gives the reason.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads by itself
         reader = HuggingFaceStorageReader(str(folder))
         load(dict(boxes), storage_reader=reader, planner=_Planner(), no_dist=True)
 
 
+def file_header(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Metadata that torch's safetensors reader expects of a file: where each of its boxes begins in its tensor.
+
+    Args:
+        offsets: {tensor: first index of the box along every axis}.
+    """
+    begins = {name: {"saved_offsets": list(offset)} for name, offset in offsets.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
+
+
 def first_failure(failure: CheckpointException) -> str:
-    """Who failed, and why, in one line."""
+    """The lowest rank that failed and its reason, in one line."""
     rank = min(failure.failures)
     reason = failure.failures[rank][0]
     return " ".join(f"rank {rank}: {type(reason).__name__}: {reason}".split())
 
 
 class _Planner(DefaultLoadPlanner):
-    """Plans for boxes as the default does for DTensors."""
+    """Plans reads of `ShardedBox` as torch's default planner does for DTensors."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

@@ -1,16 +1,16 @@
-"""Tensor parallelism: processes that hold one model between them, see the same samples, and have parts of the features.
+"""Statistics of tensor-parallel layers: processes with the same samples and different features divide the samples among them.
 
-Legend: W processes of a tensor-parallel group, B samples of a batch, b of them this process's share, k rows of a sample.
+Legend: W processes of a tensor-parallel group, B samples of a batch, k rows of a sample.
 
-A statistic over samples wants whole features of every sample once. All W processes have the same B samples, so process r takes
-the samples `shares(B)[r]` for its own: a tensor that is whole on all of them is cut, one of which each has some features is
-exchanged by one all-to-all. From there on the group is W data-parallel processes: nothing is computed or held twice.
+A statistic over samples needs all features of every sample once. All W processes see the same B samples, so process r takes the
+samples `shares(B)[r]`: a replicated tensor is sliced, one that is sharded by features is exchanged by one all-to-all. From
+there on the group is W data-parallel processes: nothing is computed or stored twice.
 
-| a side that is | becomes this process's samples by | entries that leave a process |
+| a tensor that is | becomes this process's samples by | entries that leave a process |
 |---|---|---|
-| whole (input of a column-wise layer, output gradient of a row-wise one) | a cut | 0 |
-| spread by features or by positions | an all-to-all | B/W·(W−1)·n/W for n entries a sample |
-| a sum that is not added up yet | an all-reduce, then a cut | 2·B·n·(W−1)/W |
+| replicated (input of a column-wise layer, output gradient of a row-wise one) | a slice | 0 |
+| sharded by features or by positions | an all-to-all | B/W·(W−1)·n/W for n entries per sample |
+| a partial sum | an all-reduce, then a slice | 2·B·n·(W−1)/W |
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gramian.core.errors import GramianError
+from gramian.parallel.data_parallel import waited
 from gramian.parallel.exchange import Exchange
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """How samples are dealt out to processes: this one is number `rank` of `size` that have different samples."""
+class SampleAssignment:
+    """Which samples are assigned to this process: those of number `rank` among `size` processes with different samples."""
 
     rank: int
     size: int
 
 
 class TensorParallel:
-    """The processes that hold this process's model between them."""
+    """The group of processes among which the features of this process's layers are sharded."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        """Remember them.
+        """Open the exchange of a mesh's group.
 
         Args:
             mesh: one-dimensional.
@@ -53,28 +53,28 @@ class TensorParallel:
 
     @classmethod
     def of(cls, root: nn.Module) -> "TensorParallel | None":
-        """How the user spread the model; None: its layers are whole (one process, DDP, FSDP2 alone).
+        """The group that the user's placement of the model implies; None without tensor parallelism (one process, DDP, FSDP2).
 
         FSDP2 puts its own mesh dimension in front of that of tensor parallelism.
 
         Raises:
-            GramianError: for layers that are spread over different processes, or over more than one mesh dimension.
+            GramianError: for layers that are sharded over different meshes, or over more than one mesh dimension.
         """
-        spread = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
+        sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
         by_fsdp = any(isinstance(module, FSDPModule) for module in root.modules())
         if by_fsdp:
-            spread = [(n, p) for n, p in spread if p.device_mesh.ndim == 2 and _is_cut(p.placements[0])]
-        if not spread:
+            sharded = [(n, p) for n, p in sharded if p.device_mesh.ndim == 2 and _is_shard(p.placements[0])]
+        if not sharded:
             return None
-        name, first = spread[0]
+        name, first = sharded[0]
         mesh = first.device_mesh
-        for other, p in spread:
+        for other, p in sharded:
             if p.device_mesh != mesh:
                 raise GramianError(
-                    f"module: {other} is spread over another mesh than {name}; expected one for all layers"
+                    f"module: {other} is sharded over another mesh than {name}; expected one mesh for all layers"
                 )
         if by_fsdp:
-            assert mesh.mesh_dim_names is not None  # fully_shard wants names
+            assert mesh.mesh_dim_names is not None  # fully_shard requires names
             mesh = mesh[mesh.mesh_dim_names[1]]
         if mesh.ndim != 1:
             raise GramianError(
@@ -82,11 +82,11 @@ class TensorParallel:
             )
         return cls(mesh, first.device)
 
-    # ---- who has which samples -------------------------------------------------------------------------------------
+    # ---- assignment of samples -------------------------------------------------------------------------------------
 
     @property
     def first(self) -> bool:
-        """True for the one process of the group that speaks for all where they would say the same."""
+        """True for the one process of the group that reports what is the same on all of them."""
         return self.rank == 0
 
     def shares(self, batch: int) -> list[slice]:
@@ -97,50 +97,50 @@ class TensorParallel:
         """This process's samples."""
         return self.shares(batch)[self.rank]
 
-    def dealt(self, others: Exchange) -> Dealt:
-        """How a group of whole tensor-parallel groups deals samples out: one number for each of those.
+    def assignment(self, group: Exchange) -> SampleAssignment:
+        """How samples are assigned in a group that is made of complete tensor-parallel groups: one number for each of those.
 
         Args:
-            others: the processes that join their sums.
+            group: the processes that sum their statistics.
 
         Raises:
-            GramianError: if it is no such group.
+            GramianError: if the group is not made of complete tensor-parallel groups.
         """
-        ranks = self._places(others)
+        ranks = self._ranks_in(group)
         step = ranks[1] - ranks[0] if self.size > 1 else 1
         regular = step > 0 and ranks == list(range(ranks[0], ranks[0] + step * self.size, step))
-        if not regular or others.size % (step * self.size):
+        if not regular or group.size % (step * self.size):
             raise GramianError(
                 f"process_group: the tensor-parallel group is {ranks} in it; expected a mesh laid out row by row"
             )
         number = ranks[0] // (step * self.size) * step + ranks[0] % step
-        return Dealt(number, others.size // self.size)
+        return SampleAssignment(number, group.size // self.size)
 
-    def _places(self, others: Exchange) -> list[int]:
-        """Where the processes of this tensor-parallel group stand among the others; all must be there."""
-        among = dist.get_process_group_ranks(others.group)
+    def _ranks_in(self, group: Exchange) -> list[int]:
+        """The ranks that the processes of this tensor-parallel group have in a larger group; all must be in it."""
+        all_ranks = dist.get_process_group_ranks(group.group)
         members = dist.get_process_group_ranks(self.exchange.group)
-        if not set(among).issuperset(members):
+        if not set(all_ranks).issuperset(members):
             raise GramianError(
                 "process_group: has only some processes of a tensor-parallel group; expected all of them in it"
             )
-        return [among.index(member) for member in members]
+        return [all_ranks.index(member) for member in members]
 
-    def refuse_other_inputs(self, first: Tensor) -> None:
-        """Raise, on all processes, if they do not see the same batch: their layers would mix unrelated samples. Collective.
+    def require_same_inputs(self, first: Tensor) -> None:
+        """Raise on all processes if their batches differ: sharded layers would mix unrelated samples. Collective.
 
         Args:
-            first: the model's first tensor.
+            first: the model's first input tensor.
 
         Raises:
-            GramianError: naming the process.
+            GramianError: naming the process whose batch differs.
         """
-        flat = whole(first).detach().double().flatten()
+        flat = full_tensor(first).detach().double().flatten()
         place = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype)
         norm, projection = float(flat.norm()), float(flat @ torch.cos(0.37 * place))
-        said = self.tell([list(first.shape), projection])
-        for rank, (shape, other) in enumerate(said):
-            if shape != said[0][0] or not abs(other - said[0][1]) <= 1e-3 * norm:
+        reports = self.gather_messages([list(first.shape), projection])
+        for rank, (shape, other) in enumerate(reports):
+            if shape != reports[0][0] or not abs(other - reports[0][1]) <= 1e-3 * norm:
                 raise GramianError(
                     f"model: process {rank} of a tensor-parallel group has other inputs than process 0; "
                     "expected the same batch on all processes of the group"
@@ -149,18 +149,18 @@ class TensorParallel:
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def take(self, t: Tensor, batch: int) -> Tensor:
-        """This process's samples of [k·B, …], whole in every other axis. Collective if the tensor is spread.
+        """This process's samples of [k·B, …], complete in every other axis. Collective if the tensor is sharded.
 
         Args:
-            t: the same on all processes, or spread over them; [1, …] belongs to all samples and stays.
+            t: replicated or sharded over the group; [1, …] is shared by all samples and returned in full.
             batch: B.
 
         Raises:
-            GramianError: for rows that cannot be dealt out.
+            GramianError: if the rows are not a multiple of the batch.
         """
         rows = t.shape[0] if t.dim() else 0
         if rows == 1 and batch != 1:
-            return whole(t)
+            return full_tensor(t)
         if not t.dim() or (rows % batch if batch else rows):
             raise GramianError(
                 f"saw {rows} rows for a batch of {batch}; expected {batch}, 1 (shared by all samples) or a multiple of {batch}"
@@ -178,36 +178,27 @@ class TensorParallel:
                     int(Shard.local_shard_size_and_offset(t.shape[dim], self.size, r)[0]) for r in range(self.size)
                 ]
                 counts = [(share.stop - share.start) * each for share in self.shares(batch)]
-                return self.exchange.to_samples(_landed(t.to_local()), dim, widths, counts)
-        return whole(t)[mine.start * each : mine.stop * each]
+                return self.exchange.to_samples(waited(t.to_local()), dim, widths, counts)
+        return full_tensor(t)[mine.start * each : mine.stop * each]
 
     def sum(self, t: Tensor) -> Tensor:
         """Σ over the group, a new tensor."""
         return t if self.size == 1 else self.exchange.sum(t)
 
-    def tell(self, message: Any) -> list[Any]:
-        """What each process says, as `Exchange.tell`."""
-        return [message] if self.size == 1 else self.exchange.tell(message)
+    def gather_messages(self, message: Any) -> list[Any]:
+        """The messages of all processes, as `Exchange.gather_messages`."""
+        return [message] if self.size == 1 else self.exchange.gather_messages(message)
 
 
-def _is_cut(placement: Any) -> bool:
-    """True for the placement that FSDP2 gives a parameter, on its own mesh dimension."""
+def _is_shard(placement: Any) -> bool:
+    """True for the placements that FSDP2 gives a parameter on its own mesh dimension."""
     return isinstance(placement, Shard | _StridedShard)
 
 
-def whole(t: Tensor) -> Tensor:
-    """All of a tensor that may be spread, as a plain one. Collective if it is."""
+def full_tensor(t: Tensor) -> Tensor:
+    """The full tensor as a plain one, of a tensor that may be sharded. Collective if it is."""
     if not isinstance(t, DTensor):
-        return _landed(t)
+        return waited(t)
     if all(isinstance(placement, Replicate) for placement in t.placements):
-        return _landed(t.to_local())
-    return _landed(t.full_tensor())
-
-
-def _landed(t: Tensor) -> Tensor:
-    """Waited for, if a collective still writes to it."""
-    if not isinstance(t, AsyncCollectiveTensor):
-        return t
-    found: Any = t.wait()
-    assert isinstance(found, Tensor)
-    return found
+        return waited(t.to_local())
+    return waited(t.full_tensor())

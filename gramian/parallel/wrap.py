@@ -1,4 +1,4 @@
-"""A module spread over processes: DDP or FSDP2, and no reduction before the last micro-batch."""
+"""Wrap a module in DDP or FSDP2, and reduce its gradients once per step, with the last micro-batch."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,37 +8,37 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the members of the module list that holds most parameters; none: []."""
+    """The repeated blocks of a model: the members of its `ModuleList` with the most parameters; [] without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     found = max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=None)
     return [] if found is None else list(found)
 
 
-def spread(module: nn.Module, world: World, strategy: str) -> nn.Module:
-    """The module as all processes run it.
+def wrap_data_parallel(module: nn.Module, grid: ProcessGrid, *, ddp: bool = True) -> nn.Module:
+    """The module that all processes run: sharded by FSDP2 (every block a unit, the rest another), in DDP, or unchanged.
 
     Args:
         module: model and loss, on its device.
-        world: this process among the others.
-        strategy: "one", "ddp" or "fsdp2" (every block a unit of its own, the rest another).
+        grid: this process's rank and device, and how processes share the module.
+        ddp: False leaves out DDP, for a copy whose gradients are not reduced.
     """
-    if strategy == "fsdp2":
+    if grid.uses_fsdp2:
         for block in blocks_of(module):
             fully_shard(block)
         fully_shard(module)
         return module
-    if strategy == "ddp":
-        devices = [world.device.index] if world.device.type == "cuda" else None
+    if grid.uses_ddp and ddp:
+        devices = [grid.device.index] if grid.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
     return module
 
 
 @contextmanager
-def _held_back(module: FSDPModule) -> Iterator[None]:
+def _without_gradient_sync(module: FSDPModule) -> Iterator[None]:
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -46,12 +46,12 @@ def _held_back(module: FSDPModule) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def reducing(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Around forward and backward of a micro-batch: gradients are reduced with the last one of a step alone."""
+def gradient_sync(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """A context for forward and backward of one micro-batch, in which gradients are reduced only if it is the last."""
     if last:
         return nullcontext()
     if isinstance(module, DistributedDataParallel):
         return module.no_sync()
     if isinstance(module, FSDPModule):
-        return _held_back(module)
+        return _without_gradient_sync(module)
     return nullcontext()

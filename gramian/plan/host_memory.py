@@ -1,16 +1,16 @@
-"""Host memory that copies of a run's state take, from shapes alone.
+"""Host memory of the copies of a run's state (snapshots and checkpoints being written), from shapes alone.
 
-A copy holds the weights (P bytes), the s numbers that the optimizer keeps per weight, and the factors of K-FAC (K bytes, whole
-on every process). With n processes of which h share a host:
+A copy contains the weights (P bytes), the s numbers that the optimizer stores per weight, and the K-FAC factors (K bytes,
+unsharded on every process). With n processes of which h share a host:
 
 | | bytes of a copy on a process | copies on a process | copies on a host |
 |---|---|---|---|
 | one, ddp | P·(1 + s) + K | `checkpoint.snapshots`, one more on rank 0 while a checkpoint is written | h·snapshots + 1 |
 | fsdp2 | P·(1 + s)/n + K | `checkpoint.snapshots`, one more while a checkpoint is written | h·(snapshots + 1) |
 
-Tensors lie one behind the other in pieces of at most `PIECE` bytes, or alone. Copies of a GPU's tensors are page-locked, and
-torch rounds such a piece up to a power of two. Left out: scalars of the optimizer, buffers, projectors of feature losses; and
-what is not a copy: the interpreter, CUDA's context, data workers.
+Tensors are packed into allocations of at most `PIECE` bytes; a larger tensor has its own. Copies of a GPU's tensors are
+page-locked, and torch rounds such an allocation up to a power of two. Not counted: scalars of the optimizer, buffers,
+projectors of feature losses, the interpreter, CUDA's context and data workers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from gramian.core.byte_amounts import format_bytes
+from gramian.plan.budget import Budget
 
 PIECE = 2**28
-"""Most bytes of a piece of host memory that holds several tensors."""
+"""The most bytes of an allocation that several tensors share."""
 LEAST = 2
-"""Copies that a run cannot do without: one to go back to while the next one waits to be judged."""
-USABLE = 0.9
-"""Share of the available host memory that is planned with."""
+"""The fewest snapshots of a run: one to roll back to while the next one is not yet judged."""
 
 
 def packed(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors of these bytes share a piece, by index: as many as fit, in order."""
+    """Indices of the tensors that share an allocation: consecutive ones, up to `PIECE` bytes."""
     pieces: list[list[int]] = []
     filled = 0
     for i, size in enumerate(sizes):
@@ -55,18 +54,18 @@ def copy_bytes(
     pinned: bool = False,
     factors: int = 0,
 ) -> int:
-    """Host memory of one copy of a run's state on one process, the one that holds most.
+    """Host memory of one copy of a run's state on the process with the largest share.
 
     Args:
-        shapes: of the parameters, shared ones once.
+        shapes: shapes of the parameters, a tied one once.
         itemsize: bytes of a stored number.
-        states: numbers that the optimizer keeps per parameter.
-        shards: processes that FSDP2 spreads the rows of every parameter over.
-        pinned: the state is on a GPU.
-        factors: bytes of K-FAC's factors at rest.
+        states: numbers that the optimizer stores per parameter.
+        shards: number of processes over which FSDP2 shards the rows of every parameter.
+        pinned: whether the state is on a GPU.
+        factors: bytes of the stored K-FAC factors.
     """
     found = [tuple(shape) for shape in shapes]
-    order = sorted(found, key=lambda shape: len(shape) < 2)  # of the optimizer: matrices, then the others
+    order = sorted(found, key=lambda shape: len(shape) < 2)  # the optimizer's order: matrices first
     repeated = [shape for shape in order for _ in range(states)]
     rows = [(ceil(shape[0] / shards), *shape[1:]) if shape else shape for shape in [*found, *repeated]]
     return allocated([prod(shape) * itemsize for shape in rows], pinned) + (
@@ -76,24 +75,24 @@ def copy_bytes(
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Copies of the state in the memory of one host; `str()` is a line."""
+    """Copies of the state in the memory of one host; `str()` is one line."""
 
     copy: int
-    """Bytes of one, on one process."""
+    """Bytes of one copy on one process."""
     snapshots: int
-    """Copies that a rollback can go to."""
+    """Number of copies that a rollback can return to."""
     wish: int
-    """As many were asked for."""
+    """Number of snapshots in the config."""
     processes: int
-    """On this host."""
+    """Processes on this host."""
     writers: int
-    """Of them that hold one more copy while a checkpoint is written."""
+    """Processes that need one more copy while a checkpoint is written."""
     usable: int | None
-    """Bytes of the host that are planned with; None: not known."""
+    """Bytes of the host that the plan may use; None: unknown."""
 
     @property
     def process(self) -> int:
-        """Most bytes of copies on a process."""
+        """The most bytes of copies on a process."""
         return (self.snapshots + 1) * self.copy
 
     @property
@@ -103,21 +102,20 @@ class HostPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether they fit, as far as is known."""
-        return self.usable is None or self.host <= self.usable
+        """Whether the copies fit; True where the host's memory is unknown."""
+        return Budget(self.usable).fits(self.host)
 
     @property
     def refusal(self) -> str:
-        """Why it does not fit, in a line."""
-        usable = 0 if self.usable is None else self.usable
+        """An error message: why the copies do not fit."""
         return (
             f"checkpoint.snapshots: not even {self.snapshots} and the one being written fit: {format_bytes(self.copy)} each, "
-            f"{format_bytes(self.host)} on a host of {self.processes} processes, {format_bytes(usable)} can be used; "
+            f"{format_bytes(self.host)} on a host of {self.processes} processes, {format_bytes(self.usable or 0)} can be used; "
             "expected more host memory, fewer processes on a host, or parallel.strategy=fsdp2 over more of them"
         )
 
     def __str__(self) -> str:
-        """What is held where."""
+        """Bytes on a process and on the host, of those that can be used."""
         many = f"{self.snapshots} snapshots and one being written, {format_bytes(self.copy)} each: {format_bytes(self.process)}"
         where = f" on a host of {self.processes:,} processes" if self.processes > 1 else ""
         total = f", {format_bytes(self.host)}{where}" if where else ""
@@ -127,16 +125,16 @@ class HostPlan:
 
 
 def plan_host(copy: int, wish: int, processes: int, sharded: bool, available: int | None) -> HostPlan:
-    """As many snapshots as were asked for, or as fit, at least `LEAST`.
+    """Plan `checkpoint.snapshots` copies, or as many as fit, but at least `LEAST`.
 
     Args:
-        copy: bytes of one on a process.
+        copy: bytes of one copy on a process.
         wish: `checkpoint.snapshots`.
-        processes: on the host.
+        processes: processes on the host.
         sharded: whether every process writes its own part of a checkpoint.
-        available: bytes of the host; None: not known.
+        available: bytes of the host; None: unknown.
     """
-    usable = None if available is None else int(USABLE * available)
+    usable = Budget.of_memory(available).limit
     writers = processes if sharded else 1
     plans = [HostPlan(copy, count, wish, processes, writers, usable) for count in range(wish, LEAST - 1, -1)]
     return next((plan for plan in plans if plan.fits), plans[-1])

@@ -34,5 +34,5 @@ def choose(tokens: int, rows: int, columns: int) -> Literal["rank1", "direct", "
 
 
 def samples_per_chunk(gradient_elements: int) -> int:
-    """How many per-sample gradients of this size are formed at once."""
+    """Number of per-sample gradients of this size that are formed at once."""
     return max(1, CHUNK_ELEMENTS // max(1, gradient_elements))

@@ -1,54 +1,59 @@
-"""How a run is spread over GPUs: the fastest way whose bytes fit, or what would have to change.
+"""Choose how a run is distributed over GPUs: the fastest strategy that fits, or the changes that would make one fit.
 
-In the order of speed, with n GPUs:
+`decide` takes the model and run (`Needs`), a number of GPUs and the bytes of one, and returns a `Decision` with its table.
+Strategies in the order of speed, with n GPUs:
 
-| strategy | student | teacher | a GPU holds |
+| strategy | student | teacher | bytes on a GPU |
 |---|---|---|---|
-| one | whole | whole | everything |
-| ddp | whole | whole | the same |
-| fsdp2 teacher + ddp student | whole | 1/n | what is gathered of the teacher on top: all outside its blocks, two blocks |
-| fsdp2, fsdp2 both | 1/n | 1/n | what is gathered of the student on top, weights and gradients |
-| cache only | as one, ddp or fsdp2 | none | its answers are read from a cache |
+| one | complete | complete | all of both |
+| ddp | complete | complete | the same |
+| fsdp2 teacher + ddp student | complete | 1/n | plus the gathered part of the teacher: all outside its blocks, and two blocks |
+| fsdp2, fsdp2 both | 1/n | 1/n | plus the gathered part of the student, weights and gradients |
+| cache only | as one, ddp or fsdp2 | none | the teacher's outputs are read from a cache |
 
-"fsdp2" is the name where there is no teacher. Gradients of several micro-batches add up whole before they are reduced, so under
-FSDP2 they are sharded only if a step is one micro-batch; activations and autocast's copies of weights are never sharded. Under
-DDP gradients lie in the buckets. A tenth of a GPU's memory is left to the context, to workspaces and to fragmentation.
+The strategy is called "fsdp2" when there is no teacher. Gradients of several micro-batches are accumulated unsharded, so FSDP2
+shards them only if a step is one micro-batch; activations and autocast's copies of weights are never sharded. DDP keeps
+gradients in its buckets. A tenth of a GPU's memory is left to the context, to workspaces and to fragmentation.
 
-Nothing is allocated and no device is asked: any number of GPUs of any size can be planned for.
+Nothing is allocated and no device is queried, so any number of GPUs of any size can be planned for.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
 from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
+from gramian.plan.budget import USABLE, Budget, largest_fitting, smallest_fitting
 from gramian.plan.proof_cost import plan_proof
 from gramian.plan.transformer_memory import Needs
 
 Strategy = Literal["one", "ddp", "fsdp2", "fsdp2 teacher + ddp student", "fsdp2 both", "cache only"]
 Layout = Literal["one", "ddp", "fsdp2"]
 Wish = Literal["auto", "ddp", "fsdp2"]
-USABLE = 0.9
-"""Share of a GPU's memory that is planned with."""
 MOST_GPUS = 4096
-"""More are not proposed."""
+"""The largest number of GPUs that a remedy proposes."""
 
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """One line of the table."""
+    """One part of a GPU's memory, with its bytes under each strategy."""
 
     what: str
     arithmetic: str
+    """The product that gives the bytes, before sharding."""
     held: tuple[int, ...]
-    """Bytes on a GPU, for each of the table's strategies."""
+    """Bytes on a GPU, for each strategy of the table."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The part, its arithmetic, and the bytes of each strategy."""
+        return (self.what, self.arithmetic, *(format_bytes(held) if held else "-" for held in self.held))
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """What would fit: `decide(remedy.needs, remedy.gpus, remedy.gpu_memory, remedy.wish)` does."""
+    """A change that fits: `decide(remedy.needs, remedy.gpus, remedy.gpu_memory, remedy.wish).fits` is True."""
 
     change: str
     """Such as "data.micro_batch=4"."""
@@ -57,87 +62,94 @@ class Remedy:
     gpu_memory: int
     wish: Wish
     held: int
-    """Bytes on a GPU then."""
+    """Bytes on a GPU after the change."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided, and the arithmetic behind it."""
+    """The chosen strategy and the arithmetic behind it.
+
+    ```python
+    decision = decide(Needs(gpt(50_257, 1024, 12, 768, 12), "bf16", length=1024, batch=32), gpus=4, gpu_memory=80 * 10**9)
+    decision.strategy, decision.why  # "ddp", one line with the bytes
+    ```
+    """
 
     strategy: Strategy | None
-    """None: refused."""
+    """None: none fits."""
     student: Layout | None
-    """How what is trained is spread."""
+    """How the trained model is distributed."""
     fits: bool
-    """False: refused, or demanded although it does not fit."""
+    """False: none fits, or the demanded one does not."""
     why: str
-    """One line."""
+    """The reason in one line."""
     columns: tuple[Strategy, ...]
-    """The strategies that were weighed, fastest first."""
+    """The strategies that were compared, fastest first."""
     rows: tuple[StrategyRow, ...]
-    """The last is the sum."""
+    """Parts of a GPU's memory; the last row is the sum."""
     usable: int
-    """Bytes of a GPU that are planned with."""
+    """Bytes of a GPU that the plan may use."""
     remedies: tuple[Remedy, ...] = ()
-    """Empty if it fits."""
+    """Changes that would fit; empty if the decision fits."""
 
     def held(self, strategy: Strategy) -> int:
-        """Bytes on a GPU."""
+        """Bytes on a GPU under a strategy."""
         return self.rows[-1].held[self.columns.index(strategy)]
 
 
 @dataclass(frozen=True)
 class _Way:
-    """One strategy and what it holds on a GPU, by part."""
+    """One strategy with its bytes on a GPU, {part: bytes}."""
 
     strategy: Strategy
     student: Layout
     parts: dict[str, int]
 
     @property
-    def held(self) -> int:
+    def total(self) -> int:
         return sum(self.parts.values())
 
 
 def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Decision:
-    """The fastest strategy that fits.
+    """Choose the fastest strategy that fits.
 
     Args:
         needs: model and run.
-        gpus: processes, one on each.
-        gpu_memory: bytes of one.
-        wish: "ddp" or "fsdp2" for the student, whether it fits or not; "auto": what fits.
+        gpus: number of GPUs, with one process on each.
+        gpu_memory: bytes of one GPU.
+        wish: "ddp" or "fsdp2" demands a layout for the student, whether it fits or not; "auto": any that fits.
 
     Returns:
-        The decision; a refusal says what would fit.
+        The decision; where nothing fits, with the changes that would.
 
     Raises:
-        GramianError: naming what is not positive.
+        GramianError: if `gpus` or `gpu_memory` is not positive.
     """
     if gpus < 1:
         raise GramianError(f"gpus: expected at least 1, got {gpus}")
     if gpu_memory < 1:
         raise GramianError(f"gpu memory: expected more than 0 bytes, got {gpu_memory}")
     usable = int(USABLE * gpu_memory)
-    ways = _ways(needs, gpus, usable, wish)
+    budget = Budget(usable)
+    ways = _ways(needs, gpus, budget, wish)
     rows = tuple(_rows(needs, gpus, ways))
     columns = tuple(way.strategy for way in ways)
-    chosen = next((way for way in ways if way.held <= usable), None)
+    chosen = next((way for way in ways if budget.fits(way.total)), None)
     if chosen is not None:
-        why = _reason(chosen, ways, gpus, usable, wish, needs)
+        why = _reason(chosen, ways, gpus, budget, wish, needs)
         return Decision(chosen.strategy, chosen.student, True, why, columns, rows, usable)
-    least = min(ways, key=lambda way: way.held)
-    remedies = tuple(_remedies(needs, gpus, gpu_memory, wish, least.held))
+    least = min(ways, key=lambda way: way.total)
+    remedies = tuple(_remedies(needs, gpus, gpu_memory, wish, least.total))
     what = ", or ".join(f"{remedy.change} ({format_bytes(remedy.held)})" for remedy in remedies)
-    why = f"{least.strategy} needs {format_bytes(least.held)}, {format_bytes(usable)} can be used; would fit: {what}"
+    why = f"{least.strategy} needs {format_bytes(least.total)}, {budget} can be used; would fit: {what}"
     if wish == "auto":
         return Decision(None, None, False, f"nothing fits: {why}", columns, rows, usable, remedies)
     why = f"parallel.strategy={wish} does not fit: {why}"
     return Decision(ways[0].strategy, ways[0].student, False, why, columns, rows, usable, remedies)
 
 
-def _ways(needs: Needs, gpus: int, usable: int, wish: Wish) -> list[_Way]:
-    """What can be chosen from, fastest first."""
+def _ways(needs: Needs, gpus: int, budget: Budget, wish: Wish) -> list[_Way]:
+    """The strategies to choose from, fastest first."""
     layouts: list[Layout] = ["one"] if gpus == 1 else ["ddp", "fsdp2"]
     if wish != "auto":
         layouts = ["one" if gpus == 1 and wish == "ddp" else wish]
@@ -146,23 +158,23 @@ def _ways(needs: Needs, gpus: int, usable: int, wish: Wish) -> list[_Way]:
         return [_Way(layout, layout, _parts(needs, gpus, layout)) for layout in layouts]
 
     tokens = needs.windows(gpus) * needs.length
-    whole = {"teacher": teacher.weights, "teacher's forward": teacher.working(tokens)}
-    shard = whole | {"teacher": ceil(teacher.weights / gpus) + teacher.gathered}
+    complete = {"teacher": teacher.weights, "teacher's forward": teacher.working(tokens)}
+    shard = complete | {"teacher": ceil(teacher.weights / gpus) + teacher.gathered}
     ways = []
     for layout in layouts:
         student = _parts(needs, gpus, layout)
         if layout == "fsdp2":
             ways.append(_Way("fsdp2 both", layout, student | shard))
         else:
-            ways.append(_Way(layout, layout, student | whole))
+            ways.append(_Way(layout, layout, student | complete))
             if gpus > 1:
                 ways.append(_Way("fsdp2 teacher + ddp student", layout, student | shard))
     alone = [_Way("cache only", layout, _parts(needs, gpus, layout)) for layout in layouts]
-    return [*ways, next((way for way in alone if way.held <= usable), min(alone, key=lambda way: way.held))]
+    return [*ways, next((way for way in alone if budget.fits(way.total)), min(alone, key=lambda way: way.total))]
 
 
 def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
-    """What the student takes on a GPU."""
+    """Bytes of the student on a GPU, {part: bytes}."""
     windows = needs.windows(gpus)
     activations = needs.activations(windows)
     shards = gpus if layout == "fsdp2" else 1
@@ -185,25 +197,25 @@ def _parts(needs: Needs, gpus: int, layout: Layout) -> dict[str, int]:
 
 
 def _rows(needs: Needs, gpus: int, ways: list[_Way]) -> Iterator[StrategyRow]:
-    """The table: parts that some strategy has, and the sum."""
+    """One row for each part that some strategy has, and the sum."""
     for what, arithmetic in _arithmetic(needs, gpus).items():
-        held = tuple(way.parts.get(what, 0) for way in ways)
-        if any(held):
-            yield StrategyRow(what, arithmetic, held)
-    yield StrategyRow("sum", "", tuple(way.held for way in ways))
+        amounts = tuple(way.parts.get(what, 0) for way in ways)
+        if any(amounts):
+            yield StrategyRow(what, arithmetic, amounts)
+    yield StrategyRow("sum", "", tuple(way.total for way in ways))
 
 
 def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
-    """Where the bytes come from, before sharding."""
+    """{part: the product that gives its bytes, before sharding}."""
     shape, w, e = needs.shape, needs.stored, needs.computed
     windows = needs.windows(gpus)
     tokens = windows * needs.length
     batch = f"{windows:,} × {needs.length:,} tokens"
     activations, segment = needs.activations(windows), min(needs.checkpoint_blocks, shape.layers)
     block = needs.block(windows) // tokens
-    kept = f"{batch} × {shape.layers:,} blocks × {block:,} B"
+    stored = f"{batch} × {shape.layers:,} blocks × {block:,} B"
     if segment:
-        kept = f"{batch} × {ceil(shape.layers / segment):,} segments × {shape.width:,} × {w} B"
+        stored = f"{batch} × {ceil(shape.layers / segment):,} segments × {shape.width:,} × {w} B"
     logits = 2 * tokens * w * shape.vocabulary
     working = f"gradient of logits: {batch} × {shape.vocabulary:,} × 2 × {w} B"
     if activations.working > logits:
@@ -213,7 +225,7 @@ def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
         "weights": f"{shape.parameters:,} × {w} B",
         "gradients": f"{shape.parameters:,} × {w} B",
         "optimizer": f"{shape.parameters:,} × {needs.states} × {w} B",
-        "activations": kept,
+        "activations": stored,
         "casts of weights": f"{activations.casts // e:,} × {e} B",
         "loss": f"{batch} × ({shape.vocabulary:,} × {w} B + {activations.loss // tokens - shape.vocabulary * w:,} B)",
         "working": working,
@@ -228,28 +240,30 @@ def _arithmetic(needs: Needs, gpus: int) -> dict[str, str]:
     return found
 
 
-def _reason(chosen: _Way, ways: list[_Way], gpus: int, usable: int, wish: Wish, needs: Needs) -> str:
-    """Why the chosen one: what it holds, and what the faster ones would have."""
+def _reason(chosen: _Way, ways: list[_Way], gpus: int, budget: Budget, wish: Wish, needs: Needs) -> str:
+    """The bytes of the chosen strategy, and those of the faster ones that do not fit."""
     where = "one GPU" if gpus == 1 else f"each of {gpus:,} GPUs"
     if needs.device == "cpu":
         where = "the CPU"
-    faster = [way for way in ways[: ways.index(chosen)] if way.held > usable]
+    faster = [way for way in ways[: ways.index(chosen)] if not budget.fits(way.total)]
     name = chosen.strategy if chosen.strategy != "cache only" else f"cache only, student {chosen.student}"
-    asked = "" if wish == "auto" else ", as parallel.strategy says"
-    beside = "".join(f"; {way.strategy} would need {format_bytes(way.held)}" for way in faster)
-    return f"{name}{asked}: {format_bytes(chosen.held)} of {format_bytes(usable)} on {where}{beside}"
+    demanded = "" if wish == "auto" else ", as parallel.strategy says"
+    beside = "".join(f"; {way.strategy} would need {format_bytes(way.total)}" for way in faster)
+    return f"{name}{demanded}: {format_bytes(chosen.total)} of {budget} on {where}{beside}"
 
 
 def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) -> Iterator[Remedy]:
-    """Single changes that make it fit; several at once where no single one does; larger GPUs at last."""
-    usable = int(USABLE * gpu_memory)
-    windows = needs.windows(gpus)
+    """Single changes that make it fit, several at once where no single one does, and last larger GPUs."""
+    budget, windows = Budget.of_memory(gpu_memory), needs.windows(gpus)
 
-    def held(changed: Needs, count: int = gpus, wish: Wish = wish) -> int:
-        return min(way.held for way in _ways(changed, count, usable, wish))
+    def fewest_bytes(changed: Needs, count: int = gpus, wish: Wish = wish) -> int:
+        return min(way.total for way in _ways(changed, count, budget, wish))
+
+    def fits(changed: Needs, count: int = gpus, wish: Wish = wish) -> bool:
+        return budget.fits(fewest_bytes(changed, count, wish))
 
     def remedy(change: str, changed: Needs, count: int = gpus) -> Remedy:
-        return Remedy(change, changed, count, gpu_memory, wish, held(changed, count))
+        return Remedy(change, changed, count, gpu_memory, wish, fewest_bytes(changed, count))
 
     def smaller(size: int) -> Needs:
         return replace(needs, micro_batch=size)
@@ -260,26 +274,28 @@ def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) 
         return min(options, key=lambda option: option.activations(option.windows(count)).total)
 
     found = []
-    if wish != "auto" and held(needs, wish="auto") <= usable:
-        found.append(Remedy("parallel.strategy=auto", needs, gpus, gpu_memory, "auto", held(needs, wish="auto")))
-    size = _largest(1, windows - 1, lambda size: held(smaller(size)) <= usable)
+    if wish != "auto" and fits(needs, wish="auto"):
+        found.append(
+            Remedy("parallel.strategy=auto", needs, gpus, gpu_memory, "auto", fewest_bytes(needs, wish="auto"))
+        )
+    size = largest_fitting(1, windows - 1, lambda size: fits(smaller(size)))
     if size:
         found.append(remedy(f"data.micro_batch={size}", smaller(size)))
     again = recomputed(needs)
-    if held(again) <= usable:
+    if fits(again):
         found.append(remedy(f"parallel.checkpoint_blocks={again.checkpoint_blocks}", again))
     if not found:
-        size = _largest(1, windows - 1, lambda size: held(recomputed(smaller(size))) <= usable)
+        size = largest_fitting(1, windows - 1, lambda size: fits(recomputed(smaller(size))))
         if size:
             both = recomputed(smaller(size))
             change = f"data.micro_batch={size} with parallel.checkpoint_blocks={both.checkpoint_blocks}"
             found.append(remedy(change, both))
     if needs.device == "cuda":
         leanest = needs
-        count = _smallest(gpus + 1, MOST_GPUS, lambda count: held(needs, count) <= usable)
+        count = smallest_fitting(gpus + 1, MOST_GPUS, lambda count: fits(needs, count))
         if not count and not found:
             leanest = recomputed(smaller(1))
-            count = _smallest(gpus + 1, MOST_GPUS, lambda count: held(leanest, count) <= usable)
+            count = smallest_fitting(gpus + 1, MOST_GPUS, lambda count: fits(leanest, count))
         if count:
             extra = ""
             if leanest is not needs:
@@ -289,23 +305,3 @@ def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) 
     gigabytes = ceil(least / USABLE / 1e9)
     what = "GPUs" if needs.device == "cuda" else "a machine"
     yield Remedy(f"{what} of {gigabytes:,} GB", needs, gpus, gigabytes * 10**9, wish, least)
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest in [low, high] that fits, where all below one that fits do; 0: none."""
-    if low > high or not fits(low):
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
-
-
-def _smallest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The smallest in [low, high] that fits, where all above one that fits do; 0: none."""
-    if low > high or not fits(high):
-        return 0
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low

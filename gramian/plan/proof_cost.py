@@ -1,4 +1,4 @@
-"""What a row proof costs: how often it runs the model, and what it holds on top of a training step.
+"""The cost of a row proof: how often it runs the model, and its memory on top of a training step.
 
 With B samples and N tokens of a backward, the largest layer input or output gradient of N·D entries of w bytes:
 
@@ -32,14 +32,14 @@ COMPARED = 3
 
 @dataclass(frozen=True)
 class ProofPlan:
-    """Of one structure of inputs."""
+    """Runs and memory of the proof of one structure of inputs."""
 
     runs: int
     """Forwards and backwards, for each set of outputs that is proven by itself."""
     device: int
     """Bytes on top of a step."""
     host: int
-    """Bytes of fingerprints."""
+    """Bytes of row fingerprints in host memory."""
 
 
 def proof_runs(samples: int) -> int:

@@ -50,13 +50,13 @@ class Transformer:
     heads: int
     vocabulary: int
     hidden: int
-    """Of the MLP."""
+    """Hidden width of the MLP."""
     positions: int = 0
     """Rows of a learned position table."""
     family: Literal["gpt", "llama"] = "gpt"
     """"gpt": layer norms, biases, one matrix for queries, keys and values, GELU; "llama": RMS norms, three, gated MLP."""
     key_heads: int | None = None
-    """Of keys and values; None: as many as of queries."""
+    """Number of heads of keys and values; None: as many as of queries."""
     head_width: int | None = None
     """None: width / heads."""
     head_norms: bool = False
@@ -70,7 +70,7 @@ class Transformer:
     counted: int | None = None
     """Parameters, where they were counted; None: from the formula, exact for the reference GPT and for Llama."""
     parameter_shapes: tuple[tuple[int, ...], ...] = ()
-    """Of all parameters, in the model's order, shared ones once."""
+    """Shapes of all parameters, in the model's order, shared ones once."""
     kept: float | None = None
     """What a block keeps for the backward, in stored numbers per token and width, where it was counted; None: by the table."""
 
@@ -92,7 +92,7 @@ class Transformer:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block."""
+        """Number of parameters of one block."""
         if self.family == "llama":
             heads = 2 * self.queries // self.heads if self.head_norms else 0
             return self.block_matrices + 2 * self.width + heads
@@ -116,7 +116,7 @@ class Transformer:
 def gpt(
     vocabulary: int, context: int, layers: int, width: int, heads: int, tied: bool = False, dropout: float = 0.0
 ) -> Transformer:
-    """The reference GPT."""
+    """The shape of the reference GPT."""
     D, F = width, 4 * width
     norm = ((D,), (D,))
     block = (*norm, (3 * D, D), (3 * D,), (D, D), (D,), *norm, (F, D), (F,), (D, F), (D,))
@@ -140,7 +140,7 @@ class TeacherShape:
 
     @property
     def weights(self) -> int:
-        """Bytes."""
+        """Bytes of the weights."""
         return self.shape.parameters * self.itemsize
 
     @property
@@ -161,7 +161,7 @@ class Activations:
     kept: int
     """For the backward: of all blocks, or of the inputs of recomputed segments."""
     casts: int
-    """Of weights, by autocast."""
+    """Bytes of autocast's copies of weights."""
     loss: int
     """Last norm, head and log-probabilities."""
     working: int
@@ -169,13 +169,13 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """At the peak."""
+        """Bytes of activations at the peak of a step."""
         return self.kept + self.casts + self.loss + self.working
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run trains, and how."""
+    """The model of a run and how it is trained: all that its memory depends on."""
 
     shape: Transformer
     precision: Kind
@@ -189,7 +189,7 @@ class Needs:
     """Blocks of a recomputed segment; 0: activations are kept."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     momentum: bool = False
-    """Of SGD."""
+    """True for SGD with momentum."""
     isolated: bool = False
     """Whether a mask [B, T, T] keeps documents apart."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -218,7 +218,7 @@ class Needs:
         return self.shape.parameters * self.stored
 
     def windows(self, processes: int) -> int:
-        """Of one backward on one process."""
+        """Number of windows of one backward pass on one process."""
         share = ceil(self.batch / processes)
         return min(self.micro_batch, share) if self.micro_batch else share
 

@@ -1,6 +1,6 @@
 """Differentially private training: clipped sums, Poisson draws, secret noise and the account of ε."""
 
-from gramian.privacy.clipping.clipping_rule import Tuning
 from gramian.privacy.engine import PrivacyEngine
+from gramian.privacy.options import Tuning
 
 __all__ = ["PrivacyEngine", "Tuning"]

@@ -1,12 +1,11 @@
-"""What `make_private` is told, checked before anything is touched."""
+"""Options of `make_private`, checked before anything is installed."""
 
-import hashlib
 import inspect
 import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,22 +16,22 @@ from gramian.core.errors import GramianError
 from gramian.privacy.sampling.population import population
 from gramian.taps.capture import check_arguments
 
-CLIPPING = ("auto", "bookkeeping", "keep", "two_pass")
-ALGORITHMS = ("auto", "gram", "direct")
+Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
+NormAlgorithm = Literal["auto", "gram", "direct"]
 GRAD_SAMPLE_MODES = ("hooks", "functorch", "ew")
-"""Opacus' ways to per-sample gradients that differ in speed alone."""
+"""Values of Opacus' `grad_sample_mode` that differ in speed alone."""
 SMALLEST_NORM = 1e-20
 """Below this, clipped gradients would underflow float32."""
 
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """Options of one private model."""
+    """Options of one private model, as `make_private` documents them."""
 
     noise_multiplier: float
     max_grad_norm: float
-    clipping: str
-    norm_algorithm: str
+    clipping: Storage
+    norm_algorithm: NormAlgorithm
     loss_reduction: str | float
     poisson_sampling: bool
     max_physical_batch: int | None
@@ -40,7 +39,7 @@ class PrivacyOptions:
     loss_scale: "float | torch.amp.GradScaler"
 
     def __post_init__(self) -> None:
-        """Refuse what no step can be made of, naming the field."""
+        """Raise a `GramianError` that names the field whose value makes no private step."""
         if not is_number(self.noise_multiplier) or self.noise_multiplier < 0:
             raise GramianError(f"noise_multiplier: expected a number of at least 0, got {self.noise_multiplier!r}")
         if not is_number(self.max_grad_norm) or self.max_grad_norm < SMALLEST_NORM:
@@ -52,12 +51,12 @@ class PrivacyOptions:
                 f'clipping: "{self.clipping}" is a clipping function; expected "flat", one norm over all parameters'
             )
         for field, value, known in (
-            ("clipping", self.clipping, CLIPPING),
-            ("norm_algorithm", self.norm_algorithm, ALGORITHMS),
+            ("clipping", self.clipping, get_args(Storage)),
+            ("norm_algorithm", self.norm_algorithm, get_args(NormAlgorithm)),
         ):
             if value not in known:
-                words = ", ".join(f'"{word}"' for word in known)
-                raise GramianError(f"{field}: expected one of {words}, got {value!r}")
+                names = ", ".join(f'"{name}"' for name in known)
+                raise GramianError(f"{field}: expected one of {names}, got {value!r}")
         if not isinstance(self.poisson_sampling, bool):
             raise GramianError(f"poisson_sampling: expected True or False, got {self.poisson_sampling!r}")
         size = self.max_physical_batch
@@ -74,11 +73,7 @@ class PrivacyOptions:
         return parse_bytes("memory_budget", self.memory_budget)
 
     def check_optimizer(self, module: Any, optimizer: Any) -> None:
-        """Refuse optimizers whose step cannot be made private.
-
-        Raises:
-            GramianError: naming it.
-        """
+        """Raise a `GramianError` for an optimizer whose step cannot be made private."""
         if not isinstance(module, nn.Module):
             raise GramianError(f"module: expected an nn.Module, got {type(module).__name__}")
         if not isinstance(optimizer, Optimizer):
@@ -103,16 +98,35 @@ class PrivacyOptions:
                 )
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """Optimisations of a private step that can be switched off, to measure what each is worth.
+
+    ```python
+    engine.make_private(..., tuning=gramian.privacy.Tuning(overlap=False))
+    ```
+    """
+
+    overlap: bool = True
+    """Reduce one parameter's sum over processes while the next is formed."""
+    release: bool = True
+    """Free what a parameter saved as soon as its sum is formed."""
+    adaptive: bool = True
+    """Choose the norm algorithm by shape; off: the direct norm everywhere."""
+    layerwise: bool = True
+    """Pass each sum on before the next is formed; off: all sums are formed first."""
+
+
 def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
-    """Take arguments of Opacus' `make_private` that mean what happens here anyway.
+    """Accept arguments of Opacus' `make_private` that mean what happens here anyway.
 
     Args:
-        given: `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first`, those that were given.
-        loss_reduction: with which the criterion must agree.
+        given: those of `grad_sample_mode`, `secure_mode`, `noise_generator`, `criterion` and `batch_first` that were given.
+        loss_reduction: must agree with the criterion.
 
     Raises:
-        TypeError: for an argument of neither.
-        GramianError: naming what takes the argument's place.
+        TypeError: for an argument that Opacus does not have either.
+        GramianError: naming what takes the argument's place here.
     """
     criterion = given.get("criterion")
     counterparts = {
@@ -148,12 +162,24 @@ def check_opacus(given: Mapping[str, Any], loss_reduction: str | float) -> None:
             )
 
 
-def batch_and_rate(
-    loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
-) -> tuple[float, float]:
-    """Samples of a step on average, over all processes, and the probability of a record to be among them.
+@dataclass(frozen=True)
+class SamplingRate:
+    """How many samples a step has on average."""
 
-    A step divides by the first. A rate alone would make it rate × records: a divisor that tells whether a record is there.
+    expected_batch: float
+    """Samples of a step over all processes, by which it divides."""
+    sample_rate: float
+    """Probability of a record to be in a step."""
+    given: bool
+    """True if the user gave the sample rate."""
+
+
+def sampling_rate(
+    loader: Any, world: int, expected_batch: float | None, sample_rate: float | None, poisson: bool
+) -> SamplingRate:
+    """The expected batch and the sample rate, as given or as they follow from the loader.
+
+    A sample rate alone would make the expected batch rate × records: a divisor that reveals whether a record is there.
 
     Raises:
         GramianError: if they do not follow from the loader and are not given.
@@ -168,7 +194,8 @@ def batch_and_rate(
         )
     if not hasattr(loader, "__iter__"):
         raise GramianError(f"data_loader: expected a DataLoader, got {type(loader).__name__}")
-    size = population(loader, world, poisson=poisson, rate_given=sample_rate is not None)
+    given = sample_rate is not None
+    size = population(loader, world, poisson=poisson, rate_given=given)
     if size == 0:
         raise GramianError("data_loader: its data set is empty; expected at least one record")
     per_process = getattr(loader, "batch_size", None)
@@ -184,14 +211,9 @@ def batch_and_rate(
         raise GramianError(
             f"sample_rate: is {sample_rate:.4g}; expected at most 1 (a batch no larger than the data set)"
         )
-    return float(expected_batch), float(sample_rate)
-
-
-def digest(value: Any) -> int:
-    """63 bits of anything that prints what it is."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
+    return SamplingRate(float(expected_batch), float(sample_rate), given)
 
 
 def is_number(value: Any) -> bool:
-    """A finite real number, of Python or NumPy; True and False are none."""
+    """True for a finite real number of Python or NumPy; False for True and False."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)

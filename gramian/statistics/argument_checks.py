@@ -1,4 +1,4 @@
-"""What a statistic is given by hand: refused in one line unless it can be used."""
+"""Checks of tensors, mappings and states that users pass to a statistic."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,7 @@ from gramian.core.errors import GramianError
 
 
 def check_real(name: str, value: Any, axes: int = 0) -> None:
-    """Refuse what is no observation.
-
-    Raises:
-        GramianError: unless it is a tensor of real numbers with so many axes or more.
-    """
+    """Raise GramianError unless a value is a tensor of real numbers with `axes` axes or more."""
     if not isinstance(value, Tensor) or value.is_complex() or value.dim() < axes:
         got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         rows = " with one row for each observation" * bool(axes)
@@ -21,21 +17,13 @@ def check_real(name: str, value: Any, axes: int = 0) -> None:
 
 
 def check_mapping(field: str, values: Any) -> None:
-    """Refuse what does not name its values.
-
-    Raises:
-        GramianError: unless it is a mapping.
-    """
+    """Raise GramianError unless values are a mapping."""
     if not isinstance(values, Mapping):
         raise GramianError(f"{field}: got {type(values).__name__}; expected {{name: tensor}}")
 
 
 def check_state(state: Any) -> None:
-    """Refuse what no `state_dict` gives.
-
-    Raises:
-        GramianError: unless it is a mapping from texts to tensors.
-    """
+    """Raise GramianError unless a state is a mapping from strings to tensors."""
     check_mapping("state", state)
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):

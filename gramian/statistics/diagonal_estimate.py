@@ -1,14 +1,12 @@
-"""The diagonal of the empirical Fisher of a model, over as many batches as there are, and how well it is known.
+"""The diagonal of the empirical Fisher of a model over any number of batches, with its standard error.
 
-diag F = E[g ⊙ g] is a mean over samples, so its standard error is that of a mean over samples. Every sample's squares are
-observations of their own, in float64, since squares of squares leave the range of float32; the result and its error do not
-depend on how the samples were split into batches, captures or processes. Moments of batch means would, and the square of a
-batch's mean gradient is no estimate of the Fisher at all: it shrinks as the batch grows.
+diag F = E[g ⊙ g] is a mean over samples, so its standard error is that of a mean over samples. Every sample's squares are one
+observation, in float64, since squares of squares leave the range of float32; the result and its error do not depend on how the
+samples were split into batches, captures or processes. Moments of batch means would, and the square of a batch's mean gradient
+does not estimate the Fisher at all: it shrinks as the batch grows.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,19 +16,13 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.statistics.argument_checks import check_state
 from gramian.statistics.moving_average import MovingAverage
-from gramian.statistics.reliability_weights import Weights
+from gramian.statistics.square_moments import Reduction, SquareMoments
 from gramian.statistics.weighted_moments import WeightedMoment, WeightedMoments
 from gramian.taps import Capture
-from gramian.taps.gradients import PerSampleGradient
-from gramian.taps.records import ParameterRecord
-from gramian.taps.roles import Needs, ParameterInfo, Statistic
+from gramian.taps.roles import Statistic
 
-WIDE = 2**20
-"""Squares that are held in float64 at a time."""
 LARGEST = 1e150
-"""Of a square: the squared deviations of 10⁸ such add up to a number in float64."""
-Reduction = Callable[[str, Tensor], Tensor]
-"""(parameter, its diagonal): what is kept of it."""
+"""Largest square that is accepted: the squared deviations of 10⁸ such squares have a finite sum in float64."""
 
 
 class DiagonalFisherEstimate:
@@ -55,17 +47,17 @@ class DiagonalFisherEstimate:
         ema_decay: float | None = None,
         reduce: Reduction | None = None,
     ) -> None:
-        """Nothing seen.
+        """Start with no sample.
 
         Args:
-            per: what is squared, as of `DiagonalFisher`: a sample's gradient, or that of each of its tokens, then summed.
+            per: what is squared, as in `DiagonalFisher`: a sample's gradient, or that of each of its tokens, then summed.
             ema_decay: β of a moving average over captures beside the mean; None: no average.
             reduce: a linear function of (parameter, its diagonal), such as sums over rows or heads (`by_row`, `by_head`), that
-                every sample's squares go through. State is as small as what it gives, and errors are those of the sums
-                themselves, which cannot be had from errors of entries. None: every entry.
+                is applied to every sample's squares. The state is as small as its results, and errors are those of the sums
+                themselves, which do not follow from errors of entries. None: every entry.
 
         Raises:
-            GramianError: for another word, a decay outside [0, 1), or what is no function.
+            GramianError: for another value of `per`, a decay outside [0, 1), or a `reduce` that cannot be called.
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
@@ -73,9 +65,9 @@ class DiagonalFisherEstimate:
             raise GramianError(f"reduce: got {reduce!r}; expected a function of (parameter, its diagonal), or None")
         self.per, self.reduce = per, reduce
         self.moments = WeightedMoments()
-        """Over samples; a parameter that trains only from some capture on has its own."""
+        """Moments over samples, for each parameter over the captures in which it trained."""
         self.average = None if ema_decay is None else MovingAverage(ema_decay)
-        """Of the captures' means, each weighted by its samples."""
+        """Moving average of the captures' means, each weighted by its samples."""
         self.samples = 0
         self.dropped = 0
         """Captures that were left out because a square was not finite, or beyond `LARGEST`: it would have no standard error."""
@@ -85,7 +77,7 @@ class DiagonalFisherEstimate:
     def capture(
         self,
         model: nn.Module,
-        *others: Statistic,
+        *statistics: Statistic,
         loss_reduction: str | float = "mean",
         batch_size: int | None = None,
         sample_ids: Tensor | None = None,
@@ -93,22 +85,22 @@ class DiagonalFisherEstimate:
         process_group: Any = None,
         audit: bool = True,
     ) -> Capture:
-        """Take the samples of all backwards inside the `with` block in when it is left.
+        """Observe all backwards inside a `with` block, and add their samples when it is left.
 
         Args:
             model: the user's model, or any wrapper of it.
-            *others: statistics that share the backward; the capture has their results.
-            loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
-            batch_size: B, if it is not the first axis of the model's first tensor argument.
-            sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
-            loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
-            process_group: take the samples of all these processes in, on each of them (collective); None: this one's only.
+            *statistics: statistics that share the backward; the capture has their results.
+            loss_reduction: this and all that follow as in `gramian.observe`.
+            batch_size: B.
+            sample_ids: [B] or [B, T].
+            loss_scale: a number or the `GradScaler`.
+            process_group: add the samples of all these processes, on each of them (collective); None: only of this one.
             audit: compare with autograd's gradients in every backward.
         """
         return FisherCapture(
             self,
             model,
-            *others,
+            *statistics,
             loss_reduction=loss_reduction,
             batch_size=batch_size,
             sample_ids=sample_ids,
@@ -118,7 +110,7 @@ class DiagonalFisherEstimate:
         )
 
     def _take(self, moments: WeightedMoments) -> None:
-        """Add the samples of one capture, all or none; they are given away."""
+        """Add the samples of one capture, all or none; the estimate takes over their tensors."""
         self.moments.check_shapes(moments)
         if not all(_in_range(moment) for moment in moments.moments.values()):
             self.dropped += 1
@@ -131,11 +123,11 @@ class DiagonalFisherEstimate:
         self.samples += samples
 
     def merge(self, other: "DiagonalFisherEstimate") -> None:
-        """Take another's samples in, as if they had been seen here; the other stays as it is.
+        """Add another estimate's samples, as if they had been seen here; the other is not changed.
 
         Raises:
             GramianError: if the other squares or reduces to something else, or one of them has a moving average, which
-                depends on the order; nothing is taken in.
+                depends on the order; nothing is added.
         """
         if not isinstance(other, DiagonalFisherEstimate):
             raise GramianError(f"merge: got {type(other).__name__}; expected a DiagonalFisherEstimate")
@@ -147,7 +139,7 @@ class DiagonalFisherEstimate:
         self.samples += other.samples
         self.dropped += other.dropped
 
-    # ---- what it says ------------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def diagonal(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """{parameter: mean over all samples of the squared gradient}, of the parameter's shape.
@@ -174,17 +166,17 @@ class DiagonalFisherEstimate:
         """
         return self.moments.interval(level)
 
-    # ---- at rest -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat and of tensors only, as safetensors takes it."""
+        """The state as a flat mapping of tensors, as safetensors stores it."""
         state = {f"moments.{key}": value for key, value in self.moments.state_dict().items()}
         if self.average is not None:
             state |= {f"average.{key}": value for key, value in self.average.state_dict().items()}
         return {**state, "counts": torch.tensor([self.samples, self.dropped, self.per == "token"])}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` of such an estimate gave; nothing changes if it is something else."""
+        """Load the `state_dict` of an estimate with these options; an invalid state raises and changes nothing."""
         check_state(state)
         if "counts" not in state or ("average.clock" in state) != (self.average is not None):
             raise GramianError("state: is that of another estimate; expected the same per and ema_decay")
@@ -219,92 +211,22 @@ def _as(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.to(dtype) for name, value in values.items()}
 
 
-# ---- one capture -----------------------------------------------------------------------------------------------------
-
-
 class FisherCapture(Capture):
     """The capture behind `DiagonalFisherEstimate.capture`."""
 
-    def __init__(self, estimate: DiagonalFisherEstimate, model: nn.Module, *others: Statistic, **options: Any) -> None:
-        """Its own statistic, then others."""
+    def __init__(
+        self, estimate: DiagonalFisherEstimate, model: nn.Module, *statistics: Statistic, **options: Any
+    ) -> None:
+        """Observe the estimate's own statistic, then others; `options` are those of `Capture`."""
         self._estimate, self._squares = estimate, SquareMoments(estimate.per, estimate.reduce)
-        super().__init__(model, self._squares, *others, **options)
+        super().__init__(model, self._squares, *statistics, **options)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hand the samples to the estimate, after those of all processes were joined."""
+        """Add the samples of all processes to the estimate."""
         super().__exit__(kind, error, trace)
         if kind is None:
             found = self._squares.completed(self._sums_of(self._squares))
-            self._sums[0] = None  # they are the estimate's now
+            self._sums[0] = None  # the estimate has them now
             self._estimate._take(found if self._group is None else found.over(self._group))
-
-
-@dataclass
-class SquareSums:
-    """Moments of the samples in which a parameter was used, and how many there were in all."""
-
-    moments: WeightedMoments
-    parameters: Mapping[str, ParameterInfo]
-    samples: int = 0
-
-
-class SquareMoments:
-    """Moments over samples of every parameter's squared gradient. A statistic."""
-
-    needs: Needs = "parameter"
-    per_sample = True
-
-    def __init__(self, per: Literal["sample", "token"], reduce: Reduction | None) -> None:
-        """Set what is squared, and what is made of the squares."""
-        self.per, self.reduce = per, reduce
-
-    def start(self, parameters: Mapping[str, ParameterInfo]) -> SquareSums:
-        """No sample yet."""
-        return SquareSums(WeightedMoments(), parameters)
-
-    def update(self, sums: SquareSums, record: ParameterRecord) -> None:
-        """Add every sample of a pass, a chunk at a time."""
-        name, reduce = record.parameter, self.reduce
-        for squares_B in _squares(record.gradient, self.per, record.info.scale):
-            rows_B = squares_B if reduce is None else torch.stack([reduce(name, squares) for squares in squares_B])
-            sums.moments.extend({name: rows_B})
-
-    def count(self, sums: SquareSums, samples: int) -> None:
-        """Samples of a pass, whichever parameters it used."""
-        sums.samples += samples
-
-    def merge(self, left: SquareSums, right: SquareSums) -> SquareSums:
-        """Samples of both."""
-        moments = WeightedMoments()
-        for side in (left, right):
-            moments.merge(side.moments)
-        return SquareSums(moments, {**left.parameters, **right.parameters}, left.samples + right.samples)
-
-    def finish(self, sums: SquareSums) -> WeightedMoments:
-        """Moments over all samples."""
-        return self.completed(copy.deepcopy(sums))
-
-    def completed(self, sums: SquareSums) -> WeightedMoments:
-        """The same, with sums that are given away. Samples that did not use a parameter have a gradient of 0."""
-        for name, info in sums.parameters.items():
-            used = sums.moments.moments[name].weights.observations if name in sums.moments else 0
-            unused = sums.samples - used
-            if unused:
-                zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
-                zeros = zeros if self.reduce is None else self.reduce(name, zeros)
-                sums.moments.add(name, WeightedMoment(zeros, zeros.clone(), Weights.equal(unused)))
-        return sums.moments
-
-
-def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
-    """The squares of some samples after those of others, [b, *shape], float64: no more than `WIDE` entries, or one sample."""
-    for part in gradient.chunks():
-        if per == "token":
-            for i in range(part.batch):
-                yield part.select(i, i + 1).token_squares().double()[None] * scale**2
-        elif part.batch:
-            step = max(1, WIDE // max(1, torch.Size(part.shape).numel()))
-            for narrow_B in part.per_sample().split(step):
-                yield (narrow_B.double() * scale).square_()

@@ -1,4 +1,4 @@
-"""The diagonal of the empirical Fisher from true per-sample (or per-token) squares."""
+"""The diagonal of the empirical Fisher, (1/N) Σ_i g_i ⊙ g_i, from squares of every sample's (or token's) gradient."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -7,11 +7,18 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.taps.records import ParameterRecord
-from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums, zero_sums
+from gramian.taps.roles import AdditiveStatistic, Needs, ParameterInfo, Sums, means, zero_sums
 
 
 class DiagonalFisher(AdditiveStatistic):
     """diag F = (1/N) Σ_i g_i ⊙ g_i.
+
+    ```python
+    fisher = gramian.DiagonalFisher()
+    with gramian.observe(model, fisher) as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[fisher]["fc.weight"]
+    ```
 
     Per sample, g_i is summed over the sample's tokens and over all uses of a parameter before it is squared; linear layers
     with several tokens form it a chunk of samples at a time (2·T·M·N FLOPs per sample). Per token, every use
@@ -23,13 +30,10 @@ class DiagonalFisher(AdditiveStatistic):
     per_parameter = True
 
     def __init__(self, per: Literal["sample", "token"] = "sample") -> None:
-        """Set what is squared.
-
-        Args:
-            per: "sample" or "token".
+        """Set what is squared: the gradient of each "sample" or of each "token".
 
         Raises:
-            GramianError: for another word.
+            GramianError: for another value.
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
@@ -45,5 +49,4 @@ class DiagonalFisher(AdditiveStatistic):
 
     def finish(self, sums: Sums) -> dict[str, Tensor]:
         """{parameter: mean square}, zeros where nothing was seen."""
-        samples = sums[SAMPLES].clamp(min=1)
-        return {name: total / samples.to(total.dtype) for name, total in sums.items() if name != SAMPLES}
+        return means(sums)

@@ -1,8 +1,7 @@
-"""A diagonal summed over groups of entries: rows, columns, attention heads. The trace of F that belongs to each group.
+"""Sums of a diagonal over groups of entries (rows, columns, attention heads): the part of tr F that each group has.
 
-A parameter that is one number, such as ReZero's gain, is one group, [1], for rows and for heads.
-
-Errors of single entries say nothing about the error of their sum: entries of one sample go together.
+A parameter that is one number, such as ReZero's gain, is one group, [1], for rows and for heads. The standard error of a sum
+does not follow from those of its entries, which are correlated: give these functions to `DiagonalFisherEstimate(reduce=…)`.
 """
 
 from numbers import Integral
@@ -14,7 +13,7 @@ from gramian.core.errors import GramianError
 
 
 def by_row(diagonal: Tensor) -> Tensor:
-    """Sum over everything but the first axis: outputs of `nn.Linear` and convolutions, words of a table. [N]."""
+    """Sum over everything but the first axis: outputs of `nn.Linear` and convolutions, tokens of an embedding. [N]."""
     _check_diagonal(diagonal)
     return diagonal.reshape(diagonal.shape or (1,)).unsqueeze(1).flatten(1).sum(1)
 
@@ -31,7 +30,7 @@ def by_head(diagonal: Tensor, heads: int, dim: int = 0, fused: int = 1) -> Tenso
     """Sum over the entries of each attention head.
 
     Args:
-        diagonal: of a projection's weight or bias.
+        diagonal: the diagonal of a projection's weight or bias.
         heads: H, whose features lie next to each other; of keys and values their own number, where they share heads.
         dim: the axis of the heads' features: 0 for q, k and v of `nn.Linear` and their biases, 1 for the projection out.
         fused: projections that lie one after another along that axis, such as 3 of q, k and v in one weight.

@@ -1,4 +1,4 @@
-"""Whose tokens, and which rows of a matrix, the trace of the per-token Fisher comes from.
+"""The trace of the per-token Fisher, split over the tokens of each sample or over the rows of each matrix.
 
 Legend: B samples, T tokens, M×N a weight.
 
@@ -13,17 +13,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gramian.linalg.wide import pieces, wide, wide_norms
+from gramian.statistics.by_pass import ByPass
 from gramian.taps.gradients import Indexed, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.joined import Joined
 from gramian.taps.records import LayerRecord, ParameterRecord
-from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo, Sums
+from gramian.taps.roles import AdditiveStatistic, Needs, ParameterInfo, Sums, means, zero_sums
 
 TracesByPass = dict[int, dict[str, Tensor]]
 """{number of the pass: {layer: [B, T]}}."""
 
 
-class TokenTraces:
+class TokenTraces(ByPass):
     """{layer: [B, T]}: Σ over a layer's parameters of the squared norm of one token's gradient.
+
+    ```python
+    traces = gramian.statistics.TokenTraces()
+    with gramian.observe(model, traces) as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[traces]["fc"]  # [B, T]
+    ```
 
     Every use of a layer counts by itself. A layer without tokens (a convolution, the generic fallback) has one per sample,
     [B, 1]. Several passes are concatenated along B, shorter ones filled up with zeros. Cost: one read of inputs and output
@@ -31,11 +39,6 @@ class TokenTraces:
     """
 
     needs: Needs = "layer"
-    per_sample = True
-
-    def start(self, parameters: Mapping[str, ParameterInfo]) -> TracesByPass:
-        """No pass yet."""
-        return {}
 
     def update(self, sums: TracesByPass, record: LayerRecord) -> None:
         """Add one use of a layer."""
@@ -45,18 +48,6 @@ class TokenTraces:
             traces_BT = _by_token(gradient) * scale**2
             before = layers.get(record.layer)
             layers[record.layer] = traces_BT if before is None else _added(before, traces_BT)
-
-    def count(self, sums: TracesByPass, samples: int) -> None:
-        """Samples count themselves."""
-
-    def forget(self, sums: TracesByPass, number: int) -> None:
-        """Take a pass out whose backward failed half-way."""
-        sums.pop(number, None)
-
-    def merge(self, left: TracesByPass, right: TracesByPass) -> TracesByPass:
-        """Samples of the left, then samples of the right."""
-        behind = max(left, default=0) + 1
-        return {**left, **{behind + number: layers for number, layers in right.items()}}
 
     def finish(self, sums: TracesByPass) -> dict[str, Tensor]:
         """One tensor for each layer, samples in the order of their forwards."""
@@ -77,8 +68,10 @@ class TokenTraces:
 class RowTraces(AdditiveStatistic):
     """{parameter: [M]}: (1/N) Σ over tokens of the squared norm of every row of a parameter of two axes or more.
 
-    The rows of a table and of the head are words. What `by_row` makes of `DiagonalFisher("token")`, for T·(M+N) in place of
-    T·M·N products, and nothing of the parameter's size.
+    Used as `TokenTraces`; `seen[rows]["embedding.weight"]` has one number for each token of the vocabulary.
+
+    The rows of an embedding and of the output head are tokens of the vocabulary. This equals `by_row` of
+    `DiagonalFisher("token")`, for T·(M+N) in place of T·M·N products, and without memory of the parameter's size.
     """
 
     needs: Needs = "parameter"
@@ -86,12 +79,7 @@ class RowTraces(AdditiveStatistic):
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> Sums:
         """Zeros for every row."""
-        sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
-        for name, info in parameters.items():
-            if len(info.shape) > 1:
-                dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
-                sums[name] = torch.zeros(info.shape[0], dtype=dtype, device=info.device)
-        return sums
+        return zero_sums(parameters, rows=True)
 
     def update(self, sums: Sums, record: ParameterRecord) -> None:
         """Add one parameter."""
@@ -100,8 +88,7 @@ class RowTraces(AdditiveStatistic):
 
     def finish(self, sums: Sums) -> dict[str, Tensor]:
         """{parameter: mean}, zeros where nothing was seen."""
-        samples = sums[SAMPLES].clamp(min=1)
-        return {name: total / samples.to(total.dtype) for name, total in sums.items() if name != SAMPLES}
+        return means(sums)
 
 
 def _by_token(gradient: PerSampleGradient) -> Tensor:
@@ -116,7 +103,7 @@ def _by_token(gradient: PerSampleGradient) -> Tensor:
 
 
 def _added(left_BT: Tensor, right_BT: Tensor) -> Tensor:
-    """Parts of one layer; what is not told by token makes the whole layer one token."""
+    """The sum of two parts of one layer; a part without tokens makes the entire layer one token."""
     if left_BT.shape != right_BT.shape:
         left_BT, right_BT = left_BT.sum(1, keepdim=True), right_BT.sum(1, keepdim=True)
     return left_BT + right_BT

@@ -1,4 +1,4 @@
-"""Is every layer alive: dead activations, vanishing or exploding gradients, numbers that are not finite."""
+"""Health of every layer: dead activations, vanishing or exploding gradients, numbers that are not finite."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gramian.taps.roles import SAMPLES, AdditiveStatistic, Needs, ParameterInfo,
 
 @dataclass(frozen=True)
 class LayerHealth:
-    """What passed through one layer."""
+    """Root mean squares, zeros and non-finite values of the tensors that passed through one layer."""
 
     activation_norm: float
     """Root mean square of the layer's input; nan for indices."""
@@ -26,6 +26,13 @@ class LayerHealth:
 
 class Health(AdditiveStatistic):
     """{layer: LayerHealth} from sums of squares and counts. Cost: one read of input and output gradient.
+
+    ```python
+    health = gramian.Health()
+    with gramian.observe(model, health) as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[health]["fc"].zero_fraction
+    ```
 
     Tokens whose `token_weights` is zero are left out of layers that see [B, T, …].
     """
@@ -70,18 +77,16 @@ class Health(AdditiveStatistic):
 
 
 def _counted(t: Tensor, weights_BT: Tensor | None) -> Tensor:
-    """Only the tokens that count, where the tensor has tokens."""
+    """The tokens whose weight is not zero, where the tensor has tokens; else all of it."""
     if weights_BT is None or t.shape[:2] != weights_BT.shape:
         return t
     return t[weights_BT.to(t.device) != 0]
 
 
 def _measure(tensors: list[Tensor]) -> tuple[Tensor | float, Tensor | float, Tensor | float, Tensor | float]:
-    """Sum of squares of the finite values, number of zeros, of finite values, and of those that are not."""
+    """Sum of squares of the finite values, and numbers of zeros, of finite values, and of values that are not finite."""
     square: Tensor | float = 0.0
-    zeros: Tensor | float = 0.0
-    values: Tensor | float = 0.0
-    bad: Tensor | float = 0.0
+    zeros, values, bad = square, square, square
     for t in tensors:
         finite = t.isfinite()
         square = square + torch.linalg.vector_norm(t.where(finite, 0), dtype=torch.float64).square()

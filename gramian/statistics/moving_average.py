@@ -1,7 +1,7 @@
-"""An exponential moving average of named tensors that is right from its first step on.
+"""An exponential moving average of named tensors that is debiased from its first step on.
 
 After step t it is Σ_s β^(t−s) w_s x_s / Σ_s β^(t−s) w_s. Both sums start at 0, and the average divides by the weight that was
-really gathered: no correction by 1 − β^t, which is another number where a tensor comes late, is left out, or weights differ.
+really gathered. The usual correction by 1 − β^t would be wrong where a tensor is first seen later, left out, or weighted.
 """
 
 import math
@@ -18,16 +18,18 @@ from gramian.statistics.reliability_weights import check_weight
 class MovingAverage:
     """Debiased moving averages of named tensors, float64.
 
+    ```python
+    average = gramian.statistics.MovingAverage(decay=0.99)
+    average.update({"loss": loss}, weight=tokens)
+    average.value()["loss"]
+    ```
+
     Time is the number of updates: what was seen k updates ago counts β^k. A tensor that an update leaves out keeps its value.
     Averages are not merged, since they depend on the order: pool what belongs to a step (`WeightedMoments.over`), then update.
     """
 
     def __init__(self, decay: float) -> None:
-        """Set β.
-
-        Args:
-            decay: in [0, 1); 0: the last one seen.
-        """
+        """Set β, `decay` in [0, 1); 0 gives the last value seen."""
         if not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise GramianError(f"decay: expected a number in [0, 1), got {decay!r}")
         self.decay = float(decay)
@@ -39,11 +41,11 @@ class MovingAverage:
         """{name: the step up to which both are decayed}."""
 
     def update(self, values: Mapping[str, Tensor], weight: float = 1.0) -> None:
-        """One step.
+        """Add one step.
 
         Args:
             values: {name: tensor}, of the same shape every time.
-            weight: of this step beside the others, before any decay.
+            weight: weight of this step relative to other steps, before any decay.
         """
         checked = check_weight(weight)
         check_mapping("values", values)
@@ -67,7 +69,7 @@ class MovingAverage:
         return {name: total / self._weights[name] for name, total in self._totals.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat and of tensors only, as safetensors takes it."""
+        """The state as a flat mapping of tensors, as safetensors stores it."""
         state = {"clock": torch.tensor([self.decay, self.steps], dtype=torch.float64)}
         for name, total in self._totals.items():
             state[f"total.{name}"] = total.clone()
@@ -75,7 +77,7 @@ class MovingAverage:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave, of an average with this decay; nothing changes if it is something else."""
+        """Load the `state_dict` of an average with this decay; an invalid state raises and changes nothing."""
         check_state(state)
         names = [key.removeprefix("total.") for key in state if key.startswith("total.")]
         wanted = {"clock", *(f"{part}.{name}" for name in names for part in ("total", "weight"))}

@@ -15,7 +15,7 @@ class NoiseScaleResult:
 
     samples: int
     simple: float
-    """tr Σ / |G|² from the biased plug-in |ḡ|²: what the batch itself suggests; biased low for small batches."""
+    """tr Σ / |G|² from the plug-in estimate |ḡ|², which is biased: too low for small batches."""
     unbiased: float
     """tr Σ / |G|² from unbiased estimates of both (batches of 1 and of n); may be negative or inf when n is too small."""
     trace_covariance: float
@@ -25,7 +25,14 @@ class NoiseScaleResult:
 
 
 class NoiseScale(AdditiveStatistic):
-    """B_noise = tr Σ / |G|², from Σ_i ‖g_i‖² and Σ_i g_i.
+    """B_noise = tr Σ / |G|², from Σ_i ‖g_i‖² and Σ_i g_i (McCandlish et al. 2018, arXiv:1812.06162).
+
+    ```python
+    noise = gramian.NoiseScale()
+    with gramian.observe(model, noise) as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[noise].unbiased
+    ```
 
     Two batch sizes give two unbiased equations, E‖g_b‖² = |G|² + tr Σ/b; here they are b = 1 (per-sample norms) and
     b = n (all samples seen, over any number of backward passes and processes). Cost: per-sample norms plus one more weight

@@ -1,6 +1,5 @@
 """Per-sample gradient norms: ‖g_i‖ over all trainable parameters, without forming g_i."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +7,10 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.plan.norm_algorithm import ALGORITHMS, Algorithm
+from gramian.statistics.by_pass import ByPass
 from gramian.taps import Capture
 from gramian.taps.records import ParameterRecord
-from gramian.taps.roles import Needs, ParameterInfo
+from gramian.taps.roles import Needs
 
 SquaresByPass = dict[int, Tensor]
 """{number of the pass: Σ_p ‖g_ip‖², [B]}: a sum over parameters; samples stay apart."""
@@ -24,14 +24,20 @@ class Norms:
     """[B], passes concatenated in the order of their forwards."""
 
 
-class PerSampleNorms:
-    """‖g_i‖ = √(Σ_p ‖g_ip‖²) for every sample.
+class PerSampleNorms(ByPass):
+    """‖g_i‖ = √(Σ_p ‖g_ip‖²) for every sample; `per_sample_norms` is the short way to it.
+
+    ```python
+    norms = gramian.PerSampleNorms()
+    with gramian.observe(model, norms) as seen:
+        F.cross_entropy(model(x), y).backward()
+    seen[norms].values
+    ```
 
     Linear layers have two exact algorithms (see `gramian.plan.norm_algorithm`); "auto" takes the cheaper at each shape.
     """
 
     needs: Needs = "parameter"
-    per_sample = True
 
     def __init__(self, algorithm: Algorithm = "auto") -> None:
         """Set the algorithm.
@@ -46,10 +52,6 @@ class PerSampleNorms:
             raise GramianError(f'algorithm: expected one of {", ".join(ALGORITHMS)}, got "{algorithm}"')
         self.algorithm = algorithm
 
-    def start(self, parameters: Mapping[str, ParameterInfo]) -> SquaresByPass:
-        """No pass yet."""
-        return {}
-
     def update(self, sums: SquaresByPass, record: ParameterRecord) -> None:
         """Add one parameter's squared norms to its pass."""
         squares_B, number = record.squared_norms(self.algorithm), record.info.number
@@ -58,20 +60,8 @@ class PerSampleNorms:
         else:
             sums[number] = squares_B
 
-    def count(self, sums: SquaresByPass, samples: int) -> None:
-        """Samples count themselves."""
-
-    def forget(self, sums: SquaresByPass, number: int) -> None:
-        """Take a pass out whose backward failed half-way."""
-        sums.pop(number, None)
-
-    def merge(self, left: SquaresByPass, right: SquaresByPass) -> SquaresByPass:
-        """Samples of the left, then samples of the right."""
-        behind = max(left, default=0) + 1
-        return {**left, **{behind + number: squares for number, squares in right.items()}}
-
     def finish(self, sums: SquaresByPass) -> Norms:
-        """Square roots, in order."""
+        """The norms of all samples, in the order of their forwards."""
         squares = [sums[number] for number in sorted(sums)]
         return Norms(torch.cat(squares).sqrt() if squares else torch.zeros(0))
 
@@ -80,7 +70,7 @@ class NormCapture(Capture):
     """The capture behind `per_sample_norms`."""
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, **options: object) -> None:
-        """One statistic."""
+        """Observe the norms alone; `options` are those of `Capture`."""
         self._norms = PerSampleNorms(algorithm)
         super().__init__(model, self._norms, **options)  # type: ignore[arg-type]
 
@@ -108,7 +98,7 @@ def per_sample_norms(
     audit: bool = True,
     proof: str | int = "auto",
 ) -> NormCapture:
-    """Norms of per-sample gradients from an ordinary backward.
+    """Observe the norms of per-sample gradients in an ordinary backward.
 
     ```python
     with gramian.per_sample_norms(model, loss_reduction="mean") as norms:
@@ -122,7 +112,7 @@ def per_sample_norms(
         algorithm: "auto", "direct" or "gram", for linear layers.
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
-        loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
+        loss_scale: the factor of the loss before `backward`, or the `GradScaler` that multiplies by it.
         audit: compare with autograd's gradients in every backward.
         proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone; a
             number: and again after so many forwards; "off": trust the shapes.

@@ -1,4 +1,4 @@
-"""Reliability weights of observations: what is known of them, and which are taken."""
+"""Reliability weights of observations: the sums from which variances and errors are formed, and which weights are valid."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 LEAST, MOST = 1e-100, 1e100
-"""Of weights other than 0: their squares are numbers, too."""
+"""Range of weights other than 0, in which squares are finite and not 0."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Weights:
 
     @classmethod
     def equal(cls, n: int) -> "Weights":
-        """Of n observations of weight 1."""
+        """The sums of n observations of weight 1."""
         return cls(float(n), float(n), n * (n - 1) / 2, n)
 
     @classmethod
     def of(cls, weights_N: Tensor) -> "Weights":
-        """Of some weights, float64 and above 0."""
+        """The sums of some weights [N], float64 and above 0."""
         pairs = weights_N[1:] @ weights_N.cumsum(0)[:-1]
         return cls(float(weights_N.sum()), float(weights_N.square().sum()), float(pairs), len(weights_N))
 
     def __add__(self, other: "Weights") -> "Weights":
-        """Of the observations of both."""
+        """The sums over the observations of both."""
         return Weights(
             self.total + other.total,
             self.squares + other.squares,
@@ -46,7 +46,7 @@ class Weights:
 
     @property
     def effective(self) -> float:
-        """n_eff, as many observations of equal weight as would tell the mean as well."""
+        """n_eff = W²/W₂, the number of observations of equal weight whose mean has the same variance."""
         return self.total**2 / self.squares
 
     @property
@@ -60,7 +60,7 @@ class Weights:
         return 2 * self.pairs / self.total
 
     def possible(self) -> bool:
-        """True if some observations have such sums."""
+        """True if some observations can have these sums."""
         n, squared = float(self.observations), self.squares + 2 * self.pairs
         counted = n >= 1 and n.is_integer() and self.pairs >= 0 and (self.pairs > 0) == (n > 1)
         summed = self.total > 0 and self.squares > 0 and squared < math.inf
@@ -68,10 +68,10 @@ class Weights:
 
 
 def check_weight(weight: Any) -> float:
-    """A weight as a float.
+    """Return a weight as a float.
 
     Raises:
-        GramianError: unless it is 0, or a number whose square is one.
+        GramianError: unless it is 0, or in the range of weights.
     """
     try:
         found = float(weight)
@@ -83,11 +83,7 @@ def check_weight(weight: Any) -> float:
 
 
 def check_weights(weights_N: Any, n: int) -> None:
-    """Refuse what are no n weights.
-
-    Raises:
-        GramianError: unless each is 0, or a number whose square is one.
-    """
+    """Raise GramianError unless this is a tensor [n] of weights, each 0 or in the range."""
     if not isinstance(weights_N, Tensor) or weights_N.shape != (n,):
         got = list(weights_N.shape) if isinstance(weights_N, Tensor) else type(weights_N).__name__
         raise GramianError(f"weights: got {got}; expected a tensor [{n}], one for each row")

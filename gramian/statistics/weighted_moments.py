@@ -29,12 +29,12 @@ from gramian.statistics.reliability_weights import Weights, check_weight, check_
 
 @dataclass
 class WeightedMoment:
-    """What is known of one tensor, float64."""
+    """The moments of one tensor's observations, float64."""
 
     mean: Tensor
-    """μ."""
+    """μ, the weighted mean."""
     deviations: Tensor
-    """M₂."""
+    """M₂, the weighted sum of squared deviations from μ."""
     weights: Weights
 
     def variance(self) -> Tensor:
@@ -48,16 +48,16 @@ class WeightedMoment:
         return (self.variance() / self.weights.effective).sqrt()
 
     def absorb(self, other: "WeightedMoment") -> None:
-        """Take another's observations in (Chan et al.): one temporary of the tensor's size."""
+        """Add another's observations (Chan et al. 1983): one temporary of the tensor's size."""
         self.deviations += other.deviations.to(self.deviations.device)
         self._move(other.mean, other.weights)
 
     def observe(self, value: Tensor, weight: float) -> None:
-        """Take one observation in (Welford): one temporary of the tensor's size."""
+        """Add one observation (Welford 1962): one temporary of the tensor's size."""
         self._move(value, Weights(weight, weight**2, 0.0, 1))
 
     def _move(self, mean: Tensor, weights: Weights) -> None:
-        """Count observations with this mean, whose deviations from it are in already."""
+        """Count observations with this mean, whose deviations from it are already added."""
         both = self.weights + weights
         shift = mean.to(self.mean) - self.mean
         self.deviations.addcmul_(shift, shift, value=self.weights.total * weights.total / both.total)
@@ -65,12 +65,12 @@ class WeightedMoment:
         self.weights = both
 
     def copy(self) -> "WeightedMoment":
-        """One that owns its tensors."""
+        """A copy that owns its tensors."""
         return replace(self, mean=self.mean.clone(), deviations=self.deviations.clone())
 
 
 class WeightedMoments:
-    """Welford moments of named tensors, each with weights of its own: one that is first seen late starts then.
+    """Weighted moments of named tensors; each tensor has its own weights, from its first observation on.
 
     ```python
     moments = WeightedMoments()
@@ -82,9 +82,8 @@ class WeightedMoments:
     """
 
     def __init__(self) -> None:
-        """Nothing seen."""
+        """Start with no observation."""
         self.moments: dict[str, WeightedMoment] = {}
-        """By name."""
 
     def __contains__(self, name: str) -> bool:
         """True if it was observed."""
@@ -97,7 +96,7 @@ class WeightedMoments:
 
         Args:
             values: {name: tensor}, of the same shape every time.
-            weight: of all of them; 0: they do not count.
+            weight: weight of all of them; 0: they do not count.
         """
         checked = check_weight(weight)
         check_mapping("values", values)
@@ -117,7 +116,7 @@ class WeightedMoments:
 
         Args:
             rows: {name: [n, *shape]}.
-            weights: [n], of the rows; None: all 1. Rows of weight 0 do not count, whatever they hold.
+            weights: [n], weights of the rows; None: all 1. Rows of weight 0 do not count, whatever their values.
         """
         check_mapping("rows", rows)
         for name, rows_N in rows.items():
@@ -136,10 +135,10 @@ class WeightedMoments:
                 self.add(name, _of_rows(rows_N.detach().double(), w_N))
 
     def merge(self, other: "WeightedMoments") -> None:
-        """Take all of another's observations in; the other stays as it is.
+        """Add all of another's observations; the other is not changed.
 
         Raises:
-            GramianError: if a tensor has another shape there; nothing is taken in.
+            GramianError: if a tensor has another shape there; nothing is added.
         """
         if not isinstance(other, WeightedMoments):
             raise GramianError(f"merge: got {type(other).__name__}; expected WeightedMoments")
@@ -148,7 +147,7 @@ class WeightedMoments:
             self.add(name, moment if name in self else moment.copy())
 
     def add(self, name: str, moment: WeightedMoment) -> None:
-        """Take observations of one tensor in, as moments of their own; the first ones are kept as they are, not copied."""
+        """Add observations of one tensor, given as their moments; the first ones are stored as they are, not copied."""
         mine = self._known(name, moment.mean.shape)
         if mine is None:
             self.moments[name] = moment
@@ -156,26 +155,22 @@ class WeightedMoments:
             mine.absorb(moment)
 
     def check_shapes(self, other: "WeightedMoments") -> None:
-        """Refuse another's observations before one of them is taken in.
-
-        Raises:
-            GramianError: if a tensor has another shape there.
-        """
+        """Raise GramianError if a tensor has another shape in the other moments."""
         for name, moment in other.moments.items():
             self._known(name, moment.mean.shape)
 
     def _known(self, name: str, shape: torch.Size) -> WeightedMoment | None:
-        """What was seen before under this name, which must have this shape."""
+        """The moments under this name, which must have this shape; None if there are none."""
         mine = self.moments.get(name)
         if mine is not None and mine.mean.shape != shape:
             raise GramianError(f"{name}: has shape {list(shape)}; expected {list(mine.mean.shape)}, as before")
         return mine
 
     def over(self, process_group: Any = None) -> "WeightedMoments":
-        """The moments of all processes' observations, the same on each of them; this object stays as it is. Collective.
+        """The moments of all processes' observations, the same on each of them; this object is not changed. Collective.
 
         The means are joined first, so that deviations are taken from the common mean; all of them as differences from the mean
-        of the process with the largest weight, which no rounding moves. Traffic: a broadcast of 8 and an all-reduce of 16
+        of the process with the largest weight, which is not rounded. Traffic: a broadcast of 8 and an all-reduce of 16
         bytes per entry; a tensor that some processes have not seen takes part with weight 0.
 
         Args:
@@ -185,32 +180,32 @@ class WeightedMoments:
             GramianError: on all processes, if shapes differ among them.
         """
         device = next((moment.mean.device for moment in self.moments.values()), torch.device("cpu"))
-        others = exchange_of(process_group, device)
+        exchange = exchange_of(process_group, device)
         joined = WeightedMoments()
-        if others is None:
+        if exchange is None:
             joined.merge(self)
             return joined
         shapes: dict[str, list[int]] = {}
         weights: dict[str, list[Weights]] = {}
         mine = {name: (list(moment.mean.shape), astuple(moment.weights)) for name, moment in self.moments.items()}
-        for rank, said in enumerate(others.tell(mine)):
-            for name, (shape, sums) in said.items():
+        for rank, theirs in enumerate(exchange.gather_messages(mine)):
+            for name, (shape, sums) in theirs.items():
                 if shapes.setdefault(name, shape) != shape:
                     raise GramianError(f"{name}: has shape {shape} on process {rank}; expected {shapes[name]}")
-                weights.setdefault(name, [Weights()] * others.size)[rank] = Weights(*sums)
+                weights.setdefault(name, [Weights()] * exchange.size)[rank] = Weights(*sums)
         for name in sorted(shapes):
-            whole = sum(weights[name], Weights())
+            total = sum(weights[name], Weights())
             zeros = torch.zeros(shapes[name], dtype=torch.float64, device=device)
             moment = self.moments.get(name, WeightedMoment(zeros, zeros, Weights()))
-            heaviest = max(range(others.size), key=lambda rank: weights[name][rank].total)
-            origin = others.hand(moment.mean, shapes[name], moment.mean, heaviest)
+            heaviest = max(range(exchange.size), key=lambda rank: weights[name][rank].total)
+            origin = exchange.broadcast(moment.mean, shapes[name], moment.mean, heaviest)
             offset = moment.mean - origin
-            shift = others.sum(offset * (moment.weights.total / whole.total))
-            deviations = others.sum(moment.deviations + moment.weights.total * (offset - shift).square())
-            joined.moments[name] = WeightedMoment(origin + shift, deviations, whole)
+            shift = exchange.sum(offset * (moment.weights.total / total.total))
+            deviations = exchange.sum(moment.deviations + moment.weights.total * (offset - shift).square())
+            joined.moments[name] = WeightedMoment(origin + shift, deviations, total)
         return joined
 
-    # ---- what they say -----------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def mean(self) -> dict[str, Tensor]:
         """μ of every tensor, float64."""
@@ -235,8 +230,8 @@ class WeightedMoments:
             level: share of such intervals that hold the true mean, where observations are nearly normal or many.
 
         Returns:
-            {name: (low, high)}, float64; NaN after one observation. Without end where one weight is nearly all, n_eff − 1
-            below 0.01, and the observations differ.
+            {name: (low, high)}, float64; NaN after one observation. Infinite where one weight is nearly all, n_eff − 1 below
+            0.01, and the observations differ.
         """
         if not isinstance(level, Real) or not 0 < level < 1:
             raise GramianError(f"level: expected a number between 0 and 1, got {level!r}")
@@ -255,10 +250,10 @@ class WeightedMoments:
     def _each(self, function: Callable[[WeightedMoment], Tensor]) -> dict[str, Tensor]:
         return {name: function(moment) for name, moment in self.moments.items()}
 
-    # ---- at rest -----------------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat and of tensors only, as safetensors takes it: mean, deviations and weights [W, W₂, C, n] of every name."""
+        """A flat mapping of tensors, as safetensors stores it: mean, deviations and weights [W, W₂, C, n] of every name."""
         state = {}
         for name, moment in self.moments.items():
             state[f"mean.{name}"] = moment.mean.clone()
@@ -267,7 +262,7 @@ class WeightedMoments:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave; nothing changes if it is something else."""
+        """Load a `state_dict`; an invalid one raises and changes nothing."""
         check_state(state)
         found = {}
         names = [key.removeprefix("mean.") for key in state if key.startswith("mean.")]

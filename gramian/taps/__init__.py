@@ -1,4 +1,8 @@
-"""One capture of (input, output gradient) for every layer."""
+"""The capture: taps read (input, output gradient) of every layer in a backward pass, once, for all statistics.
+
+`hub_of(model)` holds the taps of a model, `Capture` lets statistics observe it, a `Site` explains one kind of layer, and the
+row proof (`gramian.taps.proof`) shows that rows are attributed to the right samples.
+"""
 
 from gramian.taps.capture import Capture
 from gramian.taps.coverage import Cover, Coverage

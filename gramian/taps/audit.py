@@ -1,10 +1,10 @@
-"""The audit: what the taps explain must be what autograd computed, for every trainable parameter, in every backward.
+"""The audit: the gradient that the taps explain must be autograd's, for every trainable parameter, in every backward.
 
 Σ_i g_i from the records is compared with the gradient that reaches the parameter in this backward, before any reduction
 over processes. It catches a weight used outside its layer, a wrong orientation, double counts, forgotten uses and a penalty
 on the weights that enters the loss, in one comparison.
 
-The first time a parameter gets a gradient, the whole gradients are compared. Cost: one more weight gradient, once. After that
+The first time a parameter gets a gradient, the entire gradients are compared. Cost: one more weight gradient, once. After that
 one parameter in sixteen is compared in each backward, by turns: a penalty on all weights shows at once, one on a single weight
 within sixteen backwards. Both gradients are projected on random directions: their difference Δ shows as numbers of mean 0
 and variance ‖Δ‖². Cost: one pass over the gradient and over the tensors that the taps read, and one wait for the device at the
@@ -20,34 +20,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import exact_float32, wide, wide_dtype
-from gramian.parallel.tensor_parallel import TensorParallel, whole
+from gramian.linalg.wide import exact_float32, wide
+from gramian.parallel.tensor_parallel import TensorParallel, full_tensor
 from gramian.taps.gradients import PerSampleGradient
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import ParameterInfo
 
 AGREES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Largest relative difference of whole gradients, by the narrowest dtype that took part."""
+"""Largest relative difference of entire gradients, by the narrowest dtype that took part."""
 PROJECTED = 8
-"""How many times its rounding a projected difference may reach, in the mean square over directions."""
+"""Largest projected difference as a multiple of its rounding, in the mean square over directions."""
 TENSOR_FLOAT_32 = 2.0**-10
 TURNS = 16
-"""A parameter that was compared whole is compared again in one backward of so many, in each some of them, at least one."""
+"""A parameter whose entire gradient was compared is projected in one backward of so many; each has its turn."""
 TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass
 class Projections:
-    """What was projected in one backward, on K directions for each parameter."""
+    """Projections of one backward's gradients on K directions for each parameter."""
 
     directions: dict[tuple[tuple[int, ...], torch.device], Directions]
-    """By shape and device; the model's hub keeps them, so that they are drawn once."""
+    """Directions by shape and device; the model's hub stores them, so that they are drawn once."""
     tensor_float_32: bool
     """True if the user's own products of float32 matrices may be rounded to TF32; inside a backward, taps switch that off."""
     explained: dict[str, list[Tensor]] = field(default_factory=dict)
-    """{parameter: terms of what the taps explain, [terms, K] for each of its records}."""
+    """{parameter: projected terms that the taps explain, [terms, K] for each of its records}."""
     arrived: dict[str, list[Tensor]] = field(default_factory=dict)
     """{parameter: G v_k of autograd's gradients, [M, K] each}."""
     _rounding: dict[str, float] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class Projections:
     _left: dict[str, Tensor] = field(default_factory=dict)
 
     def explain(self, record: ParameterRecord, device: torch.device) -> None:
-        """What the taps explain, of one use or of several."""
+        """Project the gradient that the taps explain, of one use or of several."""
         name, gradient = record.parameter, record.gradient
         terms = gradient.projected(self._directions(gradient.shape, device))
         self.explained.setdefault(name, []).append(terms)
@@ -66,7 +67,7 @@ class Projections:
             self._sequential.add(name)
 
     def arrive(self, name: str, gradient: Tensor) -> None:
-        """What autograd computed."""
+        """Project a gradient that autograd computed."""
         directions = self._directions(tuple(gradient.shape), gradient.device)
         self.arrived.setdefault(name, []).append(directions.along_rows(gradient))
         self._left[name] = directions.sides(wide_dtype(gradient))[0]
@@ -98,7 +99,7 @@ class Projections:
         allowed_P = PROJECTED * (rates[0] * norms_P + rates[1] * sizes_P)
         excess_P = (arrived_PK - explained_PK).square().mean(1).sqrt() - allowed_P
         for name, excess in zip(names, excess_P.tolist(), strict=True):
-            if excess > TINY:  # not so where something is not finite, of which nothing can be said
+            if excess > TINY:  # False where something is not finite, which cannot be compared
                 return name
         return None
 
@@ -117,11 +118,9 @@ class Projections:
 
 
 def _sums_and_norms(groups: list[list[Tensor]], signs: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Of groups of rows [rows, K]: their sums [groups, K], and roots of the mean over K of sums of squares [groups]; float64.
+    """Sums [groups, K] of groups of rows [rows, K], and roots of the mean over K of their sums of squares [groups]; float64.
 
-    Args:
-        groups: parts of each.
-        signs: factors of the rows in the sums, one tensor for each part; None: 1.
+    Rows enter the sums with the factors `signs`, one tensor for each part of each group; None: 1.
     """
     device = groups[0][0].device
     flat = torch.cat([part.to(device) for parts in groups for part in parts]).double()
@@ -141,21 +140,22 @@ class Audit:
         parameters: Mapping[str, ParameterInfo],
         projections: Projections,
         known: Collection[str] = (),
-        spread: TensorParallel | None = None,
+        tensor_parallel: TensorParallel | None = None,
         listens: Callable[[], bool] = lambda: True,
     ) -> None:
         """Watch nothing yet.
 
         Args:
-            parameters: to be compared.
-            projections: of this backward.
-            known: those that were compared whole before, and are compared by projections now.
-            spread: the processes that took a share of the samples each; what they explain is added up.
-            listens: False while a proof runs the model untapped.
+            parameters: the parameters to compare.
+            projections: receives the projections of this backward.
+            known: parameters whose entire gradient was compared before; projections are compared now.
+            tensor_parallel: processes that took a share of the samples each, whose explained gradients are added up.
+            listens: returns False while a proof runs the model untapped.
         """
-        self._spread, self._listens, self._known, self._projections = spread, listens, known, projections
+        self._tensor_parallel, self._listens = tensor_parallel, listens
+        self._known, self._projections = known, projections
         self._rounding: dict[str, tuple[Tensor, torch.dtype, int]] = {}
-        """{parameter: how large the terms of its sum are, their narrowest dtype, and how many are added up in it}."""
+        """{parameter: the size of the terms of its sum, their narrowest dtype, and how many are added up in it}."""
         self._totals: dict[str, Tensor] = {}
         self._arrived: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -164,7 +164,7 @@ class Audit:
         self._names = dict.fromkeys(parameters)
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """See the local gradient that reaches this tensor (under FSDP2 the unsharded one that the forward reads)."""
+        """Hook the local gradient that reaches this tensor (under FSDP2 the unsharded one that the forward reads)."""
         known = name not in self._names or id(tensor) in self._watched
         if not known and tensor.requires_grad and tensor.is_leaf and self._is_read(tensor):
             self._watched[id(tensor)] = tensor
@@ -176,13 +176,13 @@ class Audit:
             self._handles.append(handle)
 
     def _is_read(self, tensor: Tensor) -> bool:
-        """True for what a forward reads: a plain tensor, or one that is spread by features alone; False for FSDP2's shards."""
+        """True for a tensor that a forward reads: plain, or tensor parallel; False for FSDP2's shards."""
         if not isinstance(tensor, DTensor):
             return True
-        return self._spread is not None and tensor.device_mesh == self._spread.mesh
+        return self._tensor_parallel is not None and tensor.device_mesh == self._tensor_parallel.mesh
 
     def record(self, record: ParameterRecord) -> None:
-        """What the taps explain."""
+        """Add a gradient that the taps explain."""
         if record.parameter not in self._watched_names:
             return
         if record.parameter in self._known:
@@ -199,7 +199,7 @@ class Audit:
 
     @staticmethod
     def _terms(gradient: PerSampleGradient) -> int:
-        """How many terms autograd may add up one after the other in their own dtype: torch does so on a CPU."""
+        """Number of terms that autograd may add up one after the other in their own dtype: torch does so on a CPU."""
         last = gradient.tensors()[-1]
         return 0 if gradient.summed_wide or last.device.type != "cpu" else last.shape[:2].numel()
 
@@ -215,13 +215,13 @@ class Audit:
         self._arrived[name] = self._arrived[name] + gradient if name in self._arrived else gradient.clone()
 
     def verdict(self) -> frozenset[str]:
-        """Compare, once the backward is over.
+        """Compare both sides once the backward is over, and remove the hooks.
 
         A parameter that this backward did not differentiate (`torch.autograd.grad` with respect to inputs), or whose
-        gradient is not finite, is left for another one.
+        gradient is not finite, is left for a later one.
 
         Returns:
-            The parameters whose whole gradients were compared.
+            The parameters whose entire gradients were compared.
 
         Raises:
             GramianError: naming the first parameter whose gradient the taps do not explain.
@@ -235,9 +235,9 @@ class Audit:
             arrived, total = self._arrived.get(name), self._totals.get(name)
             if arrived is None:
                 continue
-            arrived = whole(arrived)
-            if self._spread is not None and total is not None:
-                total = self._spread.sum(total)
+            arrived = full_tensor(arrived)
+            if self._tensor_parallel is not None and total is not None:
+                total = self._tensor_parallel.sum(total)
             if not bool(arrived.isfinite().all()):
                 continue
             compared.add(name)
@@ -246,7 +246,7 @@ class Audit:
                     raise GramianError(f"{name}: got a gradient, but none through its layer; {_ADVICE}")
                 continue
             (magnitude, dtype, terms), got = self._rounding[name], wide(arrived).to(total.dtype)
-            magnitude = magnitude if self._spread is None else self._spread.sum(magnitude)
+            magnitude = magnitude if self._tensor_parallel is None else self._tensor_parallel.sum(magnitude)
             info = torch.finfo(dtype)
             below_normal = info.smallest_normal * got.numel() ** 0.5  # where numbers lie evenly, eps of it apart
             rounding = info.eps * (magnitude + below_normal)
@@ -262,7 +262,7 @@ class Audit:
         return frozenset(compared)
 
     def release(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -1,4 +1,4 @@
-"""One capture: statistics on a model for the time of a `with` block."""
+"""A capture: statistics observe every backward of a model inside a `with` block."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from gramian.taps.units import Units
 
 
 class Capture:
-    """Statistics that observe every backward of a model inside a `with` block. Users know it as `gramian.observe`.
+    """Statistics that observe every backward of a model inside a `with` block; public as `gramian.observe`.
 
     ```python
     fisher, noise = gramian.DiagonalFisher(), gramian.NoiseScale()
@@ -53,13 +53,13 @@ class Capture:
 
         Args:
             model: the user's model, or any wrapper of it.
-            *statistics: what to compute; all share one backward.
+            *statistics: the statistics to compute; all share one backward.
             loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
             batch_size: B, if it is not the first axis of the model's first tensor argument.
             sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
-            token_weights: [B, T], zero for tokens (padding, prompts) that statistics of activations leave out; gradients are
-                what the loss makes them. None: all tokens count.
-            loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
+            token_weights: [B, T], zero for tokens (padding, prompts) that statistics of activations leave out; gradients do
+                not depend on it. None: all tokens count.
+            loss_scale: the factor of the loss before `backward`, or the `GradScaler` that multiplies by it.
             process_group: sum the statistics over these processes on leaving the block (collective); None: this one only.
             audit: compare with autograd's gradients in every backward.
             proof: "auto": show on the first batch of every structure of inputs that each row depends on its sample alone,
@@ -110,18 +110,20 @@ class Capture:
         return self
 
     def _new_audit(self) -> Audit | None:
-        """An audit of the next backward, if weight gradients are formed: of first gradients, and of others by turns."""
+        """An audit of the next backward, if weight gradients are formed: of first gradients, and of later ones by turns."""
         hub = self._hub
-        spread, known = hub.tensor_parallel, hub.audited
+        tensor_parallel, known = hub.tensor_parallel, hub.audited
         turns = max(1, min(TURNS, len(hub.parameters)))
         chosen = {
             name: p
             for number, (name, p) in enumerate(hub.parameters.items())
-            if name not in known or (spread is None and (number + hub.audits) % turns == 0)
+            if name not in known or (tensor_parallel is None and (number + hub.audits) % turns == 0)
         }
         if not self._audit_wanted or hub.rule.withholds:
             return None
-        audit = Audit(chosen, Projections(hub.directions, self._tensor_float_32), known, spread, lambda: hub.live)
+        audit = Audit(
+            chosen, Projections(hub.directions, self._tensor_float_32), known, tensor_parallel, lambda: hub.live
+        )
         for name, p in self._plain_parameters():
             audit.watch(name, p)
         return audit
@@ -150,7 +152,7 @@ class Capture:
             )
 
     def next(self, *, sample_ids: Tensor | None = None, token_weights: Tensor | None = None) -> None:
-        """Say whose rows and tokens the next forward of this block has."""
+        """Set the sample ids and token weights of the next forward of this block."""
         self.sample_ids, self._token_weights = sample_ids, token_weights
 
     # ---- results ------------------------------------------------------------------------------------------------------
@@ -162,13 +164,11 @@ class Capture:
             GramianError: if the statistic is not part of this capture or no backward has run.
         """
         result = statistic.finish(self._sums_of(statistic))
-        whole = self._state == "closed" and self._group is not None  # the same on every process
-        return self._placed(result) if whole and getattr(statistic, "per_parameter", False) else result
+        reduced = self._state == "closed" and self._group is not None  # the same on every process
+        return self._placed(result) if reduced and getattr(statistic, "per_parameter", False) else result
 
     def _placed(self, result: dict[str, Tensor]) -> dict[str, Tensor]:
-        root = self._hub.root()
-        assert root is not None
-        places = dict(named_parameters(root))
+        places = dict(named_parameters(self._hub.root_module))
         return {name: place_like(value, places[name]) for name, value in result.items()}
 
     def sums(self, statistic: Statistic) -> Any:
@@ -180,7 +180,7 @@ class Capture:
         return copy.deepcopy(self._sums_of(statistic))
 
     def _sums_of(self, statistic: Statistic) -> Any:
-        if any(statistic is spoilt for spoilt in self._failed):
+        if any(statistic is failed for failed in self._failed):
             raise GramianError(
                 "capture: a backward inside the block failed half-way; expected a new capture after that"
             )
@@ -197,11 +197,9 @@ class Capture:
         return self._final if self._state == "closed" and hasattr(self, "_final") else self._coverage()
 
     def _coverage(self) -> Coverage:
-        root = self._hub.root()
-        assert root is not None
         covers: dict[str, Cover] = {}
         seen: set[int] = set()
-        for name, p in named_parameters(root):
+        for name, p in named_parameters(self._hub.root_module):
             if id(p) not in seen:  # a tied one goes by its first name
                 seen.add(id(p))
                 kind = self._hub.parameters[name].kind if name in self._hub.parameters else ""
@@ -209,10 +207,8 @@ class Capture:
         return Coverage(covers)
 
     def _plain_parameters(self) -> list[tuple[str, Tensor]]:
-        """Trainable parameters that are themselves what the forward reads (FSDP2 shows another tensor there)."""
-        root = self._hub.root()
-        assert root is not None
-        known = self._hub.parameters
+        """Trainable parameters that the forward itself reads (under FSDP2 it reads another tensor)."""
+        known, root = self._hub.parameters, self._hub.root_module
         return [(n, p) for n, p in named_parameters(root) if n in known and not hasattr(p, "placements")]
 
     # ---- listening ----------------------------------------------------------------------------------------------------
@@ -229,13 +225,13 @@ class Capture:
         return PassInfo(number, batch, units, self.sample_ids, weights, factor, self._loss_scale)
 
     def layer(self, record: LayerRecord) -> None:
-        """Hand a layer's use to the statistics that want it."""
+        """Pass one use of a layer to the statistics that need layers."""
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if statistic.needs == "layer":
                 statistic.update(sums, record)
 
     def parameter(self, record: ParameterRecord) -> None:
-        """Hand a parameter to the statistics that want it."""
+        """Pass one parameter to the audit and to the statistics that need parameters."""
         algorithm = ", ".join(record.gradient.algorithm(choice) for choice in self._algorithms)
         self._covers[record.parameter] = Cover("covered", record.kind, algorithm, record.uses)
         if self._audit is not None:
@@ -245,12 +241,12 @@ class Capture:
                 statistic.update(sums, record)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Let the audit see the tensor that a forward really reads."""
+        """Let the audit watch the tensor that a forward reads for a parameter."""
         if self._audit is not None:
             self._audit.watch(parameter, tensor)
 
     def failed_pass(self, info: PassInfo) -> None:
-        """Part of a backward is in the sums; only statistics that keep passes apart can take it out again."""
+        """Remove half of a backward from the sums of statistics that store passes apart; the rest have no result any more."""
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             if isinstance(statistic, Forgets):
                 statistic.forget(sums, info.number)
@@ -258,18 +254,18 @@ class Capture:
                 self._failed.append(statistic)
 
     def proof_is_due(self) -> bool:
-        """True after every so many forwards, where a period was asked for."""
+        """True once in every `proof` forwards, where it is a number."""
         self._forwards += 1
         return isinstance(self.proof, int) and self._forwards % self.proof == 0
 
     def proof_failed(self) -> None:
-        """The error says it all."""
+        """Do nothing: the proof's error is raised."""
 
     def proof_stays_open(self) -> None:
-        """A later batch may tell."""
+        """Do nothing: a later batch may prove the rows."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """One backward is over."""
+        """Count the samples of a backward, and audit it."""
         self._passes += 1
         for statistic, sums in zip(self.statistics, self._sums, strict=True):
             statistic.count(sums, info.count)
@@ -282,7 +278,7 @@ class Capture:
 
 
 def check_arguments(loss_reduction: Any, batch_size: Any, sample_ids: Any, token_weights: Any, loss_scale: Any) -> None:
-    """Raise GramianError for the first argument that is not what it should be."""
+    """Raise GramianError for the first argument of a capture that is not valid."""
     if loss_reduction not in ("mean", "sum") and not (_is_number(loss_reduction) and loss_reduction):
         raise GramianError(
             f'loss_reduction: expected "mean", "sum" or a coefficient other than 0, got {loss_reduction!r}'

@@ -1,4 +1,4 @@
-"""Which parameters a capture explained, and how."""
+"""The coverage report of a capture: which parameters it explained, by which kind of layer and algorithm."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Coverage(Mapping[str, Cover]):
     """{parameter name: Cover} for every parameter of the model; `str()` is a table."""
 
     def __init__(self, covers: Mapping[str, Cover]) -> None:
-        """Keep a copy."""
+        """Copy the mapping."""
         self._covers = dict(covers)
 
     def __getitem__(self, name: str) -> Cover:

@@ -1,8 +1,8 @@
 """Passes: one forward of the root and the backward through it.
 
-Uses of a parameter are counted in the forward; in the backward they are collected until the last one is in, joined per
-sample and handed on. A parameter that is used once is handed on at once, so nothing is kept longer than the backward itself
-keeps it.
+Uses of a parameter are counted in the forward. In the backward their per-sample gradients are collected until the last one has
+arrived, joined per sample, and delivered to the listeners. A parameter that is used once is delivered at once, so nothing is
+stored longer than the backward itself stores it.
 """
 
 import itertools
@@ -23,73 +23,69 @@ from gramian.taps.roles import GradientRule, Statistic
 
 SECOND_BACKWARD = "backward: ran twice through one forward; expected one backward for each forward"
 FORWARDS_WITHOUT_BACKWARD = 1024
-"""Older passes whose backward never came are forgotten."""
+"""Largest number of open passes; older ones, whose backward never came, are dropped."""
 
 
 class Listener(Protocol):
-    """Somebody who wants the records of a model."""
+    """An object that receives the records of a model's backwards: a capture, a gradient rule, a proof's recorder."""
 
     per_sample: bool
     """True if samples must be told apart."""
-
     batch_size: int | None
     """B, where the user gave it."""
-
     proof: "str | int"
-    """"auto": rows are proven before they are used; a number: and one run of it again after so many steps; "off"."""
-
+    """"auto": rows are proven before they are used; a number: and one run is repeated after so many steps; "off"."""
     sample_ids: Tensor | None
     """The unit of each row or token of the next forward; None: row i is sample i."""
-
     takes_shares: bool
     """True if it takes this process's share of the samples where processes see the same ones (tensor parallelism)."""
 
     @property
     def statistics(self) -> Sequence[Statistic]:
-        """What it computes."""
+        """The statistics it computes."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """How this listener reads the gradients of a pass."""
+        """How this listener reads the gradients of a pass, which begins."""
 
     def layer(self, record: LayerRecord) -> None:
-        """One use of a layer."""
+        """Receive one use of a layer."""
 
     def parameter(self, record: ParameterRecord) -> None:
-        """One parameter with all its uses joined."""
+        """Receive one parameter with all its uses joined."""
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """The tensor that stands for a parameter in this forward."""
+        """Receive the tensor that stands for a parameter in this forward."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """The backward of a pass is over."""
+        """Learn that the backward of a pass is over."""
 
     def failed_pass(self, info: PassInfo) -> None:
-        """The backward of a pass broke off."""
+        """Learn that the backward of a pass failed half-way."""
 
     def proof_is_due(self) -> bool:
         """True if one run of the proof is to be repeated on this batch."""
 
     def proof_failed(self) -> None:
-        """A repeated run showed that rows are not attributed rightly."""
+        """Learn that a repeated run of the proof failed: rows are not attributed rightly."""
 
     def proof_stays_open(self) -> None:
-        """All samples of the batch are equal; raises where that cannot be accepted."""
+        """Learn that all samples of a batch are equal, so that nothing was proven; raise where that cannot be accepted."""
 
 
 @dataclass
 class Pass:
-    """One forward of the root, and what its backward has brought so far."""
+    """One forward of the root, and the gradients that its backward has brought so far."""
 
     number: int
     batch: int
     length: int | None
     """Second axis of the root's first tensor: the tokens of a row, where there are any."""
     first: bool
-    """True until the model was audited: what need be looked at only once is looked at now."""
+    """True until all parameters were audited once."""
     infos: list[tuple[Listener, PassInfo]]
-    """Who listened when the pass began, and how they read it."""
+    """Listeners when the pass began, and how they read its gradients."""
     tokens: int = 0
-    """Address of the root's first tensor, of which the batch was taken: that one has its samples first."""
+    """Address of the root's first tensor, whose first axis is the batch."""
     uses: dict[str, int] = field(default_factory=dict)
     """How often each parameter is used; its gradient is complete when as many have arrived."""
     arrived: dict[str, list[tuple[str, PerSampleGradient]]] = field(default_factory=dict)
@@ -97,7 +93,7 @@ class Pass:
     delivered: set[str] = field(default_factory=set)
     closed: bool = False
     returned: bool = False
-    """True once the root's forward is over; a compiled one does not say."""
+    """True once the root's forward is over; stays False for a compiled one."""
     repeated: bool = False
     """True in the second of two backwards through this forward."""
     ordinals: dict[str, int] = field(default_factory=dict)
@@ -105,12 +101,12 @@ class Pass:
     leaves: list[tuple[str, Tensor]] = field(default_factory=list)
     """Weights that layers without a formula ran on, where gradients are withheld from the parameters themselves."""
     explained: dict[str, "Explained"] = field(default_factory=dict)
-    """{parameter: what the uses of these layers explain}."""
+    """{parameter: the sum that the taps of these layers explain}."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """Σ_i g_i of the uses of a parameter, and how far rounding may put it off."""
+    """Σ_i g_i of the uses of a parameter, and the size of its terms, which bounds rounding."""
 
     total: Tensor
     magnitude: Tensor
@@ -118,7 +114,7 @@ class Explained:
 
     @classmethod
     def of(cls, gradient: PerSampleGradient, before: "Explained | None") -> "Explained":
-        """One more use."""
+        """Add one more use."""
         own = cls(gradient.total(), gradient.magnitude(), gradient.dtype)
         if before is None:
             return own
@@ -130,15 +126,10 @@ class PassBook:
     """The passes of one model that are under way."""
 
     def __init__(self, listeners: list[Listener], rule: Callable[[], GradientRule]) -> None:
-        """Start with none.
-
-        Args:
-            listeners: who listens; the list is shared with, and changed by, its owner.
-            rule: tells the rule that governs the model now.
-        """
+        """Start with no pass; the list of listeners is shared with its owner, `rule` returns the model's present rule."""
         self.current: Pass | None = None
         self.reached: Pass | None = None
-        """The pass that a running backward reached last: a checkpoint's second run belongs to it."""
+        """The pass that a running backward reached last; a checkpoint's second run belongs to it."""
         self._listeners, self._rule = listeners, rule
         self._passes: dict[int, Pass] = {}
         self._numbers = itertools.count(1)
@@ -148,13 +139,13 @@ class PassBook:
         self._touched: dict[int, Pass] = {}
 
     def clear(self) -> None:
-        """Forget everything under way."""
+        """Drop all passes under way."""
         self.current, self.reached, self._task = None, None, -1
         self._passes.clear()
         self._touched = {}
 
     def open(self, batch: int, length: int | None, first: bool, tokens: int = 0) -> int:
-        """Open a pass and return its number; `tokens` is where the root's first tensor lies."""
+        """Open a pass and return its number; `tokens` is the address of the root's first tensor."""
         if not in_backward():
             self.settle()
         for number in [number for number, pass_ in self._passes.items() if pass_.closed]:
@@ -168,7 +159,7 @@ class PassBook:
         return number
 
     def settle(self) -> None:
-        """No backward is running: one that began and did not end has failed, and half of it is in the sums."""
+        """Report backwards that began and did not end as failed; called where no backward is running."""
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         for pass_ in touched.values():
             for listener, info in self.audience(pass_):
@@ -178,7 +169,7 @@ class PassBook:
         """Rows of the pass that a checkpoint's second run belongs to.
 
         Raises:
-            GramianError: if forwards of different batches are open and the backward has not said which one it is in.
+            GramianError: if forwards of different batches are open and the backward has reached none of them yet.
         """
         batches = {self.reached.batch} if self.reached else {p.batch for p in self._passes.values() if not p.closed}
         if len(batches) != 1:
@@ -200,13 +191,13 @@ class PassBook:
         return pass_
 
     def audience(self, pass_: Pass) -> list[tuple[Listener, PassInfo]]:
-        """Who listened when the pass began and still does; in a second backward the rule alone."""
+        """Listeners since the pass began; in a second backward the rule alone."""
         there = [(listener, info) for listener, info in pass_.infos if listener in self._listeners]
         rule: object = self._rule()
         return [pair for pair in there if pair[0] is rule] if pass_.repeated else there
 
     def begin(self, pass_: Pass, device: str) -> None:
-        """The backward reached a pass: notice nested backwards, and ask for a call when this one is over."""
+        """Note that the backward reached a pass: refuse nested backwards, and ask for a call when this one is over."""
         task = torch._C._current_graph_task_id()
         if self._task not in (-1, task):
             raise GramianError(
@@ -219,13 +210,9 @@ class PassBook:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of_backward, device))
 
     def arrive(self, pass_: Pass, kind: str, gradients: dict[str, PerSampleGradient], borrowed: bool) -> None:
-        """One use of a layer brought these gradients.
+        """Collect {parameter: gradient} of one use of a layer, and deliver parameters whose uses are complete.
 
-        Args:
-            pass_: the pass it belongs to.
-            kind: kind of the layer.
-            gradients: {parameter: per-sample gradient of this use}.
-            borrowed: True if their tensors are valid during this call only, so what has to wait must be copied.
+        Tensors that are `borrowed` are valid during this call only, so incomplete uses are copied.
         """
         for name, gradient in gradients.items():
             if name in pass_.delivered:
@@ -240,7 +227,7 @@ class PassBook:
                 self._deliver(pass_, name, borrowed)
 
     def _refuse_unexplained(self, pass_: Pass) -> None:
-        """Compare with what autograd sent to the weights: a gradient past the layer's outputs would go unclipped, or be lost.
+        """Compare with autograd's gradients of detached weights: one past the layer's outputs would not be clipped.
 
         Raises:
             GramianError: naming the parameter.
@@ -252,17 +239,17 @@ class PassBook:
                 leaf.grad = None
         explained, pass_.explained = pass_.explained, {}
         for name, got in arrived.items():
-            told = explained.get(name, Explained(torch.zeros_like(wide(got)), wide(got).new_zeros(()), got.dtype))
-            dtype = min(got.dtype, told.dtype, key=lambda dtype: dtype.itemsize)
-            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * told.magnitude
-            if bool(got.isfinite().all()) and not bool((wide(got) - told.total).norm() <= allowed):
+            own = explained.get(name, Explained(torch.zeros_like(wide(got)), wide(got).new_zeros(()), got.dtype))
+            dtype = min(got.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
+            allowed = AGREES[dtype] * wide(got).norm() + 8 * torch.finfo(dtype).eps * own.magnitude
+            if bool(got.isfinite().all()) and not bool((wide(got) - own.total).norm() <= allowed):
                 raise GramianError(
                     f"{name}: gets a gradient past what its layer returns (an auxiliary loss kept on the module, a list, a "
                     "custom object), which would not be clipped; expected tensors alone or in tuples, lists and dicts"
                 )
 
     def _deliver(self, pass_: Pass, name: str, borrowed: bool) -> None:
-        """All uses of a parameter are in: join them and hand them on."""
+        """Join all uses of a parameter and deliver them to the listeners."""
         parts = pass_.arrived.pop(name)
         pass_.delivered.add(name)
         kind = " + ".join(dict.fromkeys(kind for kind, _ in parts))
@@ -272,12 +259,12 @@ class PassBook:
             listener.parameter(ParameterRecord(name, kind, len(parts), mine, info, borrowed))
 
     def _end_of_backward(self, device: str) -> None:
-        """Hand on what is still incomplete (uses that got no gradient) and close the passes."""
+        """Deliver parameters some of whose uses got no gradient, and close the passes."""
         touched, self._touched, self._task, self.reached = self._touched, {}, -1, None
         with torch.autocast(device, enabled=False), exact_float32():
             for pass_ in touched.values():
                 for name in list(pass_.arrived):
-                    self._deliver(pass_, name, borrowed=False)  # what waits was copied
+                    self._deliver(pass_, name, borrowed=False)  # incomplete uses were copied
                 if self.current is pass_:
                     self.current = None
             again = self._rule().again
@@ -300,8 +287,7 @@ class PassBook:
 def accumulates(leaf: Any) -> bool:
     """True if the backward under way adds to `.grad` of a leaf (`backward()`); False in `torch.autograd.grad`.
 
-    Args:
-        leaf: the node that would add, from `torch.autograd.graph.get_gradient_edge`.
+    The leaf is given as its node of `torch.autograd.graph.get_gradient_edge`.
     """
     try:
         found: bool = torch._C._will_engine_execute_node(leaf)

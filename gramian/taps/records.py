@@ -1,4 +1,4 @@
-"""What a backward pass hands to statistics: one record per layer use, one per parameter once all its uses are in.
+"""Records that a backward pass gives to statistics: one for each use of a layer, one for each parameter with all its uses.
 
 Legend: B samples (rows of the batch), U units (= samples unless `sample_ids` regroups them), T tokens.
 """
@@ -41,14 +41,13 @@ class PassInfo:
         """Factor from what the backward carries to the gradient of one sample's loss; read while the backward runs."""
         if not isinstance(self.loss_scale, torch.amp.GradScaler):
             return self.factor / self.loss_scale
-        scale: Tensor | None = getattr(
-            self.loss_scale, "_scale", None
-        )  # a 0-dim tensor: reading it as a float would wait for the device
+        # a 0-dim tensor: reading it as a float would wait for the device
+        scale: Tensor | None = getattr(self.loss_scale, "_scale", None)
         return self.factor / (scale if scale is not None else self.loss_scale.get_scale())
 
     @property
     def rows(self) -> int:
-        """Rows of the whole batch, of which a process may have taken a share."""
+        """Rows of the batch over all processes that share its samples."""
         return self.batch
 
     @property
@@ -59,20 +58,20 @@ class PassInfo:
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One use of one layer: its inputs, its output gradients, and what they mean."""
+    """One use of one layer: its inputs, its output gradients, and the per-sample gradients they explain."""
 
     layer: str
     kind: str
     ordinal: int
     """Earlier calls of the layer in this forward."""
     inputs: list[Tensor]
-    """What the site kept: usually the one input; empty where only a bias is trained."""
+    """The tensors that the site saved: usually the one input; empty where only a bias is trained."""
     output_gradients: list[Tensor]
     gradients: dict[str, PerSampleGradient]
     """{parameter: per-sample gradient of this use}, B rows, not yet grouped by unit."""
     info: PassInfo
     sides: "Callable[[], Sides]"
-    """Tokens in and gradients out, of a layer that has a form."""
+    """Gives the inputs and output gradients by token, of a layer that has a form."""
     borrowed: bool
     """True if the tensors are valid during the call only (a compiled graph reuses their memory)."""
 

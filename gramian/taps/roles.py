@@ -1,4 +1,4 @@
-"""The two roles on top of a capture: statistics that observe, and the one rule that decides about weight gradients."""
+"""The two roles on top of a capture: statistics observe a backward, and at most one rule decides about weight gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a statistic may know about a parameter before the first batch."""
+    """Facts about a trainable parameter before the first batch."""
 
     name: str
     layers: tuple[str, ...]
-    """The layers that have it: several if it is tied."""
+    """Layers that use it: several if it is tied."""
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,14 +29,14 @@ class ParameterInfo:
 
 
 class Statistic(Protocol):
-    """A sum over samples and a count; averages and inverses are made in `finish`.
+    """A sum over samples and a count; `finish` makes averages and inverses of them.
 
     `start` must make the same keys on every process, so that states add up over any split of the data into backward
     passes and ranks, also where one of them saw nothing.
     """
 
     needs: Needs
-    """Which records `update` wants: every use of a layer, or every parameter with all its uses joined."""
+    """The records that `update` receives: every use of a layer, or every parameter with all its uses joined."""
     per_sample: bool
     """True if samples must be told apart: layers that mix them are then refused."""
 
@@ -47,7 +47,7 @@ class Statistic(Protocol):
         """Add one record to the sums."""
 
     def count(self, sums: Any, samples: int) -> None:
-        """One pass is over: count its samples (units)."""
+        """Count the samples (units) of a pass that is over."""
 
     def merge(self, left: Any, right: Any) -> Any:
         """Sums over both."""
@@ -62,21 +62,21 @@ SAMPLES = "(samples)"
 
 @runtime_checkable
 class HasAlgorithm(Protocol):
-    """A statistic that forms norms, and by which algorithm; the coverage names it."""
+    """A statistic that forms norms by an algorithm, which the coverage report names."""
 
     algorithm: Algorithm
 
 
 @runtime_checkable
 class Forgets(Protocol):
-    """A statistic that keeps passes apart, and can take one out again whose backward failed half-way."""
+    """A statistic that stores passes apart, and can remove one whose backward failed half-way."""
 
     def forget(self, sums: Any, number: int) -> None:
-        """Take a pass out of the sums."""
+        """Remove a pass from the sums."""
 
 
 class AdditiveStatistic:
-    """The common case: sums are named tensors and merge by addition, the count of samples among them."""
+    """A statistic whose state is named tensors, the count of samples among them, that merge by addition."""
 
     per_parameter = False
     """True if `finish` gives {parameter: tensor of its shape}; under FSDP2 these are then placed like the parameter."""
@@ -99,35 +99,42 @@ class AdditiveStatistic:
         return {key: left[key] + right[key] for key in left}
 
 
-def zero_sums(parameters: Mapping[str, ParameterInfo]) -> Sums:
-    """A zero of every parameter's shape, in the dtype of its sums, and no samples."""
+def zero_sums(parameters: Mapping[str, ParameterInfo], rows: bool = False) -> Sums:
+    """Zeros in the dtype of each parameter's sums, of its shape or of its first axis (`rows`), and a count of no samples."""
     sums: Sums = {SAMPLES: torch.zeros((), dtype=torch.float64, device=next(iter(parameters.values())).device)}
     for name, info in parameters.items():
-        dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
-        sums[name] = torch.zeros(info.shape, dtype=dtype, device=info.device)
+        if not rows or len(info.shape) > 1:
+            dtype = torch.float64 if info.dtype == torch.float64 else torch.float32
+            sums[name] = torch.zeros(info.shape[:1] if rows else info.shape, dtype=dtype, device=info.device)
     return sums
 
 
+def means(sums: Sums) -> dict[str, Tensor]:
+    """{name: sum over samples divided by their number}; zeros where no sample was seen."""
+    samples = sums[SAMPLES].clamp(min=1)
+    return {name: total / samples.to(total.dtype) for name, total in sums.items() if name != SAMPLES}
+
+
 class GradientRule(Protocol):
-    """Decides what becomes of the weight gradients; a model has at most one. It sees records by listening, like anybody."""
+    """Decides what becomes of the weight gradients; a model has at most one. It receives records as a listener."""
 
     withholds: bool
     """True if autograd must not form weight gradients: the tapped layer then runs on detached weights."""
     again: bool
     """True while the backward under way is the first of two through one forward; the second reports to the rule alone."""
 
-    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
-        """A layer whose weight gradient is withheld ran, in eager mode: shapes to plan with."""
+    def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
+        """Plan with the shapes of a layer that just ran (eager mode), whose weight gradient is withheld."""
 
 
 class Ordinary:
-    """`p.grad` is what it would be without gramian."""
+    """The default rule: `p.grad` is what it would be without gramian."""
 
     withholds = False
     again = False
 
-    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
-        """Nothing to plan."""
+    def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
+        """Plan nothing."""
 
 
 class Withheld:
@@ -136,5 +143,5 @@ class Withheld:
     withholds = True
     again = False
 
-    def foresee(self, tap: Any, kept: list[Tensor], output: Any) -> None:
-        """Nothing to plan."""
+    def foresee(self, tap: Any, saved: list[Tensor], output: Any) -> None:
+        """Plan nothing."""

@@ -1,4 +1,4 @@
-"""Which privacy or accounting unit each row or token belongs to, when that is not simply "row i is sample i".
+"""The unit (a user, a packed document) that each row or token belongs to, where it is not "row i is sample i".
 
 Shapes: B rows of the batch, T tokens per row, U units, L the most tokens any unit has.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 MOST = 2**24
-"""Ids below it: there is a row for each number up to the largest."""
+"""Exclusive upper bound of ids: there is a row for each number up to the largest."""
 
 
 @dataclass

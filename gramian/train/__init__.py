@@ -1,1 +1,1 @@
-"""Training: data and loops."""
+"""Training: config, building a run from it, the loop, its state on disk, and the doctor that checks a config before it runs."""

@@ -1,23 +1,23 @@
-"""What processes that ran the same checks tell each other."""
+"""Processes that ran the same checks exchange their failures, so that all reach one verdict."""
 
 import json
 from collections.abc import Sequence
 
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.verify.checks import VerifyOutcome
 
 
-def agree(where: World, outcomes: Sequence[VerifyOutcome]) -> dict[str, str]:
-    """What failed on any process, the same everywhere.
+def agree(where: ProcessGrid, outcomes: Sequence[VerifyOutcome]) -> dict[str, str]:
+    """Collect the failures of all processes; the result is the same on each.
 
-    To be called when the process group is gone: a process that waits for one that crashed wakes up then.
+    Call it after the process group is destroyed: only then do processes return that were waiting for a crashed one.
 
     Args:
         where: this process.
         outcomes: of its checks.
 
     Returns:
-        {title of a check: what is wrong}, in the order of the first process that says so.
+        {title of a check: what is wrong}, in the order of the first process that reports it.
     """
     mine = {outcome.check.title: outcome.problem for outcome in outcomes if not outcome.passed}
     if where.size == 1:

@@ -1,6 +1,6 @@
-"""Runs of the library on the user's own hardware: checks against the oracles, and measurements.
+"""Checks of the library against its oracles on the user's own hardware: comparisons, tolerances and outcomes.
 
-A run may import every room. It computes and returns plain data; how that is shown is the command line's concern.
+A check computes and returns plain data; the command line prints it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number of the library held against one of a reference."""
+    """The error of one result of the library against a reference."""
 
     layer: str
     """What was compared: a layer, a parameter or a side of a block."""
     case: str
-    """Under which options."""
+    """Options under which it was computed."""
     error: float
     declared: str = ""
-    """What the library's own record says it does in place of the exact thing, where it is held to that."""
+    """The approximation that the library's own record declares, if the reference is that one; empty: it is exact."""
 
 
 @dataclass(frozen=True)
 class VerifyCheck:
-    """A property, and the function that measures how far the library is from it."""
+    """A property, and the function that measures how far the library is from it.
+
+    Example:
+        `VerifyCheck("mlp", "factors", 1e-10, lambda: [Comparison("0 A", "pi", 3e-16)])`.
+    """
 
     model: str
     name: str
@@ -37,17 +41,17 @@ class VerifyCheck:
     """Largest error that passes."""
     measure: Callable[[], Iterable[Comparison]]
     unit: str = ""
-    """Of error and tolerance; empty: relative errors."""
+    """Unit of error and tolerance; empty: relative errors."""
 
     @property
     def title(self) -> str:
-        """Model and property."""
+        """Model and property, which identify the check."""
         return f"{self.model}: {self.name}"
 
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """What came of a check."""
+    """The comparisons of a check, and its crash if there was one."""
 
     check: VerifyCheck
     comparisons: tuple[Comparison, ...]
@@ -56,7 +60,7 @@ class VerifyOutcome:
 
     @property
     def worst(self) -> Comparison | None:
-        """The comparison with the largest error; NaN is larger than everything."""
+        """The comparison with the largest error; NaN counts as infinite."""
         return max(self.comparisons, key=lambda c: math.inf if math.isnan(c.error) else c.error, default=None)
 
     @property
@@ -67,7 +71,7 @@ class VerifyOutcome:
 
     @property
     def problem(self) -> str:
-        """What is wrong, in words; empty if it passed."""
+        """Describe what is wrong; empty if it passed."""
         if self.passed:
             return ""
         if self.crash:
@@ -84,12 +88,12 @@ def run_checks(
     on_progress: Callable[[int, VerifyCheck], None] = lambda done, check: None,
     stop_at_crash: bool = False,
 ) -> list[VerifyOutcome]:
-    """Run every check; one that raises has failed, and the others run on.
+    """Run every check; one that raises has failed, and the rest still run.
 
     Args:
         checks: in the order in which they run.
-        on_progress: called before each with the number of those done.
-        stop_at_crash: end there instead: where checks are collective, the others are no longer in step.
+        on_progress: called before each check with the number of finished ones.
+        stop_at_crash: end after a check that raises: collective checks would wait for each other.
 
     Returns:
         One outcome per check that ran.
@@ -113,7 +117,7 @@ def run_checks(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Small matrices: several threads only wait for each other, ten times as long on a busy machine."""
+    """Use one thread: with small matrices several only wait for each other, ten times as long on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Distillation on this machine: the fused loss against eager float64, caches against the live teacher, processes against one.
+"""Checks of distillation: fused loss against eager float64, caches against the live teacher, several processes against one.
 
 Legend: N tokens, D width, V vocabulary, K ids kept.
 """
@@ -29,24 +29,26 @@ from gramian.distill.teacher.signal import DenseSignal, SparseSignal, Tail
 from gramian.models.goose.scan import scan, sequential_scan
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.oracles.dense_distill_loss import DistillReference, reference
-from gramian.parallel.world import World
-from gramian.parallel.wrap import spread
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.wrap import wrap_data_parallel
 from gramian.train.loop.objective import IGNORED
 from gramian.train.loop.stepper import evaluating
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
+from gramian.verify.model_layouts import gathered
 
 TEMPERATURES = (1.0, 1.5, 2.0, 5.0, 10.0)
 DIRECTIONS = (("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3))
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of a gradient, relative."""
+"""Largest relative error of a gradient."""
 SLACKS = {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 1e-3}
-"""Of dL/dT, absolute, in units of its terms kd_weight · 2T·KL: these cancel, at some T to a few thousandths."""
+"""Absolute error of dL/dT that is not counted, in units of its terms kd_weight · 2T·KL, which cancel at some T."""
 KEPT = 24
+"""K of the top-k check."""
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A student and a teacher with a token in five that does not count."""
+    """Shapes of a student and a teacher; one token in five has no target."""
 
     N: int
     V: int
@@ -71,34 +73,24 @@ class _Problem:
         }
 
 
-def plan(where: World) -> list[VerifyCheck]:
-    """All checks that this world can run."""
-    cuda = where.device.type == "cuda"
-    checks: list[VerifyCheck] = []
+def plan(where: ProcessGrid) -> list[VerifyCheck]:
+    """Plan the checks that these processes can run; nothing is computed yet."""
+    device, checks = where.device, []
     if where.size == 1:
-        dtypes = [torch.float64, torch.float32] + ([torch.bfloat16] if cuda else [])
-        for dtype in dtypes:
-            name = str(dtype).removeprefix("torch.")
+        for dtype in (torch.float64, torch.float32, *[torch.bfloat16] * (device.type == "cuda")):
+            name, tolerance = f"loss, {str(dtype).removeprefix('torch.')}", TOLERANCES[dtype]
             for problem in (_Problem(37, 257), _Problem(1, 50), _Problem(64, 1000)):
-                title = f"{problem.N} × {problem.V}"
-                checks.append(
-                    VerifyCheck(
-                        title, f"loss, {name}", TOLERANCES[dtype], partial(_dense, problem, dtype, where.device)
-                    )
-                )
-            checks.append(
-                VerifyCheck(
-                    "top-k", f"loss, {name}", TOLERANCES[dtype], partial(_topk, _Problem(37, 257), dtype, where.device)
-                )
-            )
-        checks.append(VerifyCheck("37 × 257", "parts add up", 1e-12, partial(_parts, _Problem(37, 257), where.device)))
-        checks.append(VerifyCheck("Goose", "scan = sequential", 1e-5, partial(_scan, where.device)))
+                measure = partial(_dense, problem, dtype, device)
+                checks.append(VerifyCheck(f"{problem.N} × {problem.V}", name, tolerance, measure))
+            checks.append(VerifyCheck("top-k", name, tolerance, partial(_topk, _Problem(37, 257), dtype, device)))
+        checks.append(VerifyCheck("37 × 257", "parts add up", 1e-12, partial(_parts, _Problem(37, 257), device)))
+        checks.append(VerifyCheck("Goose", "scan = sequential", 1e-5, partial(_scan, device)))
         checks.append(VerifyCheck("GPT", "caches = live teacher", 1e-2, partial(_caches, where)))
     checks.append(VerifyCheck("GPT", f"gradient on {where.size} as on one", 1e-10, partial(_processes, where)))
     return checks
 
 
-def _compared(expected: DistillReference, found: dict[str, Tensor], case: str, slack: float) -> Iterator[Comparison]:
+def _compare(expected: DistillReference, found: dict[str, Tensor], case: str, slack: float) -> Iterator[Comparison]:
     yield Comparison("loss", case, relative_error(found["loss"], expected.loss))
     yield Comparison("student hidden", case, relative_error(found["hidden"], expected.hidden))
     yield Comparison("student weight", case, relative_error(found["weight"], expected.weight))
@@ -131,11 +123,11 @@ def _dense(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Itera
             found = _run(given, temperature, teacher_hidden=given["teacher_hidden"],
                          teacher_weight=given["teacher_weight"], **options)  # fmt: skip
             slack = SLACKS[dtype] * 0.7 * 2 * temperature * abs(float(found["kl"]))
-            yield from _compared(expected, found, f"{direction}, T = {temperature:g}", slack)
+            yield from _compare(expected, found, f"{direction}, T = {temperature:g}", slack)
 
 
 def _topk(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Iterator[Comparison]:
-    """Temperatures are knots here, where the tail's curve is exact: the loss, not the curve, is compared."""
+    """At temperatures that are knots, where the tail's curve is exact: the loss is compared, not the curve."""
     given = problem.tensors(dtype, device)
     teacher_NV = given["teacher_hidden"].double() @ given["teacher_weight"].double().T
     logits_NK, ids_NK = teacher_NV.topk(KEPT)
@@ -152,14 +144,14 @@ def _topk(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Iterat
         )  # fmt: skip
         found = _run(given, temperature, teacher_topk=(ids_NK, logits_NK.to(torch.float32), tail), **options)
         slack = max(SLACKS[dtype], 1e-5) * 0.7 * 2 * temperature * abs(float(found["kl"]))
-        for comparison in _compared(expected, found, f"T = {temperature:.3g}", slack):
+        for comparison in _compare(expected, found, f"T = {temperature:.3g}", slack):
             # The curve is stored in float32.
             error = comparison.error - (2e-6 if dtype == torch.float64 else 0.0)
             yield Comparison(comparison.layer, comparison.case, 0.0 if error < 0 else error)
 
 
 def _parts(problem: _Problem, device: torch.device) -> Iterator[Comparison]:
-    """Micro-batches with a common number of terms are the whole batch."""
+    """Micro-batches with a common number of terms add up to the batch."""
     given = problem.tensors(torch.float64, device)
     terms = int((given["targets"] != IGNORED).sum())
 
@@ -169,12 +161,12 @@ def _parts(problem: _Problem, device: torch.device) -> Iterator[Comparison]:
             part, 2.0, teacher_hidden=part["teacher_hidden"], teacher_weight=part["teacher_weight"], num_terms=terms
         )
 
-    whole, parts = run(slice(None)), [run(slice(0, 5)), run(slice(5, 6)), run(slice(6, None))]
+    full, parts = run(slice(None)), [run(slice(0, 5)), run(slice(5, 6)), run(slice(6, None))]
     for name in ("loss", "weight", "temperature"):
         total = torch.stack([part[name] for part in parts]).sum(0)
-        yield Comparison(name, "1 = 3 micro-batches", relative_error(total, whole[name]))
+        yield Comparison(name, "1 = 3 micro-batches", relative_error(total, full[name]))
     hidden = torch.cat([part["hidden"] for part in parts])
-    yield Comparison("student hidden", "1 = 3 micro-batches", relative_error(hidden, whole["hidden"]))
+    yield Comparison("student hidden", "1 = 3 micro-batches", relative_error(hidden, full["hidden"]))
 
 
 def _scan(device: torch.device) -> Iterator[Comparison]:
@@ -202,15 +194,15 @@ def _windows(tokens: int = 400, length: int = 16) -> Windows:
 
 
 def _teacher(device: torch.device, dtype: torch.dtype) -> GPT:
-    """With logits that are not all alike."""
+    """A GPT whose logits differ clearly."""
     model = GPT(GPTConfig(vocabulary=97, context=16, layers=2, width=32, heads=2), seed=3).to(device, dtype)
     with torch.no_grad():
         model.head.weight.mul_(20.0)
     return model
 
 
-def _caches(where: World) -> Iterator[Comparison]:
-    """Loss of a student by hidden states and by top-k from disk, beside that by the live teacher, at several T."""
+def _caches(where: ProcessGrid) -> Iterator[Comparison]:
+    """Loss of a student with cached hidden states and top-k logits against that with the live teacher, at several T."""
     windows = _windows()
     live = LiveTeacher(_teacher(where.device, torch.float32))
     student = DistillObjective(
@@ -225,23 +217,20 @@ def _caches(where: World) -> Iterator[Comparison]:
         return found
 
     with tempfile.TemporaryDirectory() as folder:
-        kinds = (
-            ("hidden", Hidden(), 1e-3, (1.0, 1.7, 2.0, 5.0)),
-            ("top-64", TopK(k=64), 1e-2, (1.0, 1.7, 2.0)),
-        )
+        kinds = (("hidden", Hidden(), 1e-3, (1.0, 1.7, 2.0, 5.0)), ("top-64", TopK(k=64), 1e-2, (1.0, 1.7, 2.0)))
         for name, kind, slack, temperatures in kinds:
             path = Path(folder) / name
             build_cache(path, live, windows, CacheOptions(kind, shard_windows=7))
             cache = open_cache(path, windows_digest=windows.digest, teacher_hash=live.hash, verify="full")
             for temperature in temperatures:
                 found = relative_error(loss(cache(rows), temperature), loss(live(rows), temperature))
-                # Held to its own bound, told on the scale of the check's.
+                # Each kind has its own bound; errors are scaled to the check's tolerance.
                 yield Comparison(name, f"T = {temperature:g}", found * 1e-2 / slack)
             cache.close()
 
 
-def _processes(where: World) -> Iterator[Comparison]:
-    """Student and T under DDP or FSDP2, rows dealt out unevenly, beside one process that has them all."""
+def _processes(where: ProcessGrid) -> Iterator[Comparison]:
+    """Gradients of student and T under DDP or FSDP2, with uneven rows, against one process with all rows."""
     windows, device = _windows(), where.device
     index = np.arange(len(windows))
     rows = {name: t.to(device) for name, t in windows.stack(index).items()}
@@ -265,12 +254,11 @@ def _processes(where: World) -> Iterator[Comparison]:
         teacher = shard_teacher(teacher)  # type: ignore[assignment]
     cut = [len(index) * (rank**2) // where.size**2 for rank in range(where.size + 1)]
     mine = {name: t[cut[where.rank] : cut[where.rank + 1]] for name, t in rows.items()}
-    if not len(mine["tokens"]):  # a row that does not count
+    if not len(mine["tokens"]):  # a row without targets
         mine = {name: t[:1].clone() for name, t in rows.items()}
         mine["targets"].fill_(IGNORED)
-    module = spread(objective(), where, where.kind)
+    module = wrap_data_parallel(objective(), where)
     found, t_slope = gradients(module, LiveTeacher(teacher), mine, where.size)
     for name, gradient in found.items():
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        yield Comparison(name, where.kind, relative_error(whole, expected[name]))
+        yield Comparison(name, where.kind, relative_error(gathered(gradient), expected[name]))
     yield Comparison("temperature", where.kind, relative_error(where.sum_(t_slope), slope))

@@ -1,8 +1,8 @@
 """K-FAC of several processes against one: models times reductions, policies, damping modes and dtypes.
 
-Every process draws the same samples and takes its own: different numbers of them, or, for the last process, none. What they
-compute together is held against the dense oracle on all samples, computed by every process for itself in float64 on the CPU;
-where the oracle has no word (drawn labels, subsets, float32), against the library on this process alone.
+Every process draws the same samples and takes its own: different numbers of them, or, for the last process, none. Their joint
+result is compared with the dense oracle on all samples, which every process computes for itself in float64 on the CPU; drawn
+labels, subsets and float32, which the oracle does not cover, are compared with the library on one process.
 
 Legend: N loss terms of all processes, W processes with samples of their own.
 """
@@ -21,34 +21,30 @@ from torch import Tensor, nn
 
 from gramian.curvature import KFACNaturalGradient
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
-from gramian.verify.kfac_matrix import (
-    DAMPING,
+from gramian.verify.kfac_comparison import (
     DAMPING_MODES,
-    DEVICES_FLOAT32,
     POLICIES,
-    SUBJECTS,
-    TOLERANCE,
-    KFACReference,
-    KFACSubject,
-    as_matrix,
     compare_factors,
-    cross_entropy,
+    compare_kfac,
+    compare_natural,
     make_kfac,
-    raised_damping,
 )
-from gramian.verify.model_layouts import ModelLayout, whole
+from gramian.verify.kfac_matrix import DEVICES_FLOAT32, TOLERANCE
+from gramian.verify.kfac_reference import KFACReference
+from gramian.verify.kfac_subjects import SUBJECTS, KFACSubject, cross_entropy
+from gramian.verify.model_layouts import ModelLayout, gathered
 
 REDUCTIONS = ("gram", "gather", "dense")
 POWERS = {-1.0: "-1", -0.5: "-1/2"}
 SAMPLES = (3, 1, 2, 1)
-"""Of each process; further ones begin anew."""
+"""Samples of each process; further processes repeat the sequence."""
 SUBSET = 2
 """Tokens of a keyed subset: fewer than any model here has."""
 LINEARS: dict[str, dict[str, str]] = {
     "mlp": {"0": "outputs", "2": "inputs"},
     "gpt": {"blocks.*.fc": "outputs", "blocks.*.mlp_out": "inputs"},
 }
-"""{model: its layers that processes share, and what they are cut by}."""
+"""{model: {layer that processes share: the side by which it is split}}."""
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OF_THE_BOUND = "of bound"
 
@@ -64,7 +60,7 @@ class ProcessCase:
 
     @property
     def label(self) -> str:
-        """For a table."""
+        """Name in a table."""
         return f"{self.reduction}, {self.policy}{', clip' if self.clip else ''}"
 
 
@@ -79,49 +75,49 @@ class _Bench:
     layout: ModelLayout
     cases: tuple[ProcessCase, ...]
     alone: Any
-    """A process group of this process by itself; None: there are no others."""
+    """A process group of this process alone; None: there is one process."""
 
     @classmethod
     def of(cls, name: str, layout: ModelLayout, cases: tuple[ProcessCase, ...], alone: Any) -> _Bench:
-        """With samples for all processes."""
-        samples = sum(_dealt(layout.data))
+        """Make the checks of a model with samples for all processes."""
+        samples = sum(_samples(layout.data))
         return cls(replace(SUBJECTS[name], samples=samples), layout, cases, alone)
 
     @cached_property
     def reference(self) -> KFACReference:
-        """The oracle's word on all samples."""
+        """The oracle's blocks on all samples."""
         return KFACReference(self.subject)
 
     @property
     def splits(self) -> dict[str, list[int]]:
-        """{how: samples of every process}, the same number in all.
+        """{name: samples of every process}, with the same total.
 
         Torch cannot run a tensor-parallel layer on an empty batch that has an axis of positions.
         """
-        counts = _dealt(self.layout.data)
+        counts = _samples(self.layout.data)
         if len(counts) == 1 or (self.layout.tensor_parallel and self.subject.causal):
             return {"": counts}
         return {"": counts, "an empty rank": [counts[0] + counts[-1], *counts[1:-1], 0]}
 
     @property
     def reductions(self) -> list[str]:
-        """Those of the cases."""
+        """Reductions of the cases."""
         return list(dict.fromkeys(case.reduction for case in self.cases))
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """Spread over the processes."""
+        """Build the model and place it on the processes."""
         model = self.subject.model(self.layout.where.device, dtype)
         return self.layout.place(model, LINEARS[self.subject.name] if self.layout.tensor_parallel else None)
 
     def batch(self, counts: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-        """This process's inputs, labels and global ids."""
+        """Inputs, labels and global sample ids of this process."""
         x, y = self.subject.batch(self.layout.where.device, dtype)
         start = sum(counts[: self.layout.rank])
         ids = torch.arange(start, start + counts[self.layout.rank], device=x.device)
         return x[ids], y[ids], ids
 
     def capture(self, kfac: KFACNaturalGradient, model: nn.Module, counts: Sequence[int], **options: Any) -> None:
-        """One backward of a summed loss inside a capture."""
+        """Run one backward of a summed loss inside a capture."""
         x, y, ids = self.batch(counts, **options)
         model.zero_grad()
         with kfac.capture(model, num_terms=y.numel(), loss_reduction="sum", sample_ids=ids):
@@ -136,27 +132,22 @@ class _Bench:
         for (how, counts), (reduction, policy) in itertools.product(self.splits.items(), chosen):
             kfac = make_kfac(policy=policy, kfac_distributed_reduce=reduction)
             self.capture(kfac, model, counts)
-            case = ", ".join(part for part in (reduction, policy, how) if part)
+            case = _label(reduction, policy, how)
             yield from compare_factors(kfac, self.reference.blocks, case)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
-        """(F + damping)^p ∇ of every reduction and policy, with the clip and without; ∇ as it is left in `p.grad`."""
+        """(F + damping)^p ∇ of every reduction and policy, with the clip and without; ∇ is taken from `p.grad`."""
         model = self.model()
-        counts = _dealt(self.layout.data)
-        mean = self.layout.data / self.reference.terms  # they divide by W what was summed over N terms
+        counts = _samples(self.layout.data)
+        mean = self.layout.data / self.reference.terms  # W processes divide by W the sum over N terms
         for case in (case for case in self.cases if case.mode == mode):
             kfac = make_kfac(mode, case.policy, case.clip, kfac_distributed_reduce=case.reduction)
             self.capture(kfac, model, counts)
-            for power, said in POWERS.items():
+            for power, name in POWERS.items():
                 found = kfac.compute_natural_gradient(model, power)
-                natural = {name: mean * whole(t) for name, t in found.items()}
-                for name, block in kfac.kfac_factors.items():
-                    damping = raised_damping(block, mode)
-                    clip = case.clip and damping is None
-                    wanted = self.reference.natural(name, mode, power, clip, damping or DAMPING)
-                    error = relative_error(as_matrix(block, natural), wanted)
-                    declared = "" if damping is None else "clip by a larger damping"
-                    yield Comparison(name, f"{case.label}, power {said}", error, declared)
+                natural = {parameter: mean * gathered(t) for parameter, t in found.items()}
+                label = f"{case.label}, power {name}"
+                yield from compare_natural(kfac, natural, self.reference, mode, power, case.clip, label)
 
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax."""
@@ -164,31 +155,31 @@ class _Bench:
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
             kfac = make_kfac(kfac_distributed_reduce=reduction, kfac_true_fisher_head=True)
             self.capture(kfac, model, counts)
-            yield from compare_factors(kfac, reference.blocks, ", ".join(part for part in (reduction, how) if part))
+            yield from compare_factors(kfac, reference.blocks, _label(reduction, how))
 
     def half_precision(self) -> Iterator[Comparison]:
-        """Factors at rest in half precision, in units of what they may be off: √r times what the record says.
+        """Factors stored in half precision, in units of their bound: √r times the error that the record declares.
 
-        Sides of a tied weight are added up of rounded ones, in float32: they may be off by the rounding of these.
+        Sides of a tied weight are sums of rounded ones in float32: their bound is the rounding of these.
         """
         model = self.model()
-        for (said, dtype), reduction in itertools.product(HALF.items(), self.reductions):
-            kfac = make_kfac(kfac_distributed_reduce=reduction, woodbury_dtype=said)
-            self.capture(kfac, model, _dealt(self.layout.data))
-            for name, block in kfac.kfac_factors.items():
-                wanted = self.reference.blocks[name]
+        for (name, dtype), reduction in itertools.product(HALF.items(), self.reductions):
+            kfac = make_kfac(kfac_distributed_reduce=reduction, woodbury_dtype=name)
+            self.capture(kfac, model, _samples(self.layout.data))
+            for layer, block in kfac.kfac_factors.items():
+                wanted = self.reference.blocks[layer]
                 for side, factor in block.factors.items():
                     exact = wanted.A if side == "A" else wanted.G
                     assert exact is not None
                     summed = factor.storage_dtype == torch.float32
                     rounding = torch.finfo(dtype).eps if summed else float(factor.quantisation_error)
                     error = relative_error(factor.to_dense(), exact) / (factor.rank**0.5 * rounding + TOLERANCE)
-                    yield Comparison(f"{name} {side}", f"{said}, {reduction}", error)
+                    yield Comparison(f"{layer} {side}", f"{name}, {reduction}", error)
 
     # ---- against the library on one process ----
 
     def drawn_labels(self) -> Iterator[Comparison]:
-        """Labels belong to a sample's id, whoever holds it."""
+        """Labels depend on a sample's id, not on its process."""
         model = self.model()
         x, y = self.subject.batch(self.layout.where.device)
         ids = torch.arange(len(x), device=x.device)
@@ -200,16 +191,16 @@ class _Bench:
             together, one = make_kfac(kfac_distributed_reduce=reduction), make_kfac(process_group=self.alone)
             collect(together, model, *self.batch(counts))
             collect(one, self.subject.model(x.device), x, y, ids)
-            yield from _same_factors(together, one, ", ".join(part for part in ("mc", reduction, how) if part))
+            yield from compare_kfac(together, one, _label("mc", reduction, how))
 
     def subset(self) -> Iterator[Comparison]:
-        """The tokens with the smallest keys of all processes are those that one process keeps."""
+        """All processes together choose the tokens with the smallest keys, as one process does."""
         model = self.model()
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
             together = make_kfac(kfac_distributed_reduce=reduction, max_tokens=SUBSET)
             self.capture(together, model, counts)
             one = self._alone(max_tokens=SUBSET)
-            yield from _same_factors(together, one, ", ".join(part for part in (reduction, how) if part))
+            yield from compare_kfac(together, one, _label(reduction, how))
 
     def float32(self) -> Iterator[Comparison]:
         """A float32 model with factors in float32."""
@@ -217,10 +208,10 @@ class _Bench:
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
             together = make_kfac(kfac_distributed_reduce=reduction, woodbury_dtype="fp32")
             self.capture(together, model, counts, dtype=torch.float32)
-            yield from _same_factors(together, one, ", ".join(part for part in (reduction, how) if part))
+            yield from compare_kfac(together, one, _label(reduction, how))
 
     def _alone(self, dtype: torch.dtype = torch.float64, **options: Any) -> KFACNaturalGradient:
-        """One process's answer on all samples."""
+        """K-FAC of one process on all samples."""
         kfac = make_kfac(process_group=self.alone, **options)
         model = self.subject.model(self.layout.where.device, dtype)
         x, y = self.subject.batch(self.layout.where.device, dtype)
@@ -229,30 +220,24 @@ class _Bench:
         return kfac
 
 
-def _dealt(processes: int) -> list[int]:
-    """Samples of every process."""
+def _label(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _samples(processes: int) -> list[int]:
+    """Number of samples of every process."""
     return [SAMPLES[rank % len(SAMPLES)] for rank in range(processes)]
-
-
-def _same_factors(together: KFACNaturalGradient, one: KFACNaturalGradient, case: str) -> Iterator[Comparison]:
-    """Every side of every block; a block that is missing on either side is an error."""
-    if set(together.kfac_factors) != set(one.kfac_factors):
-        raise ValueError(f"blocks {sorted(together.kfac_factors)}, expected {sorted(one.kfac_factors)}")
-    for name, block in together.kfac_factors.items():
-        for side, factor in block.factors.items():
-            wanted = one.kfac_factors[name].factors[side].to_dense()
-            yield Comparison(f"{name} {side}", case, relative_error(factor.to_dense(), wanted))
 
 
 def plan(
     layout: ModelLayout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[ProcessCase] = CASES
 ) -> list[VerifyCheck]:
-    """Every check of K-FAC on several processes, model by model; nothing is computed yet. The checks are collective.
+    """Plan every check of K-FAC on several processes, model by model. The checks are collective; nothing is computed yet.
 
     Args:
-        layout: this process among the others.
-        models: names in `SUBJECTS`; of those without layers to share, none where layers are shared.
-        cases: a sample of them makes the run shorter.
+        layout: of the processes.
+        models: names in `SUBJECTS`; with tensor parallelism, those in `LINEARS` alone.
+        cases: options to check; fewer make the run shorter.
 
     Returns:
         Checks, to be run by `run_checks`, in the same order on every process.

@@ -1,4 +1,4 @@
-"""A model over the processes of a run, as a user would spread it: DDP, FSDP2, tensor-parallel linears, or both of the last."""
+"""Placement of a model on the processes of a check, as a user would do it: DDP, FSDP2, tensor-parallel linears, or both."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 
 
-def spread(model: nn.Module, where: World) -> nn.Module:
-    """Over all processes, each with samples of its own: DDP around it, or blocks and then the root with `fully_shard`."""
-    if where.kind == "ddp":
+def spread(model: nn.Module, where: ProcessGrid) -> nn.Module:
+    """Wrap a model for all processes, each with its own samples: DDP, or `fully_shard` on the blocks and then on the root."""
+    if where.uses_ddp:
         return DistributedDataParallel(model)
-    return _sharded(model) if where.kind == "fsdp2" else model
+    return _sharded(model) if where.uses_fsdp2 else model
 
 
-def whole(t: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. Collective if it is."""
+def layout_name(where: ProcessGrid) -> str:
+    """Name the layout of `spread`: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
+    return {"one": "", "ddp": f"DDP over {where.size}", "fsdp2": f"FSDP2 over {where.size}"}[where.kind]
+
+
+def gathered(t: Tensor) -> Tensor:
+    """Gather a tensor that may be sharded. Collective if it is."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -37,40 +42,40 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Processes in a grid: those of a row hold parts of the same layers and see the same samples, those of a column do not."""
+    """A grid of processes: those of a row share layers and see the same samples, those of a column have their own samples."""
 
-    where: World
+    where: ProcessGrid
     fsdp: bool
     tensor_parallel: bool
 
     @property
     def tensor(self) -> int:
-        """Processes that share layers: all of them, or, with FSDP2 too, two of an even number; 1: no layer is shared."""
+        """Number of processes that share layers: all, or, with FSDP2 too, two of an even number; 1: no layer is shared."""
         if not self.tensor_parallel:
             return 1
         return 2 if self.fsdp and self.where.size % 2 == 0 else self.where.size
 
     @property
     def data(self) -> int:
-        """Processes with samples of their own."""
+        """Number of processes with samples of their own."""
         return self.where.size // self.tensor
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """Number of this process among those."""
         return self.where.rank // self.tensor
 
     def __str__(self) -> str:
-        """In words, for a title."""
+        """Describe the grid, for a title."""
         parts = [f"FSDP2 over {self.data}"] * self.fsdp + [f"tensor parallel over {self.tensor}"] * self.tensor_parallel
         return " × ".join(parts) or f"DDP over {self.data}"
 
     def place(self, model: nn.Module, linears: Mapping[str, str] | None) -> nn.Module:
-        """The model on this grid.
+        """Place a model on this grid.
 
         Args:
-            model: whole, on this process's device.
-            linears: {name or pattern of a linear layer: "outputs" or "inputs", by which it is cut}; None: no layer is.
+            model: unsharded, on this process's device.
+            linears: {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: none is.
         """
         if linears is None:
             return _sharded(model) if self.fsdp else DistributedDataParallel(model)
@@ -82,7 +87,7 @@ class ModelLayout:
 
 
 def _styles(model: nn.Module, linears: Mapping[str, str], size: int) -> dict[str, ParallelStyle]:
-    """Outputs that cannot be cut evenly stay DTensors: local ones would not tell the next layer how many there are."""
+    """Outputs that cannot be split evenly stay DTensors: local tensors do not carry the full number of features."""
     cut = [name for name, by in linears.items() if by == "outputs"]
     layers = [m for name, m in model.named_modules() for pattern in cut if fnmatchcase(name, pattern)]
     even = all(layer.out_features % size == 0 for layer in layers if isinstance(layer, nn.Linear))

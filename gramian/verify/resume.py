@@ -1,7 +1,8 @@
-"""Is a run that was killed and resumed the run that was not? Bit for bit: parameters, optimizer, metrics.
+"""Compare killed and resumed runs with an uninterrupted one, bit for bit: parameters, optimizer, metrics.
 
 One run trains to the end. Others of the same config are killed (SIGKILL, all processes) at a step or inside a save, and started
-again until they end. Processes are forked from a server that has the library loaded, so that a start costs little.
+again until they end. A run is `python -m gramian train` in processes forked from a server that has the library loaded, so that
+a start costs little.
 """
 
 import contextlib
@@ -10,10 +11,12 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +41,13 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Kill:
-    """When to kill a run."""
+    """The moment at which a run is killed."""
 
     at: str
     """"step": as soon as its line is in metrics.jsonl; "save": as soon as a save after it is under way."""
     step: int
     delay: float = 0.0
-    """Seconds later."""
+    """Seconds to wait after that."""
 
     def __str__(self) -> str:
         return (
@@ -53,7 +56,7 @@ class Kill:
 
 
 def shortened(config: Config, fsdp: bool = False) -> Config:
-    """A config's own model, data, optimizer and precision, in a run of seconds that saves often."""
+    """Shorten a config to a run of seconds that saves often; model, data, optimizer and precision stay."""
     steps = min(config.run.steps, 40)
     return dataclasses.replace(
         config,
@@ -66,7 +69,7 @@ def shortened(config: Config, fsdp: bool = False) -> Config:
 
 
 def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
-    """Moments spread over a run, every third inside a save."""
+    """Draw moments over a run, every third inside a save."""
     draw = random.Random(seed)
     return [
         Kill("save" if i % 3 == 2 else "step", draw.randrange(max(1, steps - 1)), draw.random() * 0.02)
@@ -75,19 +78,19 @@ def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
 
 
 def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = None) -> bool:
-    """Train into a folder in processes of its own.
+    """Run `gramian train` into a folder, in new processes.
 
     Args:
         config: of the run; its folder is replaced.
         folder: of the run.
-        processes: as torchrun would start them; 1: none.
-        kill: when to kill all of them; None: not.
+        processes: number of processes, started as torchrun would; 1: without torchrun.
+        kill: when to kill all of them; None: never.
 
     Returns:
-        True if it came to its end, False if it was killed before.
+        True if the run reached its end, False if it was killed before.
 
     Raises:
-        GramianError: if it ended by itself with another exit code than 0.
+        GramianError: if it ended by itself with an exit code other than 0.
     """
     path = folder.with_name(f"{folder.name}.toml")
     path.write_text(config.toml(), encoding="utf-8")
@@ -104,33 +107,30 @@ def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = 
     try:
         killed = _wait(workers, folder, kill)
     finally:
-        for worker in workers:
-            if worker.is_alive() and worker.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-            worker.join()
+        _kill(workers)
     if killed:
         return False
     if any(worker.exitcode for worker in workers):
-        told = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
-        raise GramianError(f"{folder}: the run ended with {workers[0].exitcode} ({told[-1] if told else 'no word'})")
+        lines = log.read_text(encoding="utf-8").strip().splitlines() if log.exists() else []
+        raise GramianError(
+            f"{folder}: the run ended with {workers[0].exitcode} ({lines[-1] if lines else 'no output'})"
+        )
     return True
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """What is not the same in two run folders: the newest checkpoint's tensors and facts, and the metrics."""
+    """List what differs between two run folders: tensors and facts of the newest checkpoint, and the metrics."""
     one, other = (CheckpointStore(folder / "checkpoints", 1).newest() for folder in (expected, found))
     if one is None or other is None:
         return ["checkpoints: one of the runs has none"]
-    told = []
-    tensors, others = one.tensors(), other.tensors()
-    if tensors.keys() != others.keys():
-        told.append(f"tensors: {sorted(tensors.keys() ^ others.keys())[0]} is in one of them only")
-    told += [
-        f"{name}: differs" for name in tensors.keys() & others.keys() if not _same_bits(tensors[name], others[name])
-    ]
+    listed = []
+    tensors, other_tensors = one.tensors(), other.tensors()
+    if tensors.keys() != other_tensors.keys():
+        listed.append(f"tensors: {sorted(tensors.keys() ^ other_tensors.keys())[0]} is in one of them only")
+    common = tensors.keys() & other_tensors.keys()
+    listed += [f"{name}: differs" for name in common if not _same_bits(tensors[name], other_tensors[name])]
     facts, other_facts = _timeless(one.facts), _timeless(other.facts)
-    told += [f"{key}: differs" for key in facts.keys() | other_facts.keys() if facts.get(key) != other_facts.get(key)]
+    listed += [f"{key}: differs" for key in facts.keys() | other_facts.keys() if facts.get(key) != other_facts.get(key)]
     lines, other_lines = (
         [_without_time(line) for line in read_lines(folder / "metrics.jsonl")] for folder in (expected, found)
     )
@@ -139,8 +139,8 @@ def differences(expected: Path, found: Path) -> list[str]:
             (i for i, (a, b) in enumerate(zip(lines, other_lines, strict=False)) if a != b),
             min(len(lines), len(other_lines)),
         )
-        told.append(f"metrics.jsonl: line {place + 1} of {len(lines)} differs ({len(other_lines)} there)")
-    return told
+        listed.append(f"metrics.jsonl: line {place + 1} of {len(lines)} differs ({len(other_lines)} there)")
+    return listed
 
 
 def check_resume(
@@ -148,19 +148,19 @@ def check_resume(
     folder: Path,
     kills: Sequence[Kill],
     processes: int = 1,
-    on_progress: Callable[[int, str], None] = lambda done, told: None,
+    on_progress: Callable[[int, str], None] = lambda done, name: None,
 ) -> dict[str, list[str]]:
-    """Train once without and once with each kill.
+    """Train once without a kill, and once with each.
 
     Args:
         config: of the runs.
-        folder: where they go.
+        folder: parent of the run folders.
         kills: one run for each.
         processes: of every run.
-        on_progress: told how many runs are over, and what begins.
+        on_progress: called with the number of finished runs and the name of the next.
 
     Returns:
-        {kill: what differs from the run that was not killed}.
+        {kill: differences from the run that was not killed}.
     """
     on_progress(0, "not killed")
     train(config, folder / "whole", processes)
@@ -175,24 +175,29 @@ def check_resume(
 
 
 def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:
-    """Until all have ended; True if they were killed."""
+    """Wait until all have ended; True if they were killed."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while any(worker.is_alive() for worker in workers):
         if time.monotonic() > deadline:
             raise GramianError(f"{folder}: the run took more than {TIMEOUT_SECONDS:.0f} s; expected a shorter one")
         if any(worker.exitcode not in (None, 0) for worker in workers):
-            return False  # the rest is ended by the caller
+            return False  # the caller ends the rest
         if kill is not None and _reached(folder, kill):
             time.sleep(kill.delay)
-            for worker in workers:
-                if worker.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.pid, signal.SIGKILL)
-            for worker in workers:
-                worker.join()
+            _kill(workers)
             return any(worker.exitcode == -signal.SIGKILL for worker in workers)
         time.sleep(POLL_SECONDS)
     return False
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    """Kill the processes that are alive, and join all."""
+    for worker in workers:
+        if worker.is_alive() and worker.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+    for worker in workers:
+        worker.join()
 
 
 def _reached(folder: Path, kill: Kill) -> bool:
@@ -211,24 +216,21 @@ def _lines(path: Path) -> int:
 
 
 def _child(argv: list[str], rank: int, processes: int, port: int, log: str) -> None:
-    """One process of a run."""
+    """Run `python -m gramian` in this forked process, with its output in a file."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # data workers of a server's own would outlive a killed run
     if processes > 1:
-        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        os.environ |= {name: str(value) for name, value in told.items()}
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        os.environ |= {name: str(value) for name, value in numbers.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    from gramian.cli import main
-
-    with _output_to(log):
-        status = main(argv)
+    sys.argv = ["gramian", *argv]
+    with open(log, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            runpy.run_module("gramian", run_name="__main__")
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
     os._exit(status)
-
-
-@contextlib.contextmanager
-def _output_to(path: str) -> Iterator[None]:
-    with open(path, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        yield
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -238,7 +240,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _timeless(facts: Any) -> Any:
-    """Facts without what a clock said."""
+    """Facts without measured seconds."""
     if isinstance(facts, dict):
         return {key: _timeless(value) for key, value in facts.items() if key != "seconds"}
     return [_timeless(value) for value in facts] if isinstance(facts, list) else facts

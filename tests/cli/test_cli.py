@@ -14,10 +14,10 @@ from tests.kit.fresh import run_fresh
     [
         ([], ["command", "demo"]),
         (["no-such-command"], ["no-such-command", "demo"]),
-        (["demo", "--seed", "1.5"], ["--seed", "1.5", "accepted: an integer"]),
-        (["demo", "--seed", "-1"], ["--seed", "accepted"]),
-        (["demo", "--sed", "1"], ["--sed", "accepted", "--seed"]),
-        (["demo", "stray"], ["stray", "accepted", "--out"]),
+        (["demo", "--seed", "1.5"], ["--seed", "1.5", "expected an integer"]),
+        (["demo", "--seed", "-1"], ["--seed", "expected"]),
+        (["demo", "--sed", "1"], ["--sed", "expected", "--seed"]),
+        (["demo", "stray"], ["stray", "expected", "--out"]),
         (["demo", "--out"], ["--out", "expected one argument"]),
     ],
 )

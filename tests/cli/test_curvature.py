@@ -187,7 +187,7 @@ def test_a_model_of_the_other_kind_is_refused(
         (["CONFIG", "--model", "x"], "curvature: expected either CONFIG.toml or --model"),
         (["--model", "x"], "argument --text: none given; expected text files"),
         (["CONFIG", "--masked"], "argument --masked: is for --model"),
-        (["CONFIG", "--tokens", "0"], "argument --tokens: 0; expected at least 1"),
+        (["CONFIG", "--tokens", "0"], "argument --tokens: got '0'; expected an integer of at least 1"),
         (["CONFIG", "--dtype", "bf16"], "argument --dtype: 'bf16'; expected fp32 or fp64"),
         (["CONFIG", "--device", "tpu"], "argument --device: 'tpu'; expected cpu or cuda"),
         (["CONFIG", "--fisher", "exact"], "argument --fisher: 'exact'; expected one of empirical, mc, true"),

@@ -236,7 +236,7 @@ def test_out_that_is_a_file_exits_2(tmp_path: Path, capsys: pytest.CaptureFixtur
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.count("\n") == 1
-        assert "--out" in captured.err and "accepted: a folder" in captured.err
+        assert "--out" in captured.err and "expected a folder" in captured.err
 
 
 def test_a_folder_in_use_and_one_of_another_seed_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,4 +272,4 @@ def test_a_missing_standard_library_exits_2_with_one_line(
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "python.zip" in captured.err
-    assert "accepted" in captured.err
+    assert "an unpacked standard library" in captured.err

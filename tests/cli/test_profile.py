@@ -15,47 +15,50 @@ import torch
 
 from gramian.cli import main
 from gramian.curvature.memory.traffic import TrafficSide
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
-from gramian.verify import clipping_profile, clipping_scaling, kfac_profile
+from gramian.verify.profiles import clipping_profile, clipping_scaling, kfac_profile
+from gramian.verify.profiles.measurements import TimingSpread
+from gramian.verify.profiles.profiled_model import reference_gpt
 from tests.cli.torchrun import on_processes
 from tests.kit.processes import run_on_ranks
 from tests.kit.waiting import PATIENCE
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 TINY = ["profile", "kfac", "--cpu", "--batch-size", "2", "--layers", "1", "--width", "16", "--vocabulary", "32"]
 
 
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        ([], ["TARGET", "accepted: clipping, kfac"]),
-        (["everything"], ["'everything'", "unknown", "accepted: clipping, kfac"]),
-        (["kfac", "--mode", "keep"], ["--mode", "'keep'", "not available yet"]),
-        (["kfac", "--algorithm", "gram"], ["--algorithm", "'gram'", "not available yet"]),
-        (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
-        (["kfac", "--iterations", "20"], ["--iterations", "20", "not available yet"]),
-        (["kfac", "--json", "/"], ["--json", "Is a directory", "accepted"]),
-        (["kfac", "--reduce", "ring"], ["--reduce", "'ring'", "accepted: gram, gather, dense, none"]),
-        (["kfac", "--offload", "--cpu"], ["--offload", "on the CPU", "accepted: on a GPU"]),
-        (["clipping", "--reduce", "gram"], ["--reduce", "'gram'", "not available yet"]),
-        (["train", "--offload"], ["--offload", "not available yet"]),
-        (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "accepted: gramian profile clipping"]),
-        (["clipping", "--mode", "fast"], ["--mode", "'fast'", "accepted: auto, bookkeeping, keep, two_pass"]),
-        (["clipping", "--algorithm", "ghost"], ["--algorithm", "'ghost'", "accepted: auto, gram, direct"]),
+        ([], ["TARGET", "expected clipping, kfac"]),
+        (["everything"], ["'everything'", "unknown", "expected clipping, kfac"]),
+        (["kfac", "--mode", "keep"], ["--mode", "'keep'", "not for profile kfac"]),
+        (["kfac", "--algorithm", "gram"], ["--algorithm", "'gram'", "not for profile kfac"]),
+        (["kfac", "run.toml"], ["run.toml", "cannot be read"]),
+        (["kfac", "run.toml", "--width", "64"], ["--width", "without CONFIG.toml"]),
+        (["kfac", "--iterations", "20"], ["--iterations", "20", "not for profile kfac"]),
+        (["kfac", "--json", "/"], ["--json", "Is a directory", "expected"]),
+        (["kfac", "--reduce", "ring"], ["--reduce", "'ring'", "expected gram, gather, dense, none"]),
+        (["kfac", "--offload", "--cpu"], ["--offload", "on the CPU", "expected a GPU"]),
+        (["clipping", "--reduce", "gram"], ["--reduce", "'gram'", "not for profile clipping"]),
+        (["train", "--offload"], ["--offload", "not for profile train"]),
+        (["clipping", "run.toml"], ["run.toml", "cannot be read"]),
+        (["clipping", "--mode", "fast"], ["--mode", "'fast'", "expected auto, bookkeeping, keep, two_pass"]),
+        (["clipping", "--algorithm", "ghost"], ["--algorithm", "'ghost'", "expected auto, gram, direct"]),
         (
             ["clipping", "--mode", "keep", "--algorithm", "gram"],
-            ["--algorithm", "'gram'", "--mode keep", "accepted: auto"],
+            ["--algorithm", "'gram'", "--mode keep", "expected auto"],
         ),
-        (["clipping", "--iterations", "9"], ["--iterations", "'9'", "accepted: an integer of at least 10"]),
-        (["clipping", "--iterations", "ten"], ["--iterations", "'ten'", "accepted"]),
-        (["clipping", "--seq-lengths", "0"], ["--seq-lengths", "'0'", "accepted"]),
-        (["clipping", "--width", "30"], ["--width", "30", "accepted: a multiple of heads"]),
-        (["clipping", "--out", "/dev/null/x"], ["--out", "/dev/null/x", "accepted: a file that can be written"]),
-        (["clipping", "--json", "/"], ["--json", "Is a directory", "accepted"]),
-        (["kfac", "--seq-lengths", "128", "long"], ["--seq-lengths", "'long'", "accepted: an integer of at least 1"]),
-        (["kfac", "--batch-size", "0"], ["--batch-size", "'0'", "accepted"]),
-        (["kfac", "--width", "30"], ["--width", "30", "accepted: a multiple of heads"]),
+        (["clipping", "--iterations", "9"], ["--iterations", "'9'", "expected an integer of at least 10"]),
+        (["clipping", "--iterations", "ten"], ["--iterations", "'ten'", "expected"]),
+        (["clipping", "--seq-lengths", "0"], ["--seq-lengths", "'0'", "expected"]),
+        (["clipping", "--width", "30"], ["--width", "30", "a multiple of heads"]),
+        (["clipping", "--out", "/dev/null/x"], ["--out", "/dev/null/x", "expected a file that can be written"]),
+        (["clipping", "--json", "/"], ["--json", "Is a directory", "expected"]),
+        (["kfac", "--seq-lengths", "128", "long"], ["--seq-lengths", "'long'", "expected an integer of at least 1"]),
+        (["kfac", "--batch-size", "0"], ["--batch-size", "'0'", "expected"]),
+        (["kfac", "--width", "30"], ["--width", "30", "a multiple of heads"]),
         (["kfac", "--seq-lengths"], ["--seq-lengths", "expected at least one argument"]),
     ],
 )
@@ -84,8 +87,41 @@ def test_every_sequence_length_has_a_row_per_stage(capsys):
     assert re.search(r"^ +24 +48 +0\.\d .* dense", captured.out, re.MULTILINE)
 
 
+CONFIGURED = """
+[run]
+device = "cpu"
+[model]
+{model}
+layers = 1
+width = 16
+[data]
+length = 12
+batch = 2
+"""
+
+
+@pytest.mark.parametrize("model", ['kind = "gpt"\nheads = 2', 'kind = "goose"'], ids=["gpt", "goose"])
+def test_a_config_decides_model_length_and_batch(model, capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIGURED.format(model=model))
+    assert main(["profile", "kfac", str(path), "model.width=24", "--json", str(tmp_path / "kfac.json")]) == 0
+    assert "1 layer, width 24, vocabulary 257; batch 2" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "kfac.json").read_text())
+    (profile,) = numbers["profiles"]
+    assert (profile["length"], profile["tokens"]) == (12, 24)
+    assert numbers["model"]["width"] == 24 and numbers["model"]["context"] == 12
+
+
+def test_clipping_takes_a_config_too(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIGURED.format(model="heads = 2"))
+    assert main(["profile", "clipping", str(path), "--out", str(tmp_path)]) == 0
+    assert "gpt of the config: 1 layer, width 16" in capsys.readouterr().out
+    assert json.loads((tmp_path / "clipping.json").read_text())["options"]["seq_lengths"] == [12]
+
+
 def test_stages_ratios_and_bytes_are_those_of_the_run():
-    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
+    config = reference_gpt(layers=1, width=16, vocabulary=32, context=8)
     calls = []
     found = kfac_profile.profile_kfac(config, 8, 2, ONE, rounds=2, on_progress=lambda: calls.append(1))
     assert [stage.name for stage in found.stages] == ["plain step", "capture", "decompose", "apply"]
@@ -97,7 +133,7 @@ def test_stages_ratios_and_bytes_are_those_of_the_run():
 
 
 def test_memory_on_the_cpu_is_that_of_the_process():
-    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
+    config = reference_gpt(layers=1, width=16, vocabulary=32, context=8)
     memory = kfac_profile.profile_kfac(config, 8, 2, ONE, rounds=1).stages[0].memory
     assert memory.before is not None and memory.after is not None and memory.peak is not None
     assert 10e6 < memory.before <= memory.peak >= memory.after
@@ -106,15 +142,17 @@ def test_memory_on_the_cpu_is_that_of_the_process():
 
 def test_factors_that_are_kept_elsewhere_have_stages_of_their_own():
     """On the CPU nothing moves; what is measured is."""
-    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
+    config = reference_gpt(layers=1, width=16, vocabulary=32, context=8)
     found = kfac_profile.profile_kfac(config, 8, 2, ONE, offload=True, rounds=1)
     assert [stage.name for stage in found.stages][-2:] == ["offload", "fetch"]
     assert found.offloaded_bytes == 0 and found.collectives == ()
 
 
 def profile_of_processes(rank: int, size: int, reduce: str) -> kfac_profile.KFACProfile:
-    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=4)
-    return kfac_profile.profile_kfac(config, 4, 1, World(rank, size, torch.device("cpu"), "ddp"), reduce, rounds=1)
+    config = reference_gpt(layers=1, width=16, vocabulary=32, context=4)
+    return kfac_profile.profile_kfac(
+        config, 4, 1, ProcessGrid(rank, size, torch.device("cpu"), "ddp"), reduce, rounds=1
+    )
 
 
 @pytest.mark.dist
@@ -173,7 +211,7 @@ def test_a_profile_that_fails_on_one_process_ends_both_with_1():
 
 @pytest.mark.parametrize(("width", "heads"), [(128, 4), (1024, 16), (96, 4), (64, 4)])
 def test_heads_are_64_wide_where_that_fits(width, heads):
-    assert kfac_profile.model_config(1, width, 16, 8).heads == heads
+    assert reference_gpt(1, width, 16, 8).facts["heads"] == heads
 
 
 def test_running_out_of_memory_exits_1_after_what_was_measured(capsys, monkeypatch):
@@ -278,8 +316,8 @@ def test_modes_and_algorithms_are_those_asked_for(mode, ways, capsys, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
 def test_a_forced_algorithm_is_taken_everywhere(algorithm):
-    config = kfac_profile.model_config(1, 16, 32, 8)
-    where = World(0, 1, torch.device("cpu"), "one")
+    config = reference_gpt(1, 16, 32, 8)
+    where = ProcessGrid(0, 1, torch.device("cpu"), "one")
     calls = []
     found = clipping_profile.profile_clipping(
         config, 8, 2, where, mode="bookkeeping", algorithm=algorithm, on_progress=lambda: calls.append(1)
@@ -308,8 +346,8 @@ def test_a_failing_length_exits_1_after_what_was_measured(capsys, monkeypatch, t
 
 
 def test_the_engine_is_gone_after_a_failure(monkeypatch):
-    config = kfac_profile.model_config(1, 16, 32, 8)
-    where = World(0, 1, torch.device("cpu"), "one")
+    config = reference_gpt(1, 16, 32, 8)
+    where = ProcessGrid(0, 1, torch.device("cpu"), "one")
     detached = []
 
     def fail(*args: Any) -> None:
@@ -323,8 +361,8 @@ def test_the_engine_is_gone_after_a_failure(monkeypatch):
 
 
 def clipping_of_processes(rank: int, size: int) -> clipping_profile.ClippingProfile:
-    config = kfac_profile.model_config(layers=1, width=16, vocabulary=32, context=8)
-    return clipping_profile.profile_clipping(config, 8, 2, World(rank, size, torch.device("cpu"), "ddp"))
+    config = reference_gpt(layers=1, width=16, vocabulary=32, context=8)
+    return clipping_profile.profile_clipping(config, 8, 2, ProcessGrid(rank, size, torch.device("cpu"), "ddp"))
 
 
 @pytest.mark.full
@@ -364,7 +402,7 @@ def test_under_torchrun_the_first_process_alone_speaks(options, tmp_path):
 FAILING = """
 import os, sys
 from gramian.cli import main
-from gramian.verify import clipping_profile
+from gramian.verify.profiles import clipping_profile
 
 measure = clipping_profile.profile_clipping
 def fail_on_one(*args, **options):
@@ -459,9 +497,9 @@ def test_norms_and_noise_have_a_knob_too(phase, knob):
 
 
 def test_noisy_figures_say_so():
-    assert clipping_profile.TimingSpread.of([1.0, 1.0, 2.0, 2.0]).noisy
-    assert not clipping_profile.TimingSpread.of([1.0, 1.01, 1.02]).noisy
-    assert clipping_profile.TimingSpread.of([3.0]) == clipping_profile.TimingSpread(3.0, 3.0, 3.0)
+    assert TimingSpread.of([1.0, 1.0, 2.0, 2.0]).noisy
+    assert not TimingSpread.of([1.0, 1.01, 1.02]).noisy
+    assert TimingSpread.of([3.0]) == TimingSpread(3.0, 3.0, 3.0)
 
 
 @pytest.mark.gpu

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gramian.cli import RunFailed, main
-from gramian.cli.train import _in_one_line
+from gramian.cli import main
+from gramian.cli.command_errors import RunFailed
+from gramian.cli.train import _one_line_failures
 from gramian.core.errors import GramianError
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 
 OTHERS = "; expected every process to leave the capture without an error"
 
@@ -33,9 +34,9 @@ def test_the_first_process_alone_says_what_is_wrong_with_a_config(rank, monkeypa
 )
 def test_processes_end_with_the_code_of_the_one_that_failed(told, failed):
     """It ends with 1 of an error, and with 2 of bad input."""
-    with pytest.raises(RunFailed if failed else GramianError, match="process"), _in_one_line(_of_two()):
+    with pytest.raises(RunFailed if failed else GramianError, match="process"), _one_line_failures(_of_two()):
         raise GramianError(told)
 
 
-def _of_two() -> World:
-    return World(0, 2, torch.device("cpu"), "ddp")
+def _of_two() -> ProcessGrid:
+    return ProcessGrid(0, 2, torch.device("cpu"), "ddp")

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from gramian.cli import main
+from gramian.cli.profile import profile_kfac
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.estimate import fisher_labels, token_moments
-from gramian.curvature.estimate.refresh_sums import KroneckerSums
-from gramian.parallel.world import World
-from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.curvature.estimate.token_selection import TokenSelection
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.clipping import clipping_rule, sample_norms
 from gramian.privacy.clipping.gradient_sums import GradientSums
 from gramian.taps.gradients import Indexed
 from gramian.verify import clipping_matrix, kfac_matrix
 from gramian.verify.checks import Comparison, VerifyCheck, VerifyOutcome, relative_error, run_checks
+from gramian.verify.profiles import kfac_profile
 from tests.cli.torchrun import on_processes
 from tests.kit.fresh import run_fresh
 from tests.kit.matrix import sample
@@ -62,14 +64,17 @@ def test_the_sample_holds_every_option():
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        ([], ["TARGET", "accepted: kfac, clipping"]),
-        (["everything"], ["'everything'", "unknown", "accepted: kfac, clipping"]),
-        (["distill", "--tp"], ["--tp", "not available yet"]),
-        (["kfac", "--profile"], ["--profile", "not available yet", "accepted: gramian verify kfac [--fsdp] [--tp]"]),
-        (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
-        (["clipping", "--tp"], ["--tp", "not available yet", "accepted: gramian verify clipping [--fsdp] [--verbose]"]),
-        (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "not available yet"]),
-        (["kfac", "--verbos"], ["--verbos", "accepted", "--verbose"]),
+        ([], ["TARGET", "expected kfac, clipping"]),
+        (["everything"], ["'everything'", "unknown", "expected kfac, clipping"]),
+        (["distill", "--tp"], ["--tp", "not for verify distill"]),
+        (["resume", "--profile"], ["--profile", "not for verify resume", "expected gramian verify resume"]),
+        (["kfac", "run.toml"], ["CONFIG", "'run.toml'", "not for verify kfac"]),
+        (
+            ["clipping", "--tp"],
+            ["--tp", "not for verify clipping", "expected gramian verify clipping [--fsdp] [--verbose]"],
+        ),
+        (["clipping", "run.toml"], ["CONFIG", "'run.toml'", "not for verify clipping"]),
+        (["kfac", "--verbos"], ["--verbos", "expected", "--verbose"]),
     ],
 )
 def test_bad_input_exits_2_with_one_line_that_says_what_is_accepted(argv, names, capsys):
@@ -144,6 +149,29 @@ def test_the_progress_bar_is_for_terminals(capsys, monkeypatch):
     assert "\x1b[" in out and "model: a check" in out
 
 
+def test_profile_measures_kfac_after_its_checks(capsys, monkeypatch):
+    monkeypatch.setattr(kfac_matrix, "plan", lambda: [_check(0.0)])
+    monkeypatch.setitem(profile_kfac.DEFAULTS, "seq_lengths", [8])
+    monkeypatch.setitem(profile_kfac.DEFAULTS, "width", 16)
+    status, out, err = run(capsys, "--profile")
+    assert (status, err) == (0, "")
+    for stage in ("plain step", "capture", "decompose", "apply"):
+        assert re.search(rf"{stage} +[\d,]+\.\d+ ", out), stage
+    assert out.index("a check") < out.index("plain step")
+    assert out.splitlines()[-1] == "1 of 1 checks passed"
+
+
+def test_a_profile_that_fails_exits_1_after_the_checks(capsys, monkeypatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(kfac_matrix, "plan", lambda: [_check(0.0)])
+    monkeypatch.setattr(kfac_profile, "profile_kfac", fail)
+    status, out, err = run(capsys, "--profile")
+    assert status == 1 and out.splitlines()[-1] == "1 of 1 checks passed"
+    assert err == "gramian: verify kfac --profile: sequence length 128: OutOfMemoryError: CUDA out of memory.\n"
+
+
 @pytest.mark.full
 def test_clipping_has_a_row_per_check_and_a_row_per_layer_and_case_where_asked(capsys, monkeypatch):
     take_few(monkeypatch, "mlp", "tied gpt")
@@ -208,16 +236,16 @@ def test_two_processes_agree_with_the_loop_and_the_first_alone_prints(option):
 
 
 NORMS_OF_ONE = """
-from gramian.privacy.clipping.clipping_rule import Clipping
-weigh = Clipping._weigh
-def broken(self, work):
-    found = weigh(self, work)
+from gramian.privacy.clipping import sample_norms
+set_factors = sample_norms.set_factors
+def broken(work):
+    found = set_factors(work)
     work.factors_B = work.factors_B * 1.01 if rank == 1 else work.factors_B
     return found
-Clipping._weigh = broken
+sample_norms.set_factors = broken
 """
 CRASH_OF_ONE = """
-from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.privacy.clipping import clipping_rule, sample_norms
 parameter = Clipping.parameter
 def broken(self, record):
     if rank == 1 and record.parameter.startswith("blocks"):
@@ -288,10 +316,10 @@ BUGS = {
         "gpt: Monte Carlo frequencies",
     ),
     "the causal shift": ((fisher_labels, "positions", unshifted), "gpt: Monte Carlo labels"),
-    "tokens that count": ((KroneckerSums, "_weights", weightless), "conv net: Monte Carlo labels"),
+    "tokens that count": ((TokenSelection, "_weights", weightless), "conv net: Monte Carlo labels"),
     "the bias": ((token_moments, "_augmented", offset), "conv net: factors A and G"),
     "the weight of the inputs": (
-        (token_moments.TokenMoment, "kept_weight", partial(scaled, by=1.001)),
+        (token_moments.TokenMoment, "stored_weight", partial(scaled, by=1.001)),
         "deep linear: factors A and G",
     ),
 }
@@ -320,27 +348,27 @@ def divided_by_the_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 def too_large(function: Callable[..., Any]) -> Callable[..., Any]:
     """Factors of 1.001 times what they are."""
 
-    def weigh(self: Clipping, work: Any) -> Any:
-        found = function(self, work)
+    def set_factors(work: Any) -> Any:
+        found = function(work)
         work.factors_B = work.factors_B * 1.001
         return found
 
-    return weigh
+    return set_factors
 
 
 def careless(function: Callable[..., Any]) -> Callable[..., Any]:
     """Samples that are not finite are not left out."""
 
-    def confirm(self: Clipping, work: Any, *told: Any) -> Any:
-        found = function(self, work, *told)
-        work.finite = None
+    def confirm_factors(work: Any, *flags: Any) -> Any:
+        found = function(work, *flags)
+        work.finite_runs = None
         return found
 
-    return confirm
+    return confirm_factors
 
 
 CLIPPING_BUGS = {
-    "the factors": (Clipping, "_weigh", too_large, "mlp: clipped sums, float32: error"),
+    "the factors": (sample_norms, "set_factors", too_large, "mlp: clipped sums, float32: error"),
     "the norm of an embedding": (
         Indexed,
         "squared_norms",
@@ -348,7 +376,7 @@ CLIPPING_BUGS = {
         "text: clipped sums, float64: ",  # the row proof refuses it before there is an error to measure
     ),  # fmt: skip
     "the actual batch": (GradientSums, "release", divided_by_the_batch, "mlp: several backwards: error"),
-    "a bad sample": (Clipping, "_confirm", careless, "mlp: a sample that is NaN: error nan"),
+    "a bad sample": (clipping_rule, "confirm_factors", careless, "mlp: a sample that is NaN: error nan"),
 }
 
 
@@ -411,7 +439,7 @@ def test_nan_is_the_worst_error():
 def test_a_run_leaves_threads_and_random_state_as_they_were():
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     run_checks(kfac_matrix.plan(torch.device("cpu"), ("mlp",), SAMPLE[:1]))
-    run_checks(clipping_matrix.plan(World(0, 1, torch.device("cpu"), "one"), ("mlp",), FEW[:1]))
+    run_checks(clipping_matrix.plan(ProcessGrid(0, 1, torch.device("cpu"), "one"), ("mlp",), FEW[:1]))
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
 

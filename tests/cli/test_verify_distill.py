@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.verify import distill_matrix
 from gramian.verify.checks import run_checks
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 
 
 def test_it_is_green_and_says_what_was_compared(capsys: pytest.CaptureFixture[str]) -> None:

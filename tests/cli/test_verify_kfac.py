@@ -10,7 +10,7 @@ import torch
 from gramian.cli import main
 from gramian.curvature.refresh.join_sums import Join
 from gramian.parallel.exchange import Exchange
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.verify import kfac_processes
 from gramian.verify.checks import VerifyOutcome, run_checks
 from gramian.verify.model_layouts import ModelLayout
@@ -62,7 +62,7 @@ def test_a_world_of_one_passes(options, said, capsys, monkeypatch):
 )
 def test_processes_in_a_grid(size, fsdp, tp, shape, said):
     for rank in range(size):
-        layout = ModelLayout(World(rank, size, CPU, "ddp"), fsdp, tp)
+        layout = ModelLayout(ProcessGrid(rank, size, CPU, "ddp"), fsdp, tp)
         assert (layout.data, layout.tensor) == shape
         assert layout.rank == rank // layout.tensor
     assert str(layout) == said
@@ -74,7 +74,7 @@ def test_processes_in_a_grid(size, fsdp, tp, shape, said):
 def outcomes(
     rank: int, size: int, models: tuple[str, ...], fsdp: bool, tp: bool = False, cases: Any = FEW
 ) -> list[VerifyOutcome]:
-    layout = ModelLayout(World(rank, size, CPU, "fsdp2" if fsdp else "ddp"), fsdp, tp)
+    layout = ModelLayout(ProcessGrid(rank, size, CPU, "fsdp2" if fsdp else "ddp"), fsdp, tp)
     return run_checks(kfac_processes.plan(layout, models, cases), stop_at_crash=True)
 
 
@@ -84,7 +84,7 @@ def scaled(function: Any) -> Any:
 
 def a_token_too_many(function: Any) -> Any:
     """The bound of a subset is that of this process's keys."""
-    return lambda self, moment, said, keep, device: ([0 if s is None else s.kept for s in said], 1.0)
+    return lambda self, moment, reports, keep, device: ([0 if r is None else r.stored for r in reports], 1.0)
 
 
 BUGS: dict[str, tuple[Any, str, Any, str]] = {

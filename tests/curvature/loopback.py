@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gramian.curvature.refresh import refresh_schedule
 from gramian.parallel.exchange import Exchange
 from gramian.taps.hub import Hub, hub_of
-from gramian.taps.proof import row_proof
+from gramian.taps.proof import batch_proof
 from tests.kit.waiting import PATIENCE
 
 one_at_a_time = threading.RLock()
@@ -68,7 +68,7 @@ class Loopback(Exchange):
         parts = self._share(f"reshard {counts} {rows_TN.dtype}", rows_TN.detach())
         return torch.cat([part[:, mine] for part in parts])
 
-    def hand(self, t: Tensor | None, shape: Any, like: Tensor, source: int) -> Tensor:
+    def broadcast(self, t: Tensor | None, shape: Any, like: Tensor, source: int) -> Tensor:
         mine = t if t is not None and source == self.rank else like.new_empty(0)
         return self._share(f"hand {list(shape)} {like.dtype} {source}", mine)[source].view(*shape)
 
@@ -80,13 +80,13 @@ class Loopback(Exchange):
         return [thing for _, thing in said]
 
 
-class LoopbackMeeting:
-    """`gramian.parallel.rendezvous.Meeting` among threads."""
+class LoopbackRendezvous:
+    """`gramian.parallel.rendezvous.Rendezvous` among threads."""
 
     def __init__(self, group: tuple[Room, int], name: str) -> None:
         (self.room, self.rank), self.name = group, name
 
-    def come(self, before: Any = None) -> str:
+    def wait_for_all(self, before: Any = None) -> str:
         room = self.room
         with room.changed:
             here = room.words.setdefault(self.name, {"here": 0, "absent": ""})
@@ -96,7 +96,7 @@ class LoopbackMeeting:
             assert ready, f"{here['here']} of {room.size} ranks came to {self.name}"
             return str(here["absent"])
 
-    def stay_away(self, why: str) -> None:
+    def decline(self, why: str) -> None:
         with self.room.changed:
             here = self.room.words.setdefault(self.name, {"here": 0, "absent": ""})
             here["absent"] = here["absent"] or f"process {self.rank}: {' '.join(why.split())}"
@@ -120,7 +120,7 @@ def _patched() -> Any:
         with one_at_a_time:
             plain(hub)
 
-    prove = row_proof.undisturbed
+    prove = batch_proof.undisturbed
 
     @contextmanager
     def undisturbed(root: nn.Module, arguments: Any) -> Any:
@@ -129,11 +129,13 @@ def _patched() -> Any:
 
     with (
         mock.patch.object(Hub, "_set_flags", set_flags),
-        mock.patch.object(row_proof, "undisturbed", undisturbed),
+        mock.patch.object(batch_proof, "undisturbed", undisturbed),
         mock.patch.object(refresh_schedule, "exchange_of", exchange_of),
-        mock.patch.object(refresh_schedule, "Meeting", LoopbackMeeting),
+        mock.patch.object(refresh_schedule, "Rendezvous", LoopbackRendezvous),
         mock.patch.object(refresh_schedule, "world_size", world_size),
-        mock.patch.object(refresh_schedule, "number_in", lambda group: 0),  # threads share a counter, processes do not
+        mock.patch.object(
+            refresh_schedule, "next_number", lambda group: 0
+        ),  # threads share a counter, processes do not
     ):
         somebody = nn.Linear(1, 1)
         hub_of(somebody).live = True  # so that no thread, leaving its capture, takes itself for the last that listens

@@ -304,6 +304,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def narrow(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Let sides wider than `limit` count as too wide to be held whole."""
-    for module in ("linalg", "linalg.factor", "linalg.dense", "linalg.low_rank", "linalg.diagonal", "curvature.policy",
-                   "curvature.build"):  # fmt: skip
+    factors = [f"linalg.factors.{name}" for name in ("factor", "dense", "merging", "diagonal_low_rank")]
+    for module in ("linalg", *factors, "curvature.blocks.representation", "curvature.refresh.build_factors"):
         monkeypatch.setattr(f"gramian.{module}.WIDEST_DENSE", limit)

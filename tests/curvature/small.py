@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.estimate.kfac_capture import Idle, KFACCapture
+from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture
 
 WORDS, WIDTH = 11, 8
 FEW, MANY = (2, 3), (4, 6)
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str = "me
 
 def opened(
     kfac: gramian.KFACNaturalGradient, model: nn.Module, batch: tuple[Tensor, Tensor], **options: Any
-) -> KFACCapture | Idle:
+) -> KFACCapture | IdleCapture:
     """A capture that knows its terms."""
     return kfac.capture(model, num_terms=batch[1].numel(), **options)
 

@@ -238,9 +238,9 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     model = p.model()
     found, v = p.captured(model), {name: normal(6)}
     for damped in (False, True):
-        with pytest.raises(gramian.GramianError, match=f"{name}: is no parameter with curvature"):
+        with pytest.raises(gramian.GramianError, match=f"{name}: is not a parameter with curvature"):
             found.compute_fisher_vector_product(v, damped)
-    with pytest.raises(gramian.GramianError, match=f"{name}: is no parameter with curvature"):
+    with pytest.raises(gramian.GramianError, match=f"{name}: is not a parameter with curvature"):
         found.compute_natural_gradient(model, gradients=v)
 
 

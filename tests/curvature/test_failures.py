@@ -14,6 +14,7 @@ import gramian
 from gramian.curvature import Block
 from gramian.curvature.blocks import damping
 from gramian.curvature.estimate import token_moments
+from gramian.curvature.refresh import build_factors
 from gramian.linalg import Dense, LowRank
 from tests.curvature.small import (
     FEW,
@@ -293,7 +294,7 @@ def test_no_memory_in_the_middle_of_building_drops_the_refresh(
 
 
 @pytest.mark.parametrize("number", [1, 3, 8])
-@pytest.mark.parametrize("owner, name", [(Dense, "merge"), (Block, "with_factors"), (damping, "Damping")])
+@pytest.mark.parametrize("owner, name", [(build_factors, "merge"), (Block, "with_factors"), (damping, "Damping")])
 def test_an_error_while_factors_are_averaged_or_damped_drops_the_refresh(
     owner: Any, name: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

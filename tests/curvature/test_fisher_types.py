@@ -419,8 +419,8 @@ def test_the_head_can_be_named() -> None:
 @pytest.mark.parametrize("head, message", [
     ("nowhere", "head: the model has no module 'nowhere'"),
     ("form", "head: the model has no module 'form'"),
-    ("norm", "head: 'norm' is no trained layer with K-FAC factors"),
-    ("frozen", "head: 'frozen' is no trained layer with K-FAC factors"),
+    ("norm", "head: 'norm' is not a trained layer with K-FAC factors"),
+    ("frozen", "head: 'frozen' is not a trained layer with K-FAC factors"),
 ])  # fmt: skip
 def test_a_head_that_is_none_is_refused(head: str, message: str) -> None:
     model = seeded(lambda: Returns(lambda y: y))
@@ -431,7 +431,7 @@ def test_a_head_that_is_none_is_refused(head: str, message: str) -> None:
 
 def test_a_convolution_is_no_exact_head() -> None:
     model, found = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 1))), kfac(kfac_true_fisher_head=True)
-    with pytest.raises(gramian.GramianError, match="0: is no linear layer"), found.capture(model, num_terms=50):
+    with pytest.raises(gramian.GramianError, match="0: is not a linear layer"), found.capture(model, num_terms=50):
         F.cross_entropy(model(normal(2, 3, 5, 5)), classes(4, 2, 5, 5)).backward()
 
 

@@ -386,7 +386,7 @@ def test_processes_that_differ_are_told_apart(difference: str) -> None:
     def body(rank: int, _: Loopback) -> None:
         kfac = make(**(options if rank else {}))
         model = CASES["words" if rank or difference != "model" else "tied"].model()
-        kfac.steps += rank if difference == "step" else 0
+        kfac.state.steps += rank if difference == "step" else 0
         told = {"head": ["head", "fc"][rank]} if difference == "head" else {}
         with pytest.raises(gramian.GramianError) as caught:
             refresh(kfac, model, CASES["words"].data(4), range(rank, 4, 2), **told)
@@ -424,7 +424,7 @@ def test_a_process_that_cannot_make_its_factors_is_no_reason_to_hang(monkeypatch
 
 PLACES = {
     "on entering": (hub.Hub, "attach", "gram"),
-    "its word": (token_moments.TokenMoment, "kept_weight", "gram"),
+    "its word": (token_moments.TokenMoment, "stored_weight", "gram"),
     "rows that are spread": (token_moments.TokenMoment, "row_matrix", "gram"),
     "rows that are gathered": (token_moments.TokenMoment, "row_matrix", "gather"),
     "a matrix": (token_moments.TokenMoment, "product", "dense"),
@@ -481,45 +481,45 @@ def test_processes_that_ask_for_different_things_raise_together(what: str) -> No
 
 TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
     "loss terms of one process": (
-        Edit("consistency:agree", 'math.fsum(word["terms"] for word in words)', 'words[0]["terms"]'),
+        Edit("consistency:agree", 'math.fsum(report["terms"] for report in reports)', 'reports[0]["terms"]'),
         {},
     ),
     "each process's mean taken for that of all": (
         Edit(
             "KFACCapture.pass_info",
             '"mean": mean',
-            '"mean": mean * (1 if self.others is None else self.others.size)',
+            '"mean": mean * (1 if self.exchange is None else self.exchange.size)',
         ),
         {},
     ),
     "inputs that are never reduced": (
         Edit(
             "Join._take_rows",
-            "self.others.gather_rows(rows, counts)",
-            "rows if bias else self.others.gather_rows(rows, counts)",
+            "self.exchange.gather_rows(rows, counts)",
+            "rows if bias else self.exchange.gather_rows(rows, counts)",
         ),
         {"kfac_distributed_reduce": "gather"},
     ),
     "dense sides that are never reduced": (
-        Edit("Join._total", "self.others.sum(total.data.to(dtype))", "total.data.to(dtype)"),
+        Edit("Join._total", "self.exchange.sum(total.data.to(dtype))", "total.data.to(dtype)"),
         {"kfac_distributed_reduce": "dense"},
     ),
     "Gram matrices of unrelated tokens added up": (
         Edit(
             "Join._take_rows",
-            "self.others.reshard(rows, counts)",
-            "rows[:, self.others.features(total.width)[self._rank]]",
+            "self.exchange.reshard(rows, counts)",
+            "rows[:, self.exchange.features(total.width)[self._rank]]",
         ),
         {},
     ),
     "processes looked at when the object is made": (
-        Edit("refresh_schedule:others_of", "return exchange_of(group, device)", "return None"),
+        Edit("refresh_schedule:model_exchange", "return exchange_of(group, device)", "return None"),
         {},
     ),
     "tokens of one process decide about the form": (
         Edit(
             "Join._total",
-            "form = representation(keep, kept if",
+            "form = representation(keep, stored if",
             "form = representation(keep, counts[self._rank] if",
         ),
         {"split": [[0, 1, 2, 3], [4]]},
@@ -533,7 +533,7 @@ TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
         {"max_tokens": 3},
     ),
     "ids that every process counts for itself": (
-        Edit("kfac_capture:global_ids", "local_B * others.size + others.rank", "local_B"),
+        Edit("kfac_capture:global_ids", "local_B * sharding.size + sharding.rank", "local_B"),
         {"check": "ids"},
     ),
     "draws that every process counts for itself": (

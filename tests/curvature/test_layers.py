@@ -161,7 +161,7 @@ def test_a_parameter_without_data_is_declared_and_left_alone() -> None:
     assert torch.equal(natural["spare.weight"], model.spare.weight.grad)
     assert natural["spare.weight"] is not model.spare.weight.grad
     assert found.record()["identity"] == ["spare.bias", "spare.weight"]
-    with pytest.raises(gramian.GramianError, match="spare.weight: is no parameter with curvature"):
+    with pytest.raises(gramian.GramianError, match="spare.weight: is not a parameter with curvature"):
         found.compute_fisher_vector_product({"spare.weight": model.spare.weight.grad})
     strict = kfac(strict=True)
     with pytest.raises(gramian.GramianError, match="spare.weight: took no part"), strict.capture(model, num_terms=4):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.estimate.loss_coefficient import seen_coefficient
+from gramian.curvature.estimate.loss_checks import seen_coefficient
 from tests.curvature.small import loss_of, net, opened, words
 from tests.curvature.test_precondition import make
 

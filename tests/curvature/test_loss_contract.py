@@ -279,8 +279,8 @@ def test_fractional_weights_are_those_of_the_terms() -> None:
         (torch.ones(18), r"token_weights: expected shape \[3, T\], got \[18\]"),
         (torch.ones(3, 1, 6), r"token_weights: expected shape \[3, T\]"),
         ([[1.0] * 6] * 3, "token_weights: expected a tensor"),
-        (1.0 - torch.eye(3).repeat(1, 2) * 2, "token_weights: hold a negative number or NaN"),
-        (torch.full((3, 6), float("nan")), "token_weights: hold a negative number or NaN"),
+        (1.0 - torch.eye(3).repeat(1, 2) * 2, "token_weights: contain a negative number, NaN"),
+        (torch.full((3, 6), float("nan")), "token_weights: contain a negative number, NaN"),
     ],
     ids=["too few", "sequence first", "flat", "4-D mask", "list", "negative", "nan"],
 )

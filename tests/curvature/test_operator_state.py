@@ -263,8 +263,8 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "unknown loss": ("loss: got 'hinge'", lambda: _wrong(loss="hinge")),
     "weights": ("token_weights: got [3]", lambda: _wrong(batches=[(X, Y, torch.ones(3))])),
     "negative weights": ("token_weights: hold negative", lambda: _wrong(batches=[(X, Y, -torch.ones(5))])),
-    "unknown name": ("parameters: head.beight is no parameter", lambda: _wrong(parameters=["head.beight"])),
-    "frozen name": ("parameters: frozen.weight is no parameter", lambda: _wrong(parameters=["frozen.weight"])),
+    "unknown name": ("parameters: head.beight is not a parameter", lambda: _wrong(parameters=["head.beight"])),
+    "frozen name": ("parameters: frozen.weight is not a parameter", lambda: _wrong(parameters=["frozen.weight"])),
     "one name": ("parameters: is the text 'head.weight'", lambda: _wrong(parameters="head.weight")),
     "nothing left": ("parameters: none is left", lambda: _wrong(parameters=lambda name, p: False)),
     "half precision": ("model: is in torch.bfloat16", lambda: _wrong(model=_alive()[0].bfloat16())),
@@ -284,7 +284,10 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "loss_reduction: expected",
         lambda: HessianOperator(MODEL, F.cross_entropy, [1], num_terms=[1], loss_reduction="median"),
     ),
-    "no number": ("loss_fn: returned no number", lambda: HessianOperator(MODEL, lambda m, b: m(b), [X]).to_dense()),
+    "no number": (
+        "loss_fn: did not return a number",
+        lambda: HessianOperator(MODEL, lambda m, b: m(b), [X]).to_dense(),
+    ),
     "no gradient": (
         "loss_fn: its loss has no gradient",
         lambda: HessianOperator(MODEL, lambda m, b: m(b).detach().sum(), [X]).to_dense(),

@@ -90,8 +90,8 @@ TRAPS = (
         (
             Edit(
                 "loss_terms:read_terms",
-                "fisher.question(root, batch, causal_shift)",
-                "fisher.question(root, batch, False)",
+                "fisher_labels.read_batch(root, batch, causal_shift)",
+                "fisher_labels.read_batch(root, batch, False)",
             ),
         ),
         _oracle("fisher_of_sequences", "hugging_face"),
@@ -163,8 +163,8 @@ TRAPS = (
         (
             Edit(
                 "KFACOperator.__init__",
-                "    model = None if",
-                "    shapes = {n: tuple(p.shape) for n, p in unique_parameters(kfac._model())}\n    model = None if",
+                "    model = kfac.state",
+                "    shapes = {n: tuple(p.shape) for n, p in unique_parameters(kfac.state.model)}\n    model = kfac.state",
             ),
             Swap("KFACOperator.matmat", _placeholder),
         ),

@@ -337,7 +337,7 @@ def test_a_parameter_without_curvature_has_no_place_in_k_fac() -> None:
     block = kfac.kfac_factors["used"]
     top = block.A.eigenvalues().max() * block.G.eigenvalues().max()
     assert torch.linalg.eigvalsh(made.to_dense()).max() == pytest.approx(float(top), rel=1e-10) and top < 1e-3
-    with pytest.raises(gramian.GramianError, match="parameters: unused.weight is no parameter with curvature"):
+    with pytest.raises(gramian.GramianError, match="parameters: unused.weight is not a parameter with curvature"):
         KFACOperator(kfac, parameters=["unused.weight"])
 
 

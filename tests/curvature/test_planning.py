@@ -23,10 +23,11 @@ from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import find_blocks
 from gramian.curvature.blocks.representation import representation
 from gramian.curvature.estimate.kfac_capture import KFACCapture
-from gramian.curvature.estimate.refresh_sums import KroneckerSums
-from gramian.curvature.estimate.token_moments import Keep, smallest
-from gramian.curvature.memory import curvature_plan
-from gramian.curvature.memory.curvature_plan import STAGES, CurvaturePlan, keeps_of
+from gramian.curvature.estimate.kronecker_sums import KroneckerSums
+from gramian.curvature.estimate.token_moments import StoragePolicy, smallest
+from gramian.curvature.memory.curvature_plan import CurvaturePlan
+from gramian.curvature.memory.memory_budget import FEWEST, keeps_of
+from gramian.curvature.memory.plan_totals import STAGES
 from gramian.curvature.refresh import build_factors
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import WIDEST_DENSE, Dense, LowRank, wide
@@ -291,7 +292,8 @@ def test_layers_with_one_input_count_their_A_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("policy", ["all", "small_only"])
 def test_a_wide_head_is_low_rank_or_its_diagonal_and_never_dense(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow(monkeypatch, 100)
-    monkeypatch.setattr("gramian.curvature.memory.block_footprint.WIDEST_DENSE", 100)
+    for module in ("block_footprint", "factor_shape", "side_footprint"):
+        monkeypatch.setattr(f"gramian.curvature.memory.{module}.WIDEST_DENSE", 100)
     for case in ("gpt", "tied"):
         done = run(case, monkeypatch, **POLICIES[policy], kfac_auto_t_max=40)
         assert_at_rest(done)
@@ -332,7 +334,7 @@ def test_factorising_and_applying_take_what_the_plan_says(
     assert total.use == pytest.approx(prepared.peak, rel=0.1)
     with measured() as applied:
         found = done.kfac.compute_natural_gradient(done.model)
-    assert done.kfac.record()["bytes"] - at_rest == total.held
+    assert done.kfac.record()["bytes"] - at_rest == total.factorised
     returned = sum(t.nbytes for t in found.values())
     assert applied.peak <= 1.05 * (total.apply + returned)
     assert total.apply <= 1.5 * applied.peak
@@ -349,7 +351,7 @@ def test_eigenvectors_and_their_work_are_those_of_the_plan(case: str, monkeypatc
                 factor.spectrum  # noqa: B018
     if case != "table and head":  # whose G has none
         assert total.use == pytest.approx(decomposed.peak, rel=0.1)
-        assert total.held == pytest.approx(
+        assert total.factorised == pytest.approx(
             done.kfac.record()["bytes"] - at_rest, rel=0.1
         )  # less by what rank is missing
     with measured() as applied:
@@ -376,7 +378,7 @@ def test_small_algebra_in_float32_takes_no_more_than_planned_in_float64(
     total = done.plan.totals["cpu"]
     with measured() as used:
         found = done.kfac.compute_natural_gradient(done.model)
-    assert used.peak <= 1.05 * (max(total.use, total.held + total.apply) + sum(t.nbytes for t in found.values()))
+    assert used.peak <= 1.05 * (max(total.use, total.factorised + total.apply) + sum(t.nbytes for t in found.values()))
 
 
 @pytest.fixture
@@ -442,7 +444,7 @@ def test_averaging_and_its_use_take_no_more_than_planned(
         with measured() as used:
             found = done.kfac.compute_natural_gradient(done.model)
         returned = sum(t.nbytes for t in found.values())
-        assert used.peak <= 1.05 * (max(total.use, total.held + total.apply) + returned) + SLACK
+        assert used.peak <= 1.05 * (max(total.use, total.factorised + total.apply) + returned) + SLACK
 
 
 @pytest.mark.parametrize(
@@ -521,7 +523,7 @@ def test_factors_kept_on_the_cpu_leave_the_gpu_to_the_tokens() -> None:
     model = seven_billion()
     here, away = (gramian.KFACNaturalGradient(woodbury_store_device=d).plan(model, tokens=512) for d in ("auto", "cpu"))
     assert here.devices == ("cuda",) and set(away.devices) == {"cuda", "cpu"}
-    assert away.totals["cuda"].rest == away.totals["cuda"].held == 0
+    assert away.totals["cuda"].rest == away.totals["cuda"].factorised == 0
     assert away.totals["cpu"].rest == here.totals["cuda"].rest
     assert away.total("cuda") < here.total("cuda")
     crowded = gramian.KFACNaturalGradient().plan(model, tokens=512, free=2 * here.totals["cuda"].rest // 2)
@@ -534,7 +536,7 @@ def test_factors_kept_on_the_cpu_leave_the_gpu_to_the_tokens() -> None:
         ({"tokens": 0}, ("tokens: expected", "got 0")),
         ({"tokens": True}, ("tokens: expected",)),
         ({"tokens": {"0": 3}}, ("tokens: has no '2'", "expected")),
-        ({"tokens": {"0": 3, "2": 3, "4": 3, "x": 1}}, ("tokens: 'x' is no layer",)),
+        ({"tokens": {"0": 3, "2": 3, "4": 3, "x": 1}}, ("tokens: 'x' is not a layer",)),
         ({"tokens": 3, "inputs": torch.ones(3, 90)}, ("tokens: were given beside inputs",)),
         ({"inputs": torch.ones(3, 91)}, ("inputs: the model cannot run",)),
         ({"tokens": 3, "head": "nowhere"}, ("head: the model has no module",)),
@@ -700,7 +702,7 @@ def test_the_order_is_low_rank_then_fewer_tokens_then_diagonal_then_refusal() ->
     diagonals = [count for _, count in kinds]
     assert diagonals == sorted(diagonals) and diagonals[-1] > 0
     fewest = [limit for limit, count in zip(limits, diagonals, strict=True) if count == 0]
-    assert fewest == sorted(fewest, reverse=True) and fewest[-1] < 2 * curvature_plan.FEWEST
+    assert fewest == sorted(fewest, reverse=True) and fewest[-1] < 2 * FEWEST
     one_line(refusal, "memory_budget", "collect", "build", "rest", "use", "apply", "expected at least")
     refused = int(str(refusal).rsplit("expected at least ", 1)[1].split()[0])
     assert gramian.KFACNaturalGradient(memory_budget=refused).plan(model).total() <= refused
@@ -775,8 +777,8 @@ def test_a_budget_that_cannot_be_met_is_refused_before_a_token_is_kept() -> None
 
 
 def test_representation_has_one_rule() -> None:
-    assert representation(Keep(diagonal=True), 3) == "diagonal"
-    assert [representation(Keep(rows_up_to=4, limit=9), kept) for kept in (4, 5)] == ["low rank", "dense"]
+    assert representation(StoragePolicy(diagonal=True), 3) == "diagonal"
+    assert [representation(StoragePolicy(rows_up_to=4, limit=9), kept) for kept in (4, 5)] == ["low rank", "dense"]
 
 
 def test_the_table_has_a_line_for_every_block_and_the_sums() -> None:

@@ -214,11 +214,11 @@ def test_drawn_labels_after_a_load_are_those_that_would_have_been_drawn() -> Non
 def _as_before(kfac: KFAC, model: nn.Module, load: Callable[[], None]) -> gramian.GramianError:
     """Loading raises, and the object is what it was."""
     factors, record, generator = kept(kfac), without_time(kfac.record()), kfac.state_dict()["generator"]
-    specs, blocks = kfac._specs, dict(kfac.kfac_factors)
+    specs, blocks = kfac.state.specs, dict(kfac.kfac_factors)
     with pytest.raises(gramian.GramianError) as caught:
         load()
     assert_same(kept(kfac), factors)
-    assert kfac.kfac_factors == blocks and kfac._specs is specs
+    assert kfac.kfac_factors == blocks and kfac.state.specs is specs
     assert without_time(kfac.record()) == record
     assert torch.equal(kfac.state_dict()["generator"], generator)
     kfac.compute_natural_gradient(model)
@@ -367,7 +367,7 @@ def test_a_folder_with_tensors_of_somebody_else_is_refused(tmp_path: Path) -> No
     kfac.save_sharded(str(tmp_path))
     save_file({"0.body": torch.zeros(2, 2)}, tmp_path / "a.safetensors")
     error = _as_before(kfac, model, lambda: kfac.load_sharded(str(tmp_path), model))
-    one_line(error, "folder", "a.safetensors", "is no file of this state")
+    one_line(error, "folder", "a.safetensors", "is not a file of this state")
 
 
 @pytest.mark.parametrize("folder", [None, 5, b"x"])

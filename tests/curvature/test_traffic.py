@@ -76,7 +76,7 @@ def test_one_process_sends_nothing():
 
 def test_what_a_process_holds():
     side = TrafficSide.even(100, 8, 4)
-    assert [side.held(how) for how in ("gram", "gather", "dense")] == [2 * 8 * 25, 2 * 8 * 100, 2 * 100**2]
-    assert sum(TrafficSide(10, (1, 2, 0)).held("gram", rank) for rank in range(3)) == TrafficSide(10, (1, 2, 0)).held(
-        "gather"
-    )
+    assert [side.stored(how) for how in ("gram", "gather", "dense")] == [2 * 8 * 25, 2 * 8 * 100, 2 * 100**2]
+    assert sum(TrafficSide(10, (1, 2, 0)).stored("gram", rank) for rank in range(3)) == TrafficSide(
+        10, (1, 2, 0)
+    ).stored("gather")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gramian.curvature import Block
-from gramian.curvature.estimate.refresh_sums import KroneckerSums
+from gramian.curvature.estimate.kronecker_sums import KroneckerSums
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg import wide as wide_module
 from gramian.linalg.factors.stored import store_columns
@@ -249,7 +249,7 @@ TRAPS = (
         "parameters outside K-FAC at another scale",
         (
             Edit(
-                "KFACNaturalGradient._without_curvature",
+                "natural_gradient:_without_curvature",
                 "for p in block.spec.parameters}",
                 "for p in block.spec.parameters if block.A is not None}",
             ),
@@ -260,10 +260,10 @@ TRAPS = (
         "undamped product by subtracting λv",
         (
             Edit(
-                "KFACNaturalGradient.compute_fisher_vector_product",
-                "return self._apply(self._touched(vector), vector, 1.0 if damped else None)",
-                "found = self._apply(self._touched(vector), vector, 1.0); "
-                "return found if damped else {n: t - self.options.damping * vector[n] for n, t in found.items()}",
+                "natural_gradient:fisher_vector_product",
+                "return _apply(state, vector, 1.0 if damped else None)",
+                "found = _apply(state, vector, 1.0); "
+                "return found if damped else {n: t - state.options.damping * vector[n] for n, t in found.items()}",
             ),
         ),
         functools.partial(
@@ -351,8 +351,8 @@ TRAPS = (
         (
             Edit(
                 "side_spectra:sides_of",
-                "Values.of(told[: one.dim], one.dim)",
-                "Values.of(told[: one.dim])",
+                "Values.of(nonzero[: one.dim], one.dim)",
+                "Values.of(nonzero[: one.dim])",
             ),
         ),
         functools.partial(test_capacity.test_dense_and_low_rank_sides_have_the_same_metrics, "all"),
@@ -382,7 +382,7 @@ TRAPS = (
     ),
     Mutation(
         "the user's own backward brings no factors",
-        (Edit("KFACCapture._leave", "self._kfac._finish(self)", "self._kfac._open = False"),),
+        (Edit("KFACCapture._leave", "self._finish(self._curvature, self)", "self._curvature.capturing = False"),),
         functools.partial(
             test_failures.test_captures_of_other_objects_share_one_backward_and_see_what_they_see_alone, True
         ),
@@ -391,9 +391,9 @@ TRAPS = (
         "no refresh at the first step",
         (
             Edit(
-                "refresh_schedule:begin",
-                "kfac._last_refresh is None or step - kfac._last_refresh >= kfac.options.update_freq",
-                "(step + 1) % kfac.options.update_freq == 0",
+                "refresh_schedule:begin_step",
+                "state.last_refresh is None or step - state.last_refresh >= state.options.update_freq",
+                "(step + 1) % state.options.update_freq == 0",
             ),
         ),
         test_loss_contract.test_the_first_step_refreshes_and_then_every_nth,
@@ -546,8 +546,8 @@ TRAPS = (
         (
             Edit(
                 "KroneckerSums.update",
-                "self._choose(sides, info, record.layer, block.inputs.keep)",
-                "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
+                "self.selection.choose(sides, info, record.layer, block.inputs.keep)",
+                "ChosenTokens(None, None, None, sides.inputs_BT.shape[:2].numel())",
             ),
         ),
         functools.partial(test_loss_contract.test_ignored_targets_are_no_terms, "mean", True),
@@ -557,8 +557,8 @@ TRAPS = (
         (
             Edit(
                 "KroneckerSums.update",
-                "self._choose(sides, info, record.layer, keep)",
-                "Chosen(None, None, None, sides.inputs_BT.shape[:2].numel())",
+                "self.selection.choose(sides, info, record.layer, keep)",
+                "ChosenTokens(None, None, None, sides.inputs_BT.shape[:2].numel())",
             ),
         ),
         test_loss_contract.test_fractional_weights_are_those_of_the_terms,
@@ -599,7 +599,7 @@ TRAPS = (
     ),
     Mutation(
         "one eigendecomposition that fails ends everything",
-        (Edit("Dense._decomposed", 'if "NaN" in str(error):', "if True:"),),
+        (Edit("Dense.eigenpairs", 'if "NaN" in str(error):', "if True:"),),
         _patched(
             test_failures.test_without_eigenvectors_a_dense_side_goes_by_its_diagonal,
             torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge"),
@@ -661,7 +661,7 @@ TRAPS = (
     ),
     Mutation(
         "parameters told apart by name",
-        (Edit("consistency:unique_parameters", "if id(p) not in seen:", "if name not in seen:"),),
+        (Edit("consistency:unique_parameters", "first.setdefault(id(p),", "first.setdefault(name,"),),
         test_precondition.test_a_tied_parameter_is_preconditioned_once,
     ),
     # ---- the exact head ----
@@ -680,9 +680,9 @@ TRAPS = (
         "tokens without a loss in the exact head",
         (
             Edit(
-                "KroneckerSums._add_head",
-                "self._choose(sides, info, record.layer, keep)",
-                "Chosen(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
+                "KroneckerSums._softmax",
+                "self.selection.choose(sides, info, record.layer, keep)",
+                "ChosenTokens(None, torch.ones(sides.inputs_BT.shape[:2].numel()), None, sides.inputs_BT.shape[:2].numel())",
             ),
         ),
         _exact_head("masked"),
@@ -746,7 +746,7 @@ TRAPS = (
     ),
     Mutation(
         "a budget for each layer by itself",
-        (Edit("_Budget._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
+        (Edit("_BudgetSearch._totals", "bool(self.options.ema_decay), count)", "False, 1)"),),
         functools.partial(test_planning.test_seven_billion_parameters_are_planned_without_allocating_anything, "40GB"),
     ),
     Mutation(
@@ -787,7 +787,7 @@ TRAPS = (
         (
             Edit(
                 "Join._side",
-                "key = (spec.has_bias, *(None if side is None else side.group for side in said))",
+                "key = (spec.has_bias, *(None if side is None else side.group for side in reports))",
                 "key = spec.name",
             ),
         ),

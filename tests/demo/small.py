@@ -3,7 +3,8 @@
 from typing import Any
 
 from gramian.cli.demo.demo_plan import DemoPlan
-from gramian.train.config.config import DataSection, DoctorSection, ModelSection
+from gramian.data.options import DataSection
+from gramian.train.config.config_sections import DoctorSection, ModelSection
 
 
 def small(**changes: Any) -> DemoPlan:

@@ -59,7 +59,7 @@ def test_a_folder_without_a_result_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"config": {}}', '{"hashes": 1}'])
 def test_another_file_of_that_name_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
-    with pytest.raises(GramianError, match=r"--out.*demo\.json.*accepted"):
+    with pytest.raises(GramianError, match=r"--out.*demo\.json.*expected"):
         read_result(tmp_path)
 
 

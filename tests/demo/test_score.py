@@ -8,13 +8,14 @@ from torch import Tensor
 
 from gramian.cli.demo.score import ROWS, Score, score, work
 from gramian.data import Windows, load_windows
+from gramian.data.options import DataSection
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.parallel.world import World
-from gramian.train.config.config import DataSection, PrecisionSection
-from gramian.train.loop.precision import numbers_for
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.config.config_sections import PrecisionSection
+from gramian.train.loop.precision import resolve_precision
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 COUNT = ROWS + 3
 """Not a whole number of batches."""
 
@@ -35,7 +36,9 @@ def model(seed: int, validation: Windows) -> GPT:
 def scored(student: GPT, teacher: GPT | None, validation: Windows, count: int = COUNT) -> tuple[Score, list[int]]:
     heard: list[int] = []
     live = None if teacher is None else LiveTeacher(teacher)
-    found = score(student, live, validation, numbers_for(PrecisionSection(), ONE.device), ONE, count, heard.append)
+    found = score(
+        student, live, validation, resolve_precision(PrecisionSection(), ONE.device), ONE, count, heard.append
+    )
     return found, heard
 
 

@@ -136,7 +136,7 @@ def gradients_and_collection(rank: int, way: str) -> None:
     for kind in ("empirical", "mc", "true"):
         one.collect_kfac_factors(reference, (inputs, targets), kind, sample_ids=torch.arange(5))
         kfac, model = make(), wrapped(way, case.model())
-        kfac._generator.set_state(one._before_draws)
+        kfac.state.generator.set_state(one.state.generator_before_step)
         F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
         before = {n: p.grad for n, p in model.named_parameters()}
         copies = {n: g.clone() for n, g in before.items() if g is not None}

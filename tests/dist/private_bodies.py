@@ -24,9 +24,9 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.clipping.clipping_rule import Tuning
 from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.noise.secrets import Secrets, load_private, save_private
+from gramian.privacy.options import Tuning
 from gramian.privacy.sampling.private_loader import PrivateLoader
 from tests.dist.worlds import checkpointed, mine, whole, without_sync, wrap
 from tests.kit.processes import run_on_ranks

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gramian.distill.distill_objective import TOLD
-from gramian.distill.teaching import EXTRA
-from gramian.parallel.world import World
+from gramian.distill.distill_objective import REPORTED_SUMS
+from gramian.distill.teaching import EXTRA_FIELDS
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap import blocks_of
 from gramian.train.build.run_parts import build
 from gramian.train.config.config import parse_config
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
 from tests.kit.matrix import FULL
 from tests.kit.mutations import Edit
 from tests.kit.processes import run_on_ranks
@@ -23,7 +23,7 @@ from tests.train.distilled import LEARNED, cache_of, student
 
 pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("processes")]
 
-NAMES = ("nats", "flags", "tokens", "grad_norm", *EXTRA)
+NAMES = ("nats", "flags", "tokens", "grad_norm", *EXTRA_FIELDS)
 CPU = torch.device("cpu")
 UNEVEN: dict[str, Any] = {"pack": False, "batch": 5, "micro_batch": 2}
 """Three processes have 1, 2 and 2 rows; two have 2 and 3, so that one ends with a row that does not count."""
@@ -39,8 +39,8 @@ def steps_of(rank: int, size: int, told: dict[str, Any], steps: int, kind: str) 
     """So many optimizer steps: what each told, and at last the gradient of one more, whole."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        parts = build(parse_config(told), World(rank, size, CPU, kind))
-        assert isinstance(parts.stepper, Stepper) and parts.teaching is not None
+        parts = build(parse_config(told), ProcessGrid(rank, size, CPU, kind))
+        assert isinstance(parts.stepper, PlainStepper) and parts.teaching is not None
         batches, rows = iter(parts.batches_from(0, ())), []
         for step in range(steps):
             parts.teaching.begin(step)
@@ -81,7 +81,7 @@ def far(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
             for a, b in zip(one["rows"], other["rows"], strict=True)
             if a[name] == a[name]
         )
-        for name in ("nats", "tokens", "grad_norm", *TOLD[1:], "temperature", "temperature_gradient")
+        for name in ("nats", "tokens", "grad_norm", *REPORTED_SUMS[1:], "temperature", "temperature_gradient")
     }
     assert one["gradients"].keys() == other["gradients"].keys()
     for name, expected in one["gradients"].items():

@@ -64,7 +64,7 @@ def _moves(rank: int, world_size: int, counts: tuple[int, ...], width: int, dtyp
     assert exchange.sent["all_to_all"] - before["all_to_all"] == leaving == meter.sent["all_to_all"]
 
     before, after = exchange.sent["all_to_all"], [*counts[::-1]]
-    dealt = exchange.deal_rows(given, [*counts], after)
+    dealt = exchange.redistribute_rows(given, [*counts], after)
     assert dealt.dtype == dtype and torch.equal(dealt, whole[mine(rank, after)])
     kept_rows = set(range(len(whole))[mine(rank, counts)]) & set(range(len(whole))[mine(rank, after)])
     assert exchange.sent["all_to_all"] - before == (counts[rank] - len(kept_rows)) * width * item
@@ -112,8 +112,8 @@ def test_half_precision_is_added_up_in_float32(rank: int, world_size: int) -> No
 def _told(rank: int, world_size: int) -> list[object]:
     exchange = _joined()
     message = {"rank": rank, "text": "é" * 9 * rank, "share": 0.1 + rank, "none": None, "counts": [rank] * rank}
-    heard = exchange.tell(message)
-    assert exchange.tell([]) == [[]] * world_size
+    heard = exchange.gather_messages(message)
+    assert exchange.gather_messages([]) == [[]] * world_size
     return heard
 
 
@@ -130,7 +130,7 @@ def test_every_process_hears_what_each_says(world_size: int) -> None:
 @distributed(world_size=2)
 def test_what_is_told_is_counted(rank: int, world_size: int) -> None:
     exchange = _joined()
-    assert exchange.tell("a" * (3 + rank)) == ["aaa", "aaaa"]
+    assert exchange.gather_messages("a" * (3 + rank)) == ["aaa", "aaaa"]
     assert exchange.sent == {"all_reduce": 0, "all_gather": 8 + len('"aaaa"'), "all_to_all": 0}
 
 
@@ -155,7 +155,7 @@ def test_a_group_of_some_processes_is_served_by_itself(rank: int, world_size: in
             return
         exchange = exchange_of(group, CPU)
         assert exchange is not None and (exchange.rank, exchange.size) == (rank // 2, 2)
-        assert exchange.tell(rank) == [0, 2]
+        assert exchange.gather_messages(rank) == [0, 2]
         assert float(exchange.sum(torch.tensor(float(rank)))) == 2
         rows = _rows(5, 3, torch.float64)
         given = rows[mine(rank // 2, (1, 4))]

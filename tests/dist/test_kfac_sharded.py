@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import gramian
-from gramian.curvature.refresh.shared_factorisation import deal
+from gramian.curvature.refresh.shared_factorisation import assign
 from gramian.linalg import LowRank
 from gramian.linalg.factors import dense, low_rank
 from tests.curvature.small import MADE
@@ -59,8 +59,8 @@ def test_nobody_is_dealt_more_than_a_fair_share_and_the_largest(size: int) -> No
     generator = torch.Generator().manual_seed(size)
     for count in (0, 1, 5, 40):
         costs = (torch.rand(count, generator=generator) ** 3).tolist()
-        makers = deal(costs, size)
-        loads = [sum(c for c, maker in zip(costs, makers, strict=True) if maker == rank) for rank in range(size)]
+        owners = assign(costs, size)
+        loads = [sum(c for c, maker in zip(costs, owners, strict=True) if maker == rank) for rank in range(size)]
         assert max(loads) <= sum(costs) / size + max(costs, default=0.0) + 1e-12
 
 
@@ -195,7 +195,7 @@ def stays_sharded(
         calls.append(tuple(t.shape))
         return FULL_TENSOR(t)
 
-    exchange = kfac._spread.others
+    exchange = kfac.state.exchange
     assert exchange is not None
     below = [b.spec.parameters[1] for b in kfac.kfac_factors.values() if b.spec.layout == "in_out"]
     biases = sum((world_size - 1) * places[name].to_local().nbytes for name in below)  # put together in every use

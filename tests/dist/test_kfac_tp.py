@@ -94,10 +94,10 @@ def test_what_cannot_be_done_is_refused_by_name(rank: int, world_size: int) -> N
 
 TRAPS = {
     "terms counted once for each process that sees them": Edit(
-        "KFACCapture.end_of_pass", "info.spread is None or info.spread.first", "True"
+        "KFACCapture.end_of_pass", "info.tensor_parallel is None or info.tensor_parallel.first", "True"
     ),
     "keys of other samples": Edit("KFACCapture.pass_info", "samples_B[mine]", "samples_B[: mine.stop - mine.start]"),
-    "ids of samples that nobody has": Edit("TensorParallel.dealt", "others.size // self.size)", "others.size)"),
+    "ids of samples that nobody has": Edit("TensorParallel.assignment", "group.size // self.size)", "group.size)"),
     "features in another order": Edit(
         "Exchange.to_samples",
         "torch.cat(pieces, dim=dim)",
@@ -105,8 +105,8 @@ TRAPS = {
     ),
     "whole sides that all processes cut alike": Edit(
         "TensorParallel.take",
-        "whole(t)[mine.start * each : mine.stop * each]",
-        "whole(t)[: (mine.stop - mine.start) * each]",
+        "full_tensor(t)[mine.start * each : mine.stop * each]",
+        "full_tensor(t)[: (mine.stop - mine.start) * each]",
     ),
 }
 

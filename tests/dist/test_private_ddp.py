@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gramian
-from gramian.privacy.clipping.clipping_rule import Tuning
+from gramian.privacy.options import Tuning
 from tests.dist import private_bodies as bodies
 from tests.dist.worlds import CASE_NAMES, mine, wrap
 from tests.kit.matrix import FULL, sample

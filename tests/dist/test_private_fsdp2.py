@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 import gramian
-from gramian.privacy.clipping.clipping_rule import Tuning
+from gramian.privacy.options import Tuning
 from tests.dist import private_bodies as bodies
 from tests.dist import unknown_layers as layers
 from tests.dist.bodies import Bypassed

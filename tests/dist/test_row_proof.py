@@ -159,8 +159,8 @@ def test_a_repeat_that_is_due_on_one_rank_only(rank: int, world_size: int, way: 
     bare = net()
     model, x = wrap(way, bare), batch(rank, (4, 3))
     engine, optimizer = private_squares(model, proof=1)
-    assert engine._clipping is not None
-    engine._clipping.on_proof_due = lambda: rank in due and engine._proof_is_due()
+    assert engine._model is not None
+    engine._model.clipping.proof_is_due = lambda: rank in due and engine._model.proof_is_due()
     for coupled in (False, False, True):
         optimizer.zero_grad()
         bare.how = "centred" if coupled and rank == due[-1] else "apart"

@@ -10,8 +10,10 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.linalg.factors import diagonal_low_rank, low_rank
+from gramian.linalg.factors import diagonal_low_rank, merging
 from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.compression import compress
+from gramian.linalg.factors.merging import merge
 from gramian.linalg.factors.stored import store_columns
 from gramian.parallel.exchange import Exchange, exchange_of
 from gramian.parallel.sharded_columns import ShardedColumns
@@ -101,7 +103,7 @@ def _answers(factor: Any, y: Tensor) -> dict[str, Tensor]:
     clip = factor.clip(0.1, 3.0)
     found["clip"] = torch.tensor([clip.count, clip.total, clip.mass, clip.floor], dtype=torch.float64)
     if factor.dim > 1:
-        found["compressed"] = factor.compress(rank=2).factor.to_dense()
+        found["compressed"] = compress(factor, rank=2).factor.to_dense()
     return found
 
 
@@ -121,7 +123,7 @@ def _factors(rank: int, world_size: int, make: str, columns: str, storage: torch
             _assert_same(actual[name], want, tolerance)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    low = several.compress(energy=0.9).factor if u.shape[1] else several
+    low = compress(several, energy=0.9).factor if u.shape[1] else several
     assert isinstance(low.columns, ShardedColumns)
 
 
@@ -134,11 +136,11 @@ def test_a_factor_on_several_processes_is_the_factor(
 
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
-    "merge": lambda a, b: a.merge(b, 0.9, 0.3),
-    "merge twice": lambda a, b: a.merge(b, 0.9, 0.3).merge(b, 0.5, 0.5),
+    "merge": lambda a, b: merge(a, b, 0.9, 0.3),
+    "merge twice": lambda a, b: merge(merge(a, b, 0.9, 0.3), b, 0.5, 0.5),
     "thin": lambda a, b: a.thin(torch.tensor([0, 2])),
-    "thin and merge": lambda a, b: a.thin(torch.tensor([0, 2])).merge(b.thin(torch.tensor([1])), 0.9, 0.1),
-    "scaled and stored again": lambda a, b: a.merge(b, 1e-9, 1e-12).to(dtype=torch.bfloat16),
+    "thin and merge": lambda a, b: merge(a.thin(torch.tensor([0, 2])), b.thin(torch.tensor([1])), 0.9, 0.1),
+    "scaled and stored again": lambda a, b: merge(a, b, 1e-9, 1e-12).to(dtype=torch.bfloat16),
     "moved": lambda a, b: a.to("cpu"),
     "to float16": lambda a, b: a.to(dtype=torch.float16),
     "to float32": lambda a, b: a.to(dtype=torch.float32),
@@ -189,11 +191,11 @@ def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int,
     for left, right in [("low rank", "low rank"), ("plus", "plus"), ("plus", "low rank"), ("low rank", "plus")]:
         a, a_several = _pair(left, u, storage, exchange)
         b, b_several = _pair(right, v, storage, exchange)
-        expected = a.merge(b, 0.9, 0.3)
+        expected = merge(a, b, 0.9, 0.3)
         for merged in (
-            a.merge(b_several, 0.9, 0.3),
-            a_several.merge(b, 0.9, 0.3),
-            a_several.merge(b_several, 0.9, 0.3),
+            merge(a, b_several, 0.9, 0.3),
+            merge(a_several, b, 0.9, 0.3),
+            merge(a_several, b_several, 0.9, 0.3),
         ):
             assert isinstance(merged.columns, ShardedColumns)
             _assert_same(merged.to_dense(), expected.to_dense(), 1e-6 if storage != torch.float64 else 1e-12)
@@ -202,7 +204,7 @@ def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int,
     for other in (Dense.of(normal(17, 17) @ normal(17, 17).mT), Diagonal(normal(17).abs())):
         for first, second in ((a_several, other), (other, a_several)):
             same = (a, other) if first is a_several else (other, a)
-            merged, expected = first.merge(second, 0.9, 0.3), same[0].merge(same[1], 0.9, 0.3)
+            merged, expected = merge(first, second, 0.9, 0.3), merge(same[0], same[1], 0.9, 0.3)
             assert isinstance(other, Dense) or isinstance(merged.columns, ShardedColumns)
             _assert_same(merged.to_dense(), expected.to_dense(), TOLERANCE[storage])
 
@@ -211,16 +213,16 @@ def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int,
 def test_merging_as_many_columns_as_rows_gives_a_whole_matrix(rank: int, world_size: int) -> None:
     for make in MAKES:
         a, a_several = _pair(make, normal(9, 5), torch.float64, _joined())
-        merged = a_several.merge(a_several, 0.4, 0.6)
+        merged = merge(a_several, a_several, 0.4, 0.6)
         assert isinstance(merged, Dense)
-        _assert_same(merged.to_dense(), a.merge(a, 0.4, 0.6).to_dense(), 1e-12)
+        _assert_same(merged.to_dense(), merge(a, a, 0.4, 0.6).to_dense(), 1e-12)
 
 
 @pytest.mark.parametrize("make", ["plus", "softmax"])
 @distributed(world_size=3)
 def test_sides_too_wide_to_be_written_out(rank: int, world_size: int, make: str) -> None:
-    before = diagonal_low_rank.WIDEST_DENSE, low_rank.WIDEST_DENSE
-    diagonal_low_rank.WIDEST_DENSE = low_rank.WIDEST_DENSE = 4
+    before = diagonal_low_rank.WIDEST_DENSE, merging.WIDEST_DENSE
+    diagonal_low_rank.WIDEST_DENSE = merging.WIDEST_DENSE = 4
     try:
         one, several = _pair(make, normal(19, 3), torch.float64, _joined())
         y, scales = normal(19, 2, seed=1), torch.tensor([0.5, 2.0], dtype=torch.float64)
@@ -230,11 +232,11 @@ def test_sides_too_wide_to_be_written_out(rank: int, world_size: int, make: str)
         _assert_same(by_column[0], by_column[1], 1e-10)  # conjugate gradients, to 1e-12 of the residual
         assert several.clip(0.1, 3.0).count == one.clip(0.1, 3.0).count == 19
         many, many_several = _pair(make, normal(7, 9), torch.float64, _joined())
-        merged = many_several.merge(many_several, 0.4, 0.6)
+        merged = merge(many_several, many_several, 0.4, 0.6)
         assert isinstance(merged.columns, ShardedColumns)
-        _assert_same(merged.dense(), many.merge(many, 0.4, 0.6).dense(), 1e-12)
+        _assert_same(merged.dense(), merge(many, many, 0.4, 0.6).dense(), 1e-12)
     finally:
-        diagonal_low_rank.WIDEST_DENSE, low_rank.WIDEST_DENSE = before
+        diagonal_low_rank.WIDEST_DENSE, merging.WIDEST_DENSE = before
 
 
 def _rows_only(rank: int, world_size: int, n: int, storage: torch.dtype) -> None:
@@ -255,7 +257,7 @@ def _rows_only(rank: int, world_size: int, n: int, storage: torch.dtype) -> None
     assert distance(mine.trace(), one.trace()) <= 1e-12
     assert distance(mine.eigenvalues(), one.eigenvalues()) <= 1e-12
     assert exchange.sent["all_gather"] == 0
-    again = mine.merge(mine, 0.4, 0.6)
+    again = merge(mine, mine, 0.4, 0.6)
     assert again.solve(y[part], 0.1).shape == y[part].shape
 
 
@@ -300,7 +302,7 @@ def _counted(rank: int, world_size: int, n: int, storage: torch.dtype) -> None:
     factor.solve(normal(n, k), 0.1)
     assert sent(lambda: factor.solve(normal(n, k), 0.1)) == (ring(8 * r * k), others * longest * k * 8)
     columns.forget()
-    assert sent(lambda: LowRank(columns).compress(rank=2)) == (
+    assert sent(lambda: compress(LowRank(columns), rank=2)) == (
         ring(8 * r * r) + (ring(8 * 2, 16) if half else 0),
         0,
     )

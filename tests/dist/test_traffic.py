@@ -62,7 +62,7 @@ def counted_bytes(rank: int, size: int, reduction: str, split: tuple[int, ...], 
     )
     for kind in ("all_reduce", "all_to_all"):  # words, of what each process holds, are gathered
         assert record["sent"][kind] == settled.get(kind, 0), kind
-    others = kfac._spread.others
+    others = kfac.state.exchange
     assert others is not None
     gradients = {n: torch.ones_like(p) for n, p in model.named_parameters()}
     value = 8 if dtype == torch.float64 else 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import parse_config
 from gramian.train.loop.deferred_metrics import StepOutcome
@@ -71,7 +71,7 @@ def run_of(
     Returns:
         Its record of K-FAC, on every process.
     """
-    config, world = parse_config(told), World(rank, size, CPU, kind)
+    config, world = parse_config(told), ProcessGrid(rank, size, CPU, kind)
     deterministic = torch.are_deterministic_algorithms_enabled()
     folder = RunFolder(config)
     if rank == 0:
@@ -202,7 +202,7 @@ def test_a_process_without_rows_changes_nothing(kind: str, tmp_path: Path) -> No
 def built(rank: int, size: int, told: dict[str, Any], kind: str) -> str:
     """What building says."""
     try:
-        build(parse_config(told), World(rank, size, CPU, kind))
+        build(parse_config(told), ProcessGrid(rank, size, CPU, kind))
     except GramianError as problem:
         return str(problem)
     return ""
@@ -265,7 +265,7 @@ def public_curvature(rank: int, size: int, told: dict[str, Any], kind: str, eval
     """F v on public data, after weights that the copy does not have yet."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        parts = build(parse_config(told), World(rank, size, CPU, kind))
+        parts = build(parse_config(told), ProcessGrid(rank, size, CPU, kind))
         assert isinstance(parts.stepper, PrivateStepper) and parts.stepper.curvature is not None
         with torch.no_grad():
             for p in parts.module.parameters():
@@ -308,7 +308,7 @@ def test_a_private_run_with_public_curvature_goes_on_bitwise(kind: str, tmp_path
 BUGS = {
     "a coefficient that forgets the processes": (
         Edit(
-            "Stepper._observed",
+            "PlainStepper._observed",
             "loss_reduction=coefficient",
             "loss_reduction=coefficient / self.world.size",
         ),
@@ -345,7 +345,7 @@ def test_a_bug_is_seen(bug: str, tmp_path: Path) -> None:
 
 def whole_after_a_resume(rank: int, size: int, told: dict[str, Any], kind: str) -> dict[str, Any]:
     """Factors that are read are not spread again."""
-    with Edit("Trainer._restore", ", parts.stepper.captured)", ")").applied():
+    with Edit("Stepper.load_sections", ", self.captured)", ")").applied():
         return run_of(rank, size, told, kind)
 
 

@@ -196,7 +196,7 @@ def collections(rank: int, name: str, style: str, tensor: int, split: list[list[
     for kind in ("empirical", "mc", "true"):
         one.collect_kfac_factors(reference, (inputs, targets), kind, n_samples=2, sample_ids=torch.arange(samples))
         kfac, model = make(), spread(case.model(), name, style, len(split), tensor)
-        kfac._generator.set_state(one._before_draws)
+        kfac.state.generator.set_state(one.state.generator_before_step)
         ids = None if default_ids else rows
         kfac.collect_kfac_factors(model, (inputs[rows], targets[rows]), kind, n_samples=2, sample_ids=ids)
         assert all(p.grad is None for p in model.parameters())
@@ -222,7 +222,7 @@ def padded(rank: int) -> None:
         refresh(one, plain, data, range(4), **told)
         refresh(kfac, model, data, range(4), **told)
         assert_equal(_factors(kfac), _factors(one), 1e-10)
-        assert (kfac.padding, one.padding) == ({}, {})
+        assert (kfac.state.padding, one.state.padding) == ({}, {})
         found = kfac.compute_natural_gradient(model)
         for name, t in one.compute_natural_gradient(plain).items():
             gradient = dict(model.named_parameters())[name].grad
@@ -299,7 +299,7 @@ def refusals(rank: int) -> None:
     with refused("^model: process 1 .* other inputs"), make().capture(m := model(), num_terms=6):
         backward(m, [0, 1 + rank])
     groups = [dist.new_group([r]) for r in range(2)]
-    with refused("no process has whole features"):
+    with refused("no process has all features"):
         make(process_group=groups[rank]).capture(model(), num_terms=4)
     with refused("^model: is tensor parallel and compiled"):
         make().capture(torch.compile(model()), num_terms=4)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gramian.core import durable_files
 from gramian.core.errors import GramianError
 from gramian.distill.cache import (
     Cache,
@@ -18,13 +19,12 @@ from gramian.distill.cache import (
     Samples,
     TopK,
     build_cache,
-    cache_files,
     open_cache,
     read_manifest,
 )
 from gramian.distill.cache import builder as builder_module
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from tests.distill.teachers import batch_of, contents, gpt, windows
 from tests.kit.matrix import FULL
 from tests.kit.processes import run_on_ranks
@@ -260,7 +260,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_partial_file(
         return write(handle, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_files.os, "write", full)
+        patch.setattr(durable_files.os, "write", full)
         with pytest.raises(GramianError, match="^cache: .*the disk is full; expected") as caught:
             build(tmp_path)
     assert "\n" not in str(caught.value)
@@ -275,7 +275,7 @@ def test_a_short_write_is_continued(
     write = os.write
     with monkeypatch.context() as patch:
         patch.setattr(
-            cache_files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)])
+            durable_files.os, "write", lambda handle, content: write(handle, content[: max(1, len(content) // 2)])
         )
         build(tmp_path)
     assert contents(tmp_path) == finished("hidden")
@@ -309,7 +309,7 @@ def build_on_rank(
 ) -> list[int]:
     from gramian.distill.teacher.live_teacher import shard_teacher
 
-    world = World(rank, world_size, torch.device("cpu"), "ddp")
+    world = ProcessGrid(rank, world_size, torch.device("cpu"), "ddp")
     if rank == 0:
         for shard in missing:
             (Path(folder) / f"shards/{shard:05d}.json").unlink()
@@ -350,7 +350,7 @@ def test_a_sharded_teacher_builds_the_same_cache_with_an_uneven_share_of_it(tmp_
 
 
 def fail_on_rank(rank: int, world_size: int, folder: str) -> str:
-    world = World(rank, world_size, torch.device("cpu"), "ddp")
+    world = ProcessGrid(rank, world_size, torch.device("cpu"), "ddp")
     write, left = os.write, [4]
 
     def full(handle: int, content: memoryview) -> int:
@@ -359,13 +359,13 @@ def fail_on_rank(rank: int, world_size: int, folder: str) -> str:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(handle, content)
 
-    cache_files.os.write = full if rank == 1 else write
+    durable_files.os.write = full if rank == 1 else write
     try:
         build(Path(folder), world=world)
     except GramianError as problem:
         return str(problem)
     finally:
-        cache_files.os.write = write
+        durable_files.os.write = write
     return "no problem"
 
 

@@ -136,7 +136,7 @@ def test_increments_are_differences_of_neighbours_and_a_missing_layer_is_refused
     assert {layer: t[0].item() for layer, t in increments(layers).items()} == {0: 1.0, 2: 6.0}
     assert list(increments(layers, of=[2])) == [2]
     for wrong in (6, 1):
-        with pytest.raises(GramianError, match=f"no increment from {wrong}; accepted: one of"):
+        with pytest.raises(GramianError, match=f"no increment from {wrong}; expected one of"):
             increments(layers, of=[wrong])
     with pytest.raises(GramianError, match="at least two"):
         increments({3: torch.zeros(2)})

@@ -191,9 +191,9 @@ def test_without_gradients_nothing_is_saved_and_the_loss_is_the_same(monkeypatch
     case = Case()
     want, _ = ours(case, 2.5)
     made = []
-    keep = chunked_loss.Gradients.__init__
+    keep = chunked_loss.HeadGradients.__init__
     monkeypatch.setattr(
-        chunked_loss.Gradients, "__init__", lambda self, *args: (made.append(args[2:]), keep(self, *args))[1]
+        chunked_loss.HeadGradients, "__init__", lambda self, *args: (made.append(args[2:]), keep(self, *args))[1]
     )
     arguments = (case.tensors["student_hidden"].requires_grad_(), case.tensors["student_weight"], case.targets,
                  case.tensors["teacher_hidden"], case.tensors["teacher_weight"])  # fmt: skip

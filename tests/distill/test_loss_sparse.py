@@ -237,11 +237,11 @@ SPARSE_REFUSED = {
             Tail(torch.zeros(8, 2), torch.zeros(8, 2), torch.tensor([0.5, 1.0])),
         )
     },
-    'direction: "jsd" cannot be had from samples': {
+    'direction: "jsd" cannot be computed from samples': {
         "teacher_sampled": (torch.zeros(9, 1).long(), torch.ones(9, 1)),
         "direction": "jsd",
     },
-    "temperature: a sampled teacher holds at the one": {
+    "temperature: a sampled teacher is valid only at the one": {
         "teacher_sampled": (torch.zeros(9, 1).long(), torch.ones(9, 1)),
         "temperature": torch.tensor(2.0, requires_grad=True),
     },

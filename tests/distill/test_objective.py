@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gramian.core.errors import GramianError
-from gramian.distill.distill_objective import TOLD, DistillObjective, LossOptions
+from gramian.distill.distill_objective import REPORTED_SUMS, DistillObjective, LossOptions
 from gramian.distill.loss import fused_loss as loss_module
 from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.distill.teacher.language_model import body_of
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_dense_softmaxes_with_its_gradient(family: str) -> N
     for name, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name], p.grad, rtol=1e-7, atol=1e-10, msg=name)
-    values = dict(zip(TOLD, sums.tolist(), strict=True))
+    values = dict(zip(REPORTED_SUMS, sums.tolist(), strict=True))
     assert values["nats"] == values["ce"] == pytest.approx(ce.item())
     assert values["kl"] == pytest.approx(kl.item()) and values["terms"] == counted.sum() and values["feature_loss"] == 0
 
@@ -134,7 +134,7 @@ def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weig
         told["tokens"], told["targets"], 0.1, signal=signal, temperature=2.0
     )
     count = int((told["targets"] != IGNORED).sum())
-    distance = float(sums[TOLD.index("feature_loss")]) / count
+    distance = float(sums[REPORTED_SUMS.index("feature_loss")]) / count
     assert loss.item() - plain[0].item() == pytest.approx(weight * 0.1 * count * distance, rel=1e-6, abs=1e-12)
     assert (distance > 0) == (weight > 0)
     loss.backward()

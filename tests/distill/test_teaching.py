@@ -11,13 +11,13 @@ from gramian.distill.feature_switch import FeatureSwitch
 from gramian.distill.loss.loss_metrics import SUMS
 from gramian.distill.loss.temperature import STUCK_STEPS, Temperature, TemperatureOptions
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.distill.teaching import EXTRA, Teaching, told
-from gramian.parallel.world import World
+from gramian.distill.teaching import EXTRA_FIELDS, Teaching, step_metrics
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.state.nested import merge, split
 from tests.distill.teachers import batch_of, gpt, windows
 
 CPU = torch.device("cpu")
-ONE = World(0, 1, CPU, "one")
+ONE = ProcessGrid(0, 1, CPU, "one")
 
 
 def teaching(kind: Any = "learnable", **options: Any) -> Teaching:
@@ -45,7 +45,7 @@ def extra(correlation: float = 0.5, stuck: float = 0.0) -> dict[str, float]:
         "product": float((x * y).sum()),
     }
     values = {**sums, "feature_loss": 8.0, **dict.fromkeys(Temperature.FIELDS, 2.0), "temperature_stuck": stuck}
-    assert set(values) == set(EXTRA)
+    assert set(values) == set(EXTRA_FIELDS)
     return values
 
 
@@ -75,18 +75,18 @@ def test_arguments_are_the_teachers_signal_and_the_weight_of_the_step() -> None:
 
 
 def test_metrics_are_means_and_what_is_unknown_is_none() -> None:
-    found = told(extra(), 4)
+    found = step_metrics(extra(), 4)
     assert found["correlation"] == pytest.approx(0.5, abs=1e-6)
     assert (found["feature_loss"], found["temperature"]) == (2.0, 2.0)
     assert "temperature_stuck" not in found
-    empty = told({**dict.fromkeys(EXTRA, 0.0)}, 0)
+    empty = step_metrics({**dict.fromkeys(EXTRA_FIELDS, 0.0)}, 0)
     assert empty["kl"] is empty["correlation"] is None
     json.dumps(empty, allow_nan=False)
 
 
 def test_a_temperature_on_its_bound_is_told_once() -> None:
     one = teaching()
-    events = [event for stuck in range(3 * STUCK_STEPS) for event in one.heard(extra(stuck=float(stuck)))]
+    events = [event for stuck in range(3 * STUCK_STEPS) for event in one.observe_step(extra(stuck=float(stuck)))]
     assert [event["event"] for event in events] == ["temperature_stuck"]
     assert "1 to 5" in events[0]["text"] and "\n" not in events[0]["text"]
 
@@ -94,17 +94,17 @@ def test_a_temperature_on_its_bound_is_told_once() -> None:
 def test_a_skipped_step_and_a_resume_do_not_tell_of_the_bound_again_and_leaving_it_does() -> None:
     one, again = teaching(), teaching()
     at = extra(stuck=float(STUCK_STEPS))  # a step that the scaler skips leaves the count as it is
-    assert [len(one.heard(at)) for _ in range(3)] == [1, 0, 0]
+    assert [len(one.observe_step(at)) for _ in range(3)] == [1, 0, 0]
     again.load_state_dict(saved(one))
-    assert again.heard(at) == []
-    assert [len(one.heard(extra(stuck=float(stuck)))) for stuck in (0, STUCK_STEPS)] == [0, 1]
+    assert again.observe_step(at) == []
+    assert [len(one.observe_step(extra(stuck=float(stuck)))) for stuck in (0, STUCK_STEPS)] == [0, 1]
 
 
 def test_a_student_that_is_far_is_told_until_it_is_near_again() -> None:
     one = teaching()
     seen = []
     for number, correlation in enumerate([0.8, 0.7, 0.95, 0.5, 0.4]):
-        one.heard(extra(correlation))
+        one.observe_step(extra(correlation))
         seen.append([event["event"] for event in one.validated(20 + number, 3.0)])
     assert seen == [["teacher_far"], [], [], ["teacher_far"], []]
 
@@ -112,7 +112,7 @@ def test_a_student_that_is_far_is_told_until_it_is_near_again() -> None:
 def test_an_evaluation_before_any_step_was_heard_says_nothing() -> None:
     assert teaching().validated(0, 3.0) == []
     unknown = teaching("fixed")
-    unknown.heard({**extra(), "gold": 0.0})
+    unknown.observe_step({**extra(), "gold": 0.0})
     assert unknown.validated(20, 3.0) == []
 
 
@@ -127,7 +127,7 @@ def test_a_resumed_one_goes_on_where_it_was() -> None:
     one, again = teaching(), teaching()
     for number in range(7):
         step(one, number, 0.1 * number)
-    one.heard(extra(0.6))
+    one.observe_step(extra(0.6))
     assert [event["event"] for event in one.validated(8, 3.0)] == ["teacher_far"]
     assert [event["event"] for event in one.validated(12, 4.0)] == ["features_off"]
     again.load_state_dict(saved(one))
@@ -167,7 +167,7 @@ def test_the_teacher_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("stepped", [True, False])
 def test_the_temperature_stays_where_the_student_stays(stepped: bool) -> None:
     """The loss scaler may find an overflow in the student that the temperature's own gradient does not show."""
-    world = World(0, 1, torch.device("cpu"), "one")
+    world = ProcessGrid(0, 1, torch.device("cpu"), "one")
     temperature = Temperature(TemperatureOptions("learnable"), 10, world.device)
     teaching = Teaching(None, temperature, FeatureSwitch(0.0, 0, 0.1), world)  # type: ignore[arg-type]
     teaching.begin(0)

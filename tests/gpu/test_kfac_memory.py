@@ -196,7 +196,7 @@ def test_every_collective_once_under_nccl(where, dtype, one_process):
         exchange.gather_features(t, 4),
     ):
         assert torch.equal(got, t) and got.device.type == where
-    assert exchange.tell({"a": [1, 2.5, None, "ü"]}) == [{"a": [1, 2.5, None, "ü"]}]
+    assert exchange.gather_messages({"a": [1, 2.5, None, "ü"]}) == [{"a": [1, 2.5, None, "ü"]}]
     assert exchange.gather_rows(t[:0], [0]).shape == (0, 3)
     assert set(exchange.sent.values()) == {0}  # nothing leaves the only process
 

@@ -223,9 +223,9 @@ def test_every_collective_runs_under_nccl(nccl, way):
         moved = (before[n] - now).double() * engine.expected_batch
         assert float((moved - sums[n]).norm()) <= 1e-3 * float(torch.stack([s.norm() for s in sums.values()]).norm())
     # what only several processes need, once
-    from gramian.parallel.data_parallel import DataParallel
+    from gramian.parallel.process_grid import ProcessGrid
 
-    parallel = DataParallel(way, dist.group.WORLD, 0, 2)  # as if there were two
+    parallel = ProcessGrid(0, 2, torch.device("cuda"), way, group=dist.group.WORLD)  # as if there were two
     assert parallel.differing({"a": 3, "b": -4}, torch.device("cuda")) is None
     assert parallel.from_first(b"key", torch.device("cuda")) == b"key"
     t = torch.ones(4, device="cuda")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gramian.train.state.snapshot import Snapshots, restore_into
+from gramian.train.state.snapshot import Snapshots
+from gramian.train.state.tensor_parts import copy_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def test_a_copy_is_of_its_moment_whatever_is_queued_after_it(share: float, monke
         for name, part in snapshot.parts.items():
             assert torch.equal(part.local, expected[name].cpu()), name
     restored = {name: torch.empty_like(t) for name, t in tensors.items()}
-    restore_into(snapshot, restored)
+    copy_parts(snapshot.parts, restored)
     assert all(torch.equal(restored[name], expected[name]) for name in tensors)
 
 

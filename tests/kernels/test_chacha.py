@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gramian.core.errors import GramianError
-from gramian.kernels import chacha
+from gramian.kernels import chacha, normal_tail
 
 KEY = bytes(range(32))
 RFC_NONCE = int.from_bytes(bytes.fromhex("000000090000004a00000000"), "little")
@@ -57,7 +57,7 @@ INTERPRETED = """
 import sys
 import numpy as np, torch
 before = set(sys.modules)
-from gramian.kernels import chacha
+from gramian.kernels import chacha, normal_tail
 assert not {"triton", "cryptography"} & (set(sys.modules) - before), "loaded on first use only"
 from gramian.kernels import _triton_chacha
 key, nonce = bytes(range(255, 223, -1)), (7 << 64) + 2**63 + 5
@@ -87,7 +87,7 @@ for pair in (first.argmin(), first.argmax()):
     want = chacha.normals(key, nonce, 2 * int(pair), 2)
     assert ((got - want) / want).abs().max() < 1e-5, (pair, got, want)
 # Pairs of the stream whose radius takes bits of the other nonce, and their neighbours.
-tail = np.flatnonzero(first < chacha.TAIL_WORDS)
+tail = np.flatnonzero(first < normal_tail.TAIL_WORDS)
 assert len(tail) > 2
 for pair in tail[:3]:
     got = torch.zeros(40)
@@ -102,7 +102,7 @@ def radii(high, low, out, N: tl.constexpr):
     at = tl.arange(0, N)
     high, low = tl.load(high + at).to(tl.uint32, bitcast=True), tl.load(low + at).to(tl.uint32, bitcast=True)
     tl.store(out + at, _triton_chacha._radius(high, low))
-end = chacha.TAIL_WORDS
+end = normal_tail.TAIL_WORDS
 highs = (0, 1, 2, 77, end - 1, end, end + 1, 2**31, 2**32 - 2**27, 2**32 - 1)
 chosen = [(h, l) for h in highs for l in (0, 1, 2**31, 2**32 - 1)]
 chosen += [(0, 2**i) for i in range(24)]
@@ -128,7 +128,7 @@ def test_triton_kernels_give_the_same_words_and_normals():
 
 def test_normals_are_box_muller_of_their_pair():
     words = stream(KEY, 9, 0, 64).astype(np.float64).reshape(-1, 2)
-    assert (words[:, 0] >= chacha.TAIL_WORDS).all()
+    assert (words[:, 0] >= normal_tail.TAIL_WORDS).all()
     radius = np.sqrt(-2 * np.log((words[:, 0] + 0.5) / 2**32))
     angle = 2 * np.pi * words[:, 1] / 2**32
     want = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).ravel()
@@ -169,7 +169,9 @@ def chosen_words(monkeypatch):
         monkeypatch.setattr(
             chacha,
             "_host_words",
-            lambda key, nonce, start, count: (further if nonce >= chacha.TAIL_NONCE else pairs)[start : start + count],
+            lambda key, nonce, start, count: (further if nonce >= normal_tail.TAIL_NONCE else pairs)[
+                start : start + count
+            ],
         )
 
     return choose
@@ -179,13 +181,13 @@ def test_the_ends_of_the_uniform_are_finite(chosen_words):
     chosen_words([0, 2**32 - 1], [0, 2**32 - 1], [0, 0])
     got = chacha.normals(KEY, 0, 0, 4).double()
     assert torch.isfinite(got).all()
-    assert got[0] == pytest.approx(chacha.BOUND, rel=1e-6) and chacha.BOUND > 9.4, "the far end of the tail"
+    assert got[0] == pytest.approx(normal_tail.BOUND, rel=1e-6) and normal_tail.BOUND > 9.4, "the far end of the tail"
     assert 0 < got[2] == pytest.approx(2**-16, rel=1e-6), "never exactly 0"
 
 
 def test_a_radius_has_64_bits_in_the_tail(chosen_words):
     """And 32 outside: at most 7 units in the last place of a float32 apart, and in the order of the words across the edge."""
-    end, words = chacha.TAIL_WORDS, [0, 1, 2**31, 2**32 - 1]
+    end, words = normal_tail.TAIL_WORDS, [0, 1, 2**31, 2**32 - 1]
     high = np.repeat([0, 1, end - 1, end, end + 1], len(words))
     low = np.tile(words, 5)
     chosen_words(high, np.zeros_like(high), low)
@@ -218,7 +220,7 @@ def test_the_tail_is_that_of_a_normal_far_beyond_what_32_bits_reach(chosen_words
 def test_the_tail_of_the_key_stream_takes_its_further_bits_from_the_other_nonce():
     """Also where a split falls next to the pair, and in the twin of the cipher."""
     high = stream(KEY, 8, 0, 2**19)[::2]
-    pairs = np.flatnonzero(high < chacha.TAIL_WORDS)
+    pairs = np.flatnonzero(high < normal_tail.TAIL_WORDS)
     assert len(pairs) > 1
     for pair in pairs.tolist():
         low = int(stream(KEY, 8 + 2**95, 2 * pair, 1)[0])

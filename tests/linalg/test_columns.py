@@ -13,6 +13,8 @@ import gramian
 from gramian.linalg import DiagonalLowRank, Factor, LowRank
 from gramian.linalg import wide as wide_module
 from gramian.linalg.factors.columns import Columns
+from gramian.linalg.factors.compression import compress
+from gramian.linalg.factors.merging import merge
 from gramian.linalg.factors.stored import store_columns
 from tests.linalg.matrices import distance, normal, probabilities
 
@@ -59,8 +61,8 @@ def test_a_head_as_wide_as_a_vocabulary_is_never_written_out(head: tuple[Factor,
         answers += [factor.power(y, 1.0, damping, 1e3), factor.diagonal()]
         numbers = [factor.logdet(damping), factor.trace(), factor.frobenius()]
         factor.clip(damping, 1e3)
-        factor.compress(rank=4)
-        factor.merge(factor, 0.9, 0.1)
+        compress(factor, rank=4)
+        merge(factor, factor, 0.9, 0.1)
         factor.to(dtype=torch.bfloat16)
     assert seen.entries <= 2 * entries
     assert all(bool(t.isfinite().all()) for t in [*answers, *numbers])
@@ -107,7 +109,7 @@ def test_factors_in_blocks_are_the_factors(block: int, monkeypatch: pytest.Monke
         found = []
         for factor in (LowRank.of(p), DiagonalLowRank.softmax(p * w.sqrt(), torch.float64)):
             found += [factor.matvec(y), factor.solve(y, 0.1), factor.power(y, -0.5, 0.1), factor.logdet(0.1)]
-            found += [factor.diagonal(), factor.trace(), factor.compress(rank=2).factor.to_dense()]
+            found += [factor.diagonal(), factor.trace(), compress(factor, rank=2).factor.to_dense()]
         return found
 
     expected = answers()

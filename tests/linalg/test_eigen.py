@@ -8,6 +8,7 @@ from torch import Tensor
 
 import gramian
 from gramian.linalg import Cholesky, Dense, DiagonalLowRank, LowRank, eigendecompose
+from gramian.linalg.factors.compression import compress
 from gramian.linalg.factors.eigendecomposition import singular_pairs
 from tests.linalg.matrices import CASES, damped_power, distance, normal, positive, spectrum
 
@@ -118,7 +119,7 @@ def test_a_compressed_fallback_keeps_the_largest_of_the_diagonal(failing: Break)
     failing(100)
     m = positive(9)
     largest = m.diagonal().sort(descending=True)
-    small = Dense.of(m).compress(rank=2)
+    small = compress(Dense.of(m), rank=2)
     expected = torch.zeros(9, dtype=torch.float64)
     expected[largest.indices[:2]] = largest.values[:2]
     assert distance(small.factor.to_dense(), torch.diag(expected)) <= 1e-12

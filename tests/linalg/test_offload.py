@@ -80,7 +80,7 @@ def test_every_part_of_every_factor_arrives_and_its_trace_is_known_before(lane: 
         moved = offload(factor)
         assert type(moved) is type(factor) and moved.kind == factor.kind
         assert bool(moved.diagonal().isnan().any())  # not there yet
-        assert float(moved._told_trace) == float(factor.trace())
+        assert float(moved._pending_trace) == float(factor.trace())
         offload.settle()
         assert torch.equal(stored_matrix(moved), stored_matrix(factor))
         assert torch.equal(moved.quantisation_error, factor.quantisation_error)

@@ -16,7 +16,7 @@ from gramian.models.goose import layer_operations, operations
 from gramian.models.goose.goose_layers import LeakyMemory, Mix, SpikingLinear
 from gramian.models.goose.spike import Spike
 from gramian.train.build.build_optimizer import build_optimizer
-from gramian.train.config.config import OptimizerSection
+from gramian.train.config.config_sections import OptimizerSection
 from tests.kit.matrix import sample
 
 TINY = GooseConfig(vocabulary=17, context=12, layers=3, width=16)
@@ -268,7 +268,7 @@ def test_hidden_states_are_what_the_head_and_the_blocks_read(kind: str, blocks: 
 @pytest.mark.parametrize("wrong", [-1, 4])
 def test_a_layer_that_does_not_exist_is_refused(kind: str, wrong: int) -> None:
     """In the code behind the seed a pair with one was passed over."""
-    with pytest.raises(GramianError, match=f"^layers: got {wrong}; accepted: 0 .* to 3"):
+    with pytest.raises(GramianError, match=f"^layers: got {wrong}; expected 0 .* to 3"):
         _model(kind).hidden(tokens_BT(), layers=(1, wrong))
 
 
@@ -309,7 +309,7 @@ def test_norms_of_samples_cover_every_parameter_and_are_exact(config: GooseConfi
 
 @pytest.mark.parametrize("field", ["vocabulary", "context", "layers", "width", "ffn", "dropout"])
 def test_a_shape_that_cannot_be_built_is_refused_by_field(field: str) -> None:
-    with pytest.raises(GramianError, match=f"^{field}: .*accepted"):
+    with pytest.raises(GramianError, match=f"^{field}: .*expected"):
         GooseConfig(**{field: 0 if field != "dropout" else 1.0})  # type: ignore[arg-type]
 
 

@@ -121,5 +121,5 @@ def test_what_cannot_be_continued_is_refused_by_name(
     kind: str, prompt: Tensor, length: int, temperature: float, field: str
 ) -> None:
     model = torch.nn.Linear(3, 3) if kind == "linear" else MODELS[kind]()
-    with pytest.raises(GramianError, match=f"^{field}: got .*; accepted: "):
+    with pytest.raises(GramianError, match=f"^{field}: got .*; expected "):
         generate_text_tokens(model, prompt, length, temperature)

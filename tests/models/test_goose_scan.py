@@ -103,5 +103,5 @@ def test_an_empty_batch_passes() -> None:
 
 
 def test_a_chunk_of_one_token_is_refused() -> None:
-    with pytest.raises(GramianError, match="^chunk: .*accepted"):
+    with pytest.raises(GramianError, match="^chunk: .*expected"):
         scan(torch.zeros(1, 4, 3), torch.full((3,), 0.5), chunk=1)

@@ -105,12 +105,12 @@ def test_generate_keeps_the_prompt_passes_the_context_and_repeats_with_its_seed(
     ("field", "value"), [("vocabulary", 0), ("layers", 0), ("width", 18), ("heads", 0), ("dropout", 1.0)]
 )
 def test_a_shape_that_cannot_be_built_is_refused_by_field(field: str, value: float) -> None:
-    with pytest.raises(GramianError, match=f"^{field}: .*accepted"):
+    with pytest.raises(GramianError, match=f"^{field}: .*expected"):
         GPTConfig(**{field: value})  # type: ignore[arg-type]
 
 
 def test_a_sequence_longer_than_the_context_is_refused() -> None:
-    with pytest.raises(GramianError, match="accepted: at most context"):
+    with pytest.raises(GramianError, match="expected at most context"):
         GPT(TINY)(torch.zeros(1, 13, dtype=torch.long))
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gramian.plan.host_memory import LEAST, PIECE, USABLE, HostPlan, allocated, copy_bytes, packed, plan_host
+from gramian.plan.budget import USABLE
+from gramian.plan.host_memory import LEAST, PIECE, HostPlan, allocated, copy_bytes, packed, plan_host
 
 GB = 10**9
 XL = [(50257, 1600), (1024, 1600), *48 * [(1600, 4800), (4800,), (1600, 1600), (1600, 6400), (6400, 1600)]]

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
-from gramian.plan.parallel_strategy import USABLE, Decision, decide
+from gramian.plan.budget import USABLE
+from gramian.plan.parallel_strategy import Decision, decide
 from gramian.plan.transformer_memory import Kind, Needs, TeacherShape, gpt
 
 SEVEN = gpt(50257, 2048, 32, 4096, 32)

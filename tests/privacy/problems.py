@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.oracles.clipped_sum import ClippedSum, clip
-from gramian.privacy.clipping.clipping_rule import SLACK
+from gramian.privacy.clipping.clip_factors import SLACK
 from tests.kit.models import Batch
 from tests.statistics.problems import Problem
 

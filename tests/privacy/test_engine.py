@@ -686,9 +686,8 @@ def test_the_key_is_in_no_repr_log_warning_or_plan(caplog: pytest.LogCaptureFixt
         list(_steps(run, p, 2))
         shown = [repr(engine), str(engine), str(engine.plan), repr(run.loader), repr(model), repr(run.optimizer)]
         shown += [repr(value) for value in vars(engine).values()]
-        shown += [
-            repr(value) for owner in (engine._sums, engine._clipping, run.loader) for value in vars(owner).values()
-        ]
+        parts = (engine._model, engine._model.step, engine._model.sums, engine._model.clipping, run.loader)
+        shown += [repr(value) for owner in parts for value in vars(owner).values()]
         shown += [str(run.optimizer.state_dict()), str(list(model.state_dict())), caplog.text, *map(str, said)]
         subkeys = [key, engine._ledger.secrets.noise_key, engine._ledger.secrets.sampling_key]
     for secret in subkeys:

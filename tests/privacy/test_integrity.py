@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
-from gramian.privacy.clipping.clipping_rule import SLACK
+from gramian.privacy.clipping.clip_factors import SLACK
 
 pytestmark = pytest.mark.filterwarnings("ignore:poisson_sampling")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -211,7 +211,7 @@ def test_a_change_in_any_piece_of_a_draw_is_refused() -> None:
             model[0].weight.grad.data.add_(1)
             optimizer.step()
     assert torch.equal(weights(model), before)
-    assert not engine._sums.moved and engine.steps == 0
+    assert not engine._model.sums.moved and engine.steps == 0
     engine.detach()
 
 
@@ -544,7 +544,7 @@ def test_opacus_arguments_that_mean_the_same_are_taken() -> None:
         loss_reduction="mean",
     )
     loss_of(model, rows()).backward()
-    assert engine.plan is not None and engine._options.clipping == "auto"
+    assert engine.plan is not None and engine._model.options.clipping == "auto"
     norms = engine.last.norms_B * engine.last.factors_B
     assert float(norms.max()) <= 0.1 * (1 + SLACK[torch.float64])
     engine.detach()

@@ -10,8 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from gramian.core.errors import GramianError
+from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint as fingerprint
+from gramian.privacy.sampling.empty_batch import without_rows
 from gramian.privacy.sampling.poisson import PoissonBatchSampler, draw
-from gramian.privacy.sampling.private_loader import PrivateLoader, fingerprint, without_rows
+from gramian.privacy.sampling.private_loader import PrivateLoader
 
 KEY = bytes(range(32))
 
@@ -27,7 +29,7 @@ def private(loader, rate=0.25, expected=6, at=0, told=None, **settings):
         sample_rate=rate,
         expected_batch=expected,
         next_draw=at if callable(at) else lambda: at,
-        on_piece=lambda *piece: None if told is None else told.append(piece),
+        on_piece=lambda piece: None if told is None else told.append(piece),
         **settings,
     )
 
@@ -53,7 +55,7 @@ def test_batches_are_the_draws_in_pieces_told_when_handed_over(settings):
         assert len(want) > 4
         told.clear()
         for seen, ((x, y), piece) in enumerate(zip(loader, want, strict=True)):
-            assert len(told) == seen + 1 and told[-1] == (piece.draw, piece.piece, piece.last, len(piece.indices))
+            assert len(told) == seen + 1 and told[-1] == piece
             assert x.tolist() == piece.indices and y.shape == (len(piece.indices), 3) and y.dtype == torch.float64
 
 
@@ -68,7 +70,7 @@ def test_a_loop_that_was_left_is_taken_up_at_the_counter(workers):
     at[0] = 1
     told.clear()
     assert [batch[0].tolist() for batch in loader][:3] == first[1:]
-    assert [piece[0] for piece in told] == [1, 2, 3, 4]
+    assert [piece.draw for piece in told] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -82,9 +84,9 @@ def test_ranks_share_every_draw_and_run_as_many_pieces(world):
     ]
     found = collections.defaultdict(list)
     for rank, loader in enumerate(loaders):
-        for (x, _), (number, _, _, _) in zip(loader, told[rank], strict=False):
-            found[number] += x.tolist()
-    pieces = [[piece[:3] for piece in mine] for mine in told]
+        for (x, _), piece in zip(loader, told[rank], strict=False):
+            found[piece.draw] += x.tolist()
+    pieces = [[(piece.draw, piece.piece, piece.last) for piece in mine] for mine in told]
     assert pieces.count(pieces[0]) == world, "the same pieces on every rank"
     for number in range(4):
         assert sorted(found[number]) == draw(KEY, number, 24, 0.25).tolist()
@@ -157,7 +159,8 @@ def test_empty_draws_are_batches_of_zero_rows(workers):
     sizes = [len(draw(KEY, number, 3, 0.05)) for number in range(30)]
     assert [len(batch["label"]) for batch in batches] == sizes and 0 in sizes and max(sizes) > 0
     assert sizes[-1] == 0 or sizes[0] == 0, "an empty one at an end"
-    assert told == [(number, 0, True, sizes[number]) for number in range(30)]
+    assert [(piece.draw, len(piece.indices)) for piece in told] == [(number, sizes[number]) for number in range(30)]
+    assert all(piece.piece == 0 and piece.last for piece in told)
     empty = batches[sizes.index(0)]
     assert empty["ids"].shape == (0, 5) and empty["ids"].dtype == torch.long and empty["text"] == []
 

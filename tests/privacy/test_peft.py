@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
 from gramian.oracles.single_sample import per_sample_gradients
-from gramian.privacy.clipping.clipping_rule import SLACK
+from gramian.privacy.clipping.clip_factors import SLACK
 from tests.kit.matrix import sample
 from tests.privacy.problems import assert_sums, gradients, private, weights
 from tests.statistics.problems import assert_norms

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gramian.privacy.clipping import clipping_rule as clipping_module
+from gramian.privacy.clipping import sample_norms
 from gramian.privacy.clipping.clipping_plan import (
     MACHINES,
     ClippingPlan,
@@ -20,7 +20,9 @@ from gramian.privacy.clipping.clipping_plan import (
     ways,
 )
 from gramian.privacy.clipping.clipping_planner import share_of
-from gramian.privacy.clipping.clipping_rule import Clipping, Tuning
+from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.privacy.clipping.clipping_work import ClippingWork
+from gramian.privacy.options import Tuning
 from gramian.taps.gradients import Outer
 from tests.kit.models import CASES
 from tests.privacy.problems import assert_sums, clip_norm, private, wanted
@@ -200,18 +202,18 @@ def test_forced_choices_are_those_of_the_plan_and_those_that_run(
 ) -> None:
     p = problem("linear_3d", 4)
     model, limit, used = p.model(), clip_norm(p), []
-    flush, direct = Clipping._flush, clipping_module.direct_of
+    flush, direct = sample_norms.flush_gram_group, sample_norms.direct_of
 
-    def watched_flush(self: Clipping, work: object) -> None:
-        used.extend("gram" for _ in work.together)
-        flush(self, work)
+    def watched_flush(work: ClippingWork) -> None:
+        used.extend("gram" for _ in work.gram_group)
+        flush(work)
 
     def watched_direct(gradient: Outer) -> tuple[torch.Tensor, torch.Tensor]:
         used.append("direct")
         return direct(gradient)
 
-    monkeypatch.setattr(Clipping, "_flush", watched_flush)
-    monkeypatch.setattr(clipping_module, "direct_of", watched_direct)
+    monkeypatch.setattr(sample_norms, "flush_gram_group", watched_flush)
+    monkeypatch.setattr(sample_norms, "direct_of", watched_direct)
     with private(model, limit, clipping=storage, norm_algorithm=algorithm) as run:
         p.backward(model, p.batch)
         plan = run.engine.plan

@@ -101,7 +101,7 @@ def _stepless(engine: gramian.PrivacyEngine, loader: Any) -> Iterator[Any]:
     """The batches of an epoch, each draw counted as if it had been released."""
     for batch in loader:
         engine._ledger.begin()
-        engine._draws.clear()
+        engine._model.step.progress.clear()
         yield batch
 
 

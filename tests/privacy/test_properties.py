@@ -161,12 +161,12 @@ def test_tokens_whose_gradients_cancel_stay_within_C(storage: str, dtype: torch.
 
 def test_the_slack_is_what_keeps_a_half_precision_sum_within_C() -> None:
     """Without it the bound breaks somewhere: the property above would notice."""
-    from gramian.privacy.clipping import clipping_rule
+    from gramian.privacy.clipping import clip_factors
 
-    broken, slack = 0, dict(clipping_rule.SLACK)
+    broken, slack = 0, dict(clip_factors.SLACK)
     with contextlib.ExitStack() as undo:
-        undo.callback(clipping_rule.SLACK.update, slack)
-        clipping_rule.SLACK.update(dict.fromkeys(slack, 0.0))
+        undo.callback(clip_factors.SLACK.update, slack)
+        clip_factors.SLACK.update(dict.fromkeys(slack, 0.0))
         for name in NAMES:
             limit = 0.3 * float(problem(name, 6, torch.bfloat16).norms().min())
             broken += sum(float(_summed(name, torch.bfloat16, [i], limit).norm()) > limit for i in range(6))

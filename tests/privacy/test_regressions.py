@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.oracles.clipped_sum import clipped_sum
-from gramian.privacy.clipping.gradient_sums import Scaling
+from gramian.privacy.clipping.loss_scaling import Scaling
 from gramian.privacy.noise.element_noise import NoisePlan
 from gramian.privacy.noise.secrets import load_private, save_private
 
@@ -388,7 +388,7 @@ def test_without_a_sample_what_is_noised_changes_by_the_clip_norm_also_in_half_p
         )
         for piece in x[rows].split(physical or count):
             engine.backward(8 * model(piece).square().sum())
-        found = engine._sums._wide("weight", Scaling())
+        found = engine._model.sums._wide("weight", Scaling())
         engine.detach()
         return found.double()
 
@@ -541,11 +541,11 @@ def test_pieces_of_an_abandoned_draw_are_not_released_with_the_next() -> None:
         loss_of(model, x).backward()
         optimizer.step()
         break
-    assert engine._sums.moved
+    assert engine._model.sums.moved
     with pytest.warns(UserWarning, match="state: steps begun"):
         engine.load_state_dict(saved)
-    assert not engine._sums.moved
-    assert engine._passes_since_step == 0
+    assert not engine._model.sums.moved
+    assert engine._model.step.progress.passes_since_step == 0
     engine.detach()
 
 
@@ -655,10 +655,10 @@ def test_a_dropped_half_precision_gradient_takes_its_wide_sum_along() -> None:
     model = net().bfloat16()
     engine, _, optimizer, _ = private(model, poisson_sampling=False)
     loss_of(model, torch.randn(4, 5).bfloat16()).backward()
-    assert len(engine._sums._behind) == 4
+    assert len(engine._model.sums._wide_sums) == 4
     optimizer.zero_grad()
     optimizer.step()
-    assert len(engine._sums._behind) == 0
+    assert len(engine._model.sums._wide_sums) == 0
     engine.detach()
 
 

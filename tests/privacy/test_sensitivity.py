@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.privacy.clipping.clipping_rule import SLACK
+from gramian.privacy.clipping.clip_factors import SLACK
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES
 from tests.privacy.problems import Run, private

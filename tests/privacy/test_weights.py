@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gramian.parallel.data_parallel import DataParallel
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.audit import weights_digest
 from gramian.privacy.audit.weights_digest import weight_digest
 
@@ -30,7 +30,7 @@ class Tensors(nn.Module):
 
 def digest(model: nn.Module, optimizer: Any = None) -> int:
     optimizer = optimizer or torch.optim.SGD([model.w], lr=0.1)
-    processes, process, found = weight_digest(model, optimizer, {"w": model.w}, DataParallel("one")).tolist()
+    processes, process, found = weight_digest(model, optimizer, {"w": model.w}, ProcessGrid()).tolist()
     assert (processes, process) == (1, 0)
     return found
 
@@ -108,6 +108,6 @@ def test_the_state_of_the_optimizer_counts_and_its_options_do_not() -> None:
 
 def test_shards_are_of_their_process_and_number() -> None:
     model = Tensors()
-    parallel = DataParallel("fsdp2", None, 2, 4)
+    parallel = ProcessGrid(2, 4, kind="fsdp2")
     found = weight_digest(model, torch.optim.SGD([model.w], lr=0.1), {"w": model.w}, parallel)
     assert found.tolist() == [4, 2, digest(model)]

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gramian
 from gramian.core.errors import GramianError
-from gramian.privacy import engine as engine_module
-from gramian.privacy.clipping.single_sample_memory import remembers_nothing
+from gramian.privacy import private_model
+from gramian.privacy.audit.single_sample_checks import carries_no_state
 from gramian.taps.hub import hub_of
 from gramian.taps.model.python_state import PythonState, _places
 
@@ -615,7 +615,7 @@ def test_a_model_that_refuses_what_is_made_of_a_sample_is_looked_at_once(
     physical: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x, looks = Strict(), torch.rand(1, 4), []
-    monkeypatch.setattr(engine_module, "remembers_nothing", lambda *given: looks.append(1) or remembers_nothing(*given))
+    monkeypatch.setattr(private_model, "carries_no_state", lambda *given: looks.append(1) or carries_no_state(*given))
     private(model, x, max_physical_batch=physical)
     for _ in range(3):
         model(x).square().sum().backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gramian.cli import main
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
 from gramian.train.loop.objective import Measured
@@ -22,7 +22,7 @@ from gramian.train.loop.trainer import Ended, Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
 from tests.train.runs import small
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 WORDS = (
     "the",
     "student",

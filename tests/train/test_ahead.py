@@ -15,7 +15,7 @@ from gramian.distill.cache.reader import Cache
 from gramian.train.build import run_parts as building
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.loop.lookahead import announced
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
 from tests.train.distilled import LEARNED, ONE, cache_of, events, metrics, student, train
 
 pytestmark = pytest.mark.xdist_group("distill")
@@ -147,7 +147,7 @@ def test_a_live_teacher_is_not_a_step_ahead(tmp_path: Path) -> None:
 def _spoiled(parts: Parts) -> None:
     """A gradient that is not a number, at one position: the run goes back."""
     stepper = parts.stepper
-    assert isinstance(stepper, Stepper)
+    assert isinstance(stepper, PlainStepper)
     plain = stepper._backward
 
     def backward(batch: StepBatch, coefficient: float) -> Tensor:
@@ -196,7 +196,9 @@ def test_a_run_with_and_without_it_is_the_same_bit_for_bit(
             {key: line[key] for key in ("step", "loss", "grad_norm", "temperature")}
             for line in metrics(tmp_path / name)
         ]
-        runs.append((weights, lines, trainer.trail, trainer.position, sorted(trainer.skipped)))
+        runs.append(
+            (weights, lines, trainer.progress.trail, trainer.progress.position, sorted(trainer.progress.skipped))
+        )
     (weights, *told), (plain_weights, *plain_told) = runs
     assert told == plain_told
     assert all(torch.equal(p, plain_weights[key]) for key, p in weights.items())

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
 from gramian.train.loop.trainer import Ended, Trainer
-from gramian.train.state.run_folder import Lines, RunFolder, read_lines
+from gramian.train.state.run_folder import JsonLines, RunFolder, read_lines
 from gramian.train.state.run_log import perplexity
 from tests.train.runs import small
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 
 
 def nan_weights(parts: Parts) -> None:
@@ -128,7 +128,7 @@ def test_a_terminal_that_fails_does_not_end_the_run(problem: Exception, tmp_path
 
 
 def test_lines_of_several_threads_are_whole(tmp_path: Path) -> None:
-    lines = Lines(tmp_path / "lines.jsonl")
+    lines = JsonLines(tmp_path / "lines.jsonl")
     threads = [
         threading.Thread(target=lambda who=who: [lines.write({"who": who, "n": n}) for n in range(2000)])  # type: ignore[misc]
         for who in range(3)

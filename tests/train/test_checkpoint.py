@@ -26,11 +26,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gramian.core import durable_files
 from gramian.core.errors import GramianError
-from gramian.train.state import checkpoint_files
 from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.sharded_checkpoint import read_parts
-from gramian.train.state.snapshot import Extent, Snapshot, Snapshots, whole
+from gramian.train.state.snapshot import Snapshot, Snapshots
+from gramian.train.state.tensor_parts import Extent, full_extent
 from tests.kit.matrix import FULL
 from tests.kit.waiting import PATIENCE
 from tests.train.test_snapshot import DTYPES, addresses, filled, raw
@@ -139,7 +140,7 @@ def test_any_state_is_read_back_bit_for_bit(
 def test_the_files_are_plain_safetensors_and_json_in_large_pieces_too(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "CHUNK", 100)
+    monkeypatch.setattr(durable_files, "CHUNK", 100)
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:64]))  # a write may take less than it got
     written(store, 3)
@@ -180,7 +181,7 @@ def test_nothing_is_unpickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> 
     loaded = store.newest()
     assert_is(loaded, 4)
     parts = read_parts(  # the way of sharded states
-        loaded.folder, {name: whole(shape) for name, shape in loaded.shapes.items()}, loaded.dtypes
+        loaded.folder, {name: full_extent(shape) for name, shape in loaded.shapes.items()}, loaded.dtypes
     )
     assert all(raw(part.local) == raw(state(4)[name]) for name, part in parts.items())
 
@@ -232,7 +233,7 @@ def test_write_returns_before_the_file_is_there_and_the_next_one_waits(
 def test_training_and_dropping_go_on_under_a_save(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.folder.mkdir(parents=True)
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(checkpoint_files, "CHUNK", 16)
+    monkeypatch.setattr(durable_files, "CHUNK", 16)
     snapshots, tensors = Snapshots(1), state(1)
     store.write(snapshots.take(1, tensors, {"step": 1}))
     assert gate.reached.wait(PATIENCE)
@@ -402,9 +403,9 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
     ("facts.json", flip, "facts.json: its checksum differs"),
     ("facts.json", Path.unlink, "facts.json: is missing"),
     ("manifest.json", Path.unlink, "manifest.json: is missing"),
-    ("manifest.json", cut, "manifest.json: is not whole"),
-    ("manifest.json", lambda path: path.write_text("[1]"), "manifest.json: is not whole"),
-    ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json: is not whole"),
+    ("manifest.json", cut, "manifest.json: is damaged"),
+    ("manifest.json", lambda path: path.write_text("[1]"), "manifest.json: is damaged"),
+    ("manifest.json", lambda path: path.write_bytes(b"\xff\xfe"), "manifest.json: is damaged"),
     (
         "manifest.json",
         lambda path: path.write_text(path.read_text().replace('"step": 20', '"step": 21')),

@@ -40,9 +40,9 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("run.step=3", r"run.step: is no key; did you mean run.steps\?"),
-        ("rn.steps=3", r"rn: is no section; did you mean run\?"),
-        ("run.xyzzy=3", "run.xyzzy: is no key; expected one of folder, seed"),
+        ("run.step=3", r"run.step: is not a key; did you mean run.steps\?"),
+        ("rn.steps=3", r"rn: is not a section; did you mean run\?"),
+        ("run.xyzzy=3", "run.xyzzy: is not a key; expected one of folder, seed"),
         ("run.steps=many", "run.steps: expected int, got 'many'"),
         ("run.steps=0", "run.steps: expected int >= 1, got 0"),
         ("run.seed=99999999999999999999999", "run.seed: expected int"),
@@ -53,7 +53,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("optimizer.betas=[0.9,1.5]", "expected float < 1.0"),
         ("eval.every=often", "eval.every: expected"),
         ("steps=3", "'steps=3': expected an override such as run.steps=200"),
-        ("precision.kind=fp8", "precision.kind: fp8 is not available"),
+        ("precision.kind=fp8", "precision.kind: expected one of .auto., .bf16., .fp16., .fp32., .fp64., got .fp8."),
         ("model.heads=3", "model.width: expected a multiple of model.heads"),
         ("model.kind=huggingface", "model.path: expected the folder"),
         ("data.source=text", "data.files: expected at least one"),
@@ -70,7 +70,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("run.steps=3\nfoo=1", "run.steps: expected int"),
         ("privacy.delta=1e-5", "privacy.noise_multiplier: expected either"),
         ("teacher.k=3", "teacher.path: expected the folder of a model"),
-        ("teacher.pth=x", "teacher.pth: is no key; did you mean teacher.path"),
+        ("teacher.pth=x", "teacher.pth: is not a key; did you mean teacher.path"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(tmp_path: Path, override: str, message: str) -> None:
@@ -85,7 +85,7 @@ def test_files_that_are_no_config_are_named(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="cannot be read"):
         load_config("a\0b.toml")
     for text in ("run = [", "[run]\nsteps = " + "[" * 3000):
-        with pytest.raises(GramianError, match="is no TOML"):
+        with pytest.raises(GramianError, match="is not TOML"):
             load_config(written(tmp_path, text))
 
 

@@ -13,9 +13,9 @@ import pytest
 from gramian.core.errors import GramianError
 from gramian.data import load_windows, read_documents, read_stream
 from gramian.data.embedded_corpus import load_corpus
+from gramian.data.options import DataSection
 from gramian.data.token_stream import Stream
 from gramian.data.tokenizer import ByteTokenizer
-from gramian.train.config.config import DataSection
 
 TEXTS = [f"document {index}: ünïcode {'x' * (index % 17)}" for index in range(200)]
 
@@ -200,14 +200,14 @@ def refused(data: DataSection) -> str:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": "half', "is no JSON (Unterminated string starting at: column 10)"),
-        (b"nonsense", "is no JSON (Expecting value: column 1)"),
-        (b'["text"]', "is no object"),
+        (b'{"text": "half', "is not JSON (Unterminated string starting at: column 10)"),
+        (b"nonsense", "is not JSON (Expecting value: column 1)"),
+        (b'["text"]', "is not an object"),
         (b'{"content": "x", "id": 3}', 'has no "text" but content, id'),
-        (b'{"text": 3}', '"text" is no text'),
-        (b'{"text": "\xff"}', "byte 10 is no UTF-8"),
+        (b'{"text": 3}', '"text" is not text'),
+        (b'{"text": "\xff"}', "byte 10 is not UTF-8"),
         (b'{"text": "\\ud800"}', '"text" has half a surrogate pair'),
-        (b"[" * 100_000, "is no JSON"),
+        (b"[" * 100_000, "is not JSON"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
@@ -241,16 +241,16 @@ def shortened(path: Path, by: int) -> Path:
 BAD = {
     "missing": ("text", lambda f: f / "none.txt", "data.files: .*none.txt does not exist"),
     "empty text": ("text", lambda f: content(f / "a.txt", b""), ".*a.txt: is empty"),
-    "no utf-8": ("text", lambda f: content(f / "a.txt", b"good\xff\xfe"), ".*a.txt: byte 4 is no UTF-8"),
-    "no text in folder": ("text", lambda f: f, "data.files: .* holds no file to read"),
+    "no utf-8": ("text", lambda f: content(f / "a.txt", b"good\xff\xfe"), ".*a.txt: byte 4 is not UTF-8"),
+    "no text in folder": ("text", lambda f: f, "data.files: .* has no file to read"),
     "empty jsonl": ("jsonl", lambda f: content(f / "a.jsonl", b"\n \n"), ".*a.jsonl: is empty"),
     "empty npy": ("tokens", lambda f: array(f / "a.npy", np.empty(0, int)), ".*a.npy: is empty"),
-    "2-D npy": ("tokens", lambda f: array(f / "a.npy", np.ones((2, 2), int)), ".*a.npy: holds int64 \\[2, 2\\]"),
-    "float npy": ("tokens", lambda f: array(f / "a.npy", np.ones(3)), ".*a.npy: holds float64 \\[3\\]"),
-    "cut npy": ("tokens", lambda f: shortened(array(f / "a.npy", range(9)), 3), ".*a.npy: is no whole .npy"),
-    "0-byte npy": ("tokens", lambda f: content(f / "a.npy", b""), ".*a.npy: is no whole .npy"),
-    "no npy": ("tokens", lambda f: content(f / "a.npy", b"nonsense"), ".*a.npy: is no whole .npy"),
-    "other suffix": ("tokens", lambda f: content(f / "a.dat", b"12"), ".*a.dat: is no file of tokens"),
+    "2-D npy": ("tokens", lambda f: array(f / "a.npy", np.ones((2, 2), int)), ".*a.npy: contains int64 \\[2, 2\\]"),
+    "float npy": ("tokens", lambda f: array(f / "a.npy", np.ones(3)), ".*a.npy: contains float64 \\[3\\]"),
+    "cut npy": ("tokens", lambda f: shortened(array(f / "a.npy", range(9)), 3), ".*a.npy: is not a complete .npy"),
+    "0-byte npy": ("tokens", lambda f: content(f / "a.npy", b""), ".*a.npy: is not a complete .npy"),
+    "no npy": ("tokens", lambda f: content(f / "a.npy", b"nonsense"), ".*a.npy: is not a complete .npy"),
+    "other suffix": ("tokens", lambda f: content(f / "a.dat", b"12"), ".*a.dat: is not a token file"),
     "large id": ("tokens", lambda f: array(f / "a.npy", [1, 257]), ".*a.npy: token 1 is 257"),
     "negative id": ("tokens", lambda f: array(f / "a.npy", [1, 2, -1]), ".*a.npy: token 2 is -1"),
     "no sidecar": ("tokens", lambda f: content(f / "a.bin", b"1234"), ".*a.json: does not exist"),
@@ -274,7 +274,7 @@ def test_sidecars_that_are_no_json_are_named(tmp_path: Path) -> None:
     path = sidecar(tmp_path / "a.bin")
     for text in ("{", "[]"):
         path.with_suffix(".json").write_text(text)
-        assert re.match(".*a.json: is no (JSON|object); expected", refused(data_of("tokens", path)))
+        assert re.match(".*a.json: is not (JSON|an object); expected", refused(data_of("tokens", path)))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -306,7 +306,7 @@ def test_token_files_that_disagree_are_refused(tmp_path: Path) -> None:
 
 def test_token_files_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     path = sidecar(tmp_path / "a.bin", vocabulary=300)
-    assert "a.bin: vocabulary 300, end 256; expected 257 and 256 as data.tokenizer has" in refused(
+    assert "a.bin: vocabulary 300, end 256; expected 257 and 256 as in data.tokenizer" in refused(
         data_of("tokens", path, tokenizer="some folder")
     )
 

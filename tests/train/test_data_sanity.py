@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from gramian.core.errors import GramianError
-from gramian.data.data_sanity import look_at_files
-from gramian.train.config.config import DataSection
+from gramian.data.options import DataSection
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.data_findings import look_at_data
+from gramian.train.doctor.data_checks import check_files, examine_data
 
 TEXTS = [f"document number {index}" for index in range(200)]
 
@@ -22,7 +21,7 @@ def write_jsonl(path: Path, documents: list[str]) -> str:
 
 
 def found(**told: Any) -> dict[str, Check]:
-    checks, _ = look_at_data(DataSection(**told))
+    checks, _ = examine_data(DataSection(**told))
     assert all("\n" not in check.hint for check in checks)
     return {check.name.removeprefix("data: "): check for check in checks}
 
@@ -83,9 +82,9 @@ def test_half_a_line_is_found(tmp_path: Path) -> None:
     data = DataSection(source="jsonl", files=(str(path),))
     for content, ok in ((whole, True), (whole[:-1], True), (whole[:-2], False), (whole[:-100_000], False)):
         path.write_bytes(content)
-        (finding,) = look_at_files(data)
+        (finding,) = check_files(data)
         assert finding.ok is ok
-    checks, windows = look_at_data(data)
+    checks, windows = examine_data(data)
     assert windows is None
     assert str(path) in checks[0].hint
 
@@ -96,12 +95,12 @@ def test_half_a_character_is_found(tmp_path: Path) -> None:
     whole = "é€😀".encode() * 3
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
-        (finding,) = look_at_files(data)
+        (finding,) = check_files(data)
         assert finding.ok is (whole[:size].decode(errors="ignore").encode() == whole[:size])
     path.write_bytes("😀aaa€".encode()[:-1])
-    assert not look_at_files(data)[0].ok
+    assert not check_files(data)[0].ok
     path.write_bytes(b"\xff" * 20)  # no text at all, but not cut off: reading tells
-    assert look_at_files(data)[0].ok
+    assert check_files(data)[0].ok
 
 
 def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
@@ -113,8 +112,8 @@ def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
     for name, size in (("even", 4), ("odd", 5)):
         (tmp_path / f"{name}.bin").write_bytes(b"\1" * size)
         (tmp_path / f"{name}.json").write_text('{"dtype": "uint16", "vocabulary": 257, "end": 256}')
-    (finding,) = look_at_files(DataSection(source="tokens", files=(str(tmp_path),)))
-    assert (finding.ok, finding.measured) == (False, 4)
+    (finding,) = check_files(DataSection(source="tokens", files=(str(tmp_path),)))
+    assert (finding.ok, finding.value) == (False, 4)
     assert "cut.npy" in finding.hint
     assert "and 1 more" in finding.hint
     assert "whole.npy" not in finding.hint
@@ -122,4 +121,4 @@ def test_arrays_cut_off_are_found(tmp_path: Path) -> None:
 
 def test_missing_files_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(GramianError, match="none.txt does not exist"):
-        look_at_data(DataSection(source="text", files=(str(tmp_path / "none.txt"),)))
+        examine_data(DataSection(source="text", files=(str(tmp_path / "none.txt"),)))

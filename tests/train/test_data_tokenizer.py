@@ -88,9 +88,9 @@ def test_what_is_no_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     for name, reason in (
-        ("missing", "is no folder"),
-        ("empty", "holds no tokenizer"),
-        ("broken", "holds no tokenizer"),
+        ("missing", "is not a folder"),
+        ("empty", "has no readable tokenizer"),
+        ("broken", "has no readable tokenizer"),
         ("model", "has no vocabulary"),
         ("endless", "has no end-of-text token"),
     ):

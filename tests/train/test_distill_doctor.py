@@ -17,11 +17,13 @@ from gramian.core.errors import GramianError
 from gramian.data import load_windows
 from gramian.distill.teacher.teacher_origin import ORIGIN
 from gramian.train.build.build_model import build_model
-from gramian.train.doctor import examine, teacher_checks
-from gramian.train.doctor.causality import causality
+from gramian.train.doctor import examine
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.examined_run import ExaminedRun, rows_of
-from gramian.train.loop.precision import numbers_for
+from gramian.train.doctor.checks.causality import causality
+from gramian.train.doctor.checks.goose_scan import goose_scan
+from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.doctor.teacher import teacher_checks
+from gramian.train.loop.precision import resolve_precision
 from tests.kit.mutations import Edit, Swap
 from tests.train.distilled import LEARNED, ONE, cache_of, student, train
 from tests.train.runs import small
@@ -36,7 +38,7 @@ def subject_of(**sections: Any) -> ExaminedRun:
     windows, _ = load_windows(config.data)
     return ExaminedRun(
         config,
-        numbers_for(config.precision, ONE.device),
+        resolve_precision(config.precision, ONE.device),
         ONE,
         windows,
         partial(build_model, config, windows.vocabulary),
@@ -141,15 +143,12 @@ def over_time(x_BTC: Tensor) -> Tensor:
 
 
 def scanned() -> Check:
-    subject = subject_of(model={"kind": "goose", "width": 16}, data={"length": 64})
-    return teacher_checks.scan(subject, subject.model())
+    return goose_scan(subject_of(model={"kind": "goose", "width": 16}, data={"length": 64}))[0]
 
 
 def leaking() -> Check:
-    subject = subject_of(model={"kind": "goose"})
-    model = subject.model()
-    rows = rows_of(subject.batch())
-    return next(check for check in causality(model, subject.numbers, rows, 257) if check.name == "causality")
+    checks = causality(subject_of(model={"kind": "goose"}))
+    return next(check for check in checks if check.name == "causality")
 
 
 def frozen() -> Check:

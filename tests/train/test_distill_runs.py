@@ -22,7 +22,7 @@ from gramian.distill.loss.temperature import STUCK_STEPS, Temperature
 from gramian.train.build.build_model import build_model
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
 from gramian.train.state.saved_run import load_run
 from gramian.verify.resume import Kill, check_resume, random_kills
 from tests.kit.matrix import FULL, sample
@@ -241,7 +241,7 @@ def gradients_of(micro_batch: int, teacher: dict[str, Any], pack: bool = False, 
     """Of the first step's loss: student, projectors, T."""
     data = {"batch": 16, "micro_batch": micro_batch, "pack": pack}
     parts = build(student(teacher={**LEARNED, **teacher}, data=data, **sections), ONE)
-    assert isinstance(parts.stepper, Stepper) and parts.teaching is not None
+    assert isinstance(parts.stepper, PlainStepper) and parts.teaching is not None
     parts.teaching.begin(0)
     parts.stepper.watch(next(iter(parts.batches_from(0, ()))))
     found = {name: p.grad.clone() for name, p in parts.module.named_parameters() if p.grad is not None}
@@ -278,7 +278,7 @@ def test_similarity_is_of_the_tokens_of_a_micro_batch() -> None:
 @pytest.mark.parametrize("kind", ["learnable", "adversarial"])
 def test_the_temperature_is_in_no_group_of_the_optimizer_and_not_in_the_clipped_norm(kind: str) -> None:
     parts = build(student(teacher={**(LEARNED if kind == "learnable" else ADVERSARIAL), **HIDDEN}), ONE)
-    assert isinstance(parts.stepper, Stepper) and parts.teaching is not None
+    assert isinstance(parts.stepper, PlainStepper) and parts.teaching is not None
     parts.teaching.begin(0)
     leaf = parts.teaching._now
     held = [p for group in parts.optimizer.param_groups for p in group["params"]]
@@ -347,7 +347,7 @@ def spoiled(positions: set[int], seen: list[tuple[int, float, float]]) -> Callab
 
     def fault(parts: Parts) -> None:
         stepper, teaching = parts.stepper, parts.teaching
-        assert isinstance(stepper, Stepper) and teaching is not None
+        assert isinstance(stepper, PlainStepper) and teaching is not None
         plain = stepper._backward
 
         def backward(batch: Any, coefficient: float) -> Tensor:
@@ -490,7 +490,7 @@ _LOOP = {
     "T decayed": (Swap("Temperature.finish", _decayed), "learnable, projectors"),
     "T in the clipped norm": (
         Edit(
-            "Stepper._clip",
+            "PlainStepper._clip",
             "norm = get_total_norm(gradients)",
             "norm = get_total_norm([*gradients, self.teaching.temperature._state[1].reshape(1)])",
         ),

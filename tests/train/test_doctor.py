@@ -14,21 +14,29 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.data import StepBatch, Windows, load_windows
 from gramian.models.gpt import GPT, GPTBlock, GPTConfig
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, parse_config
-from gramian.train.doctor import examine, resources, schedule_reach, section_checks
-from gramian.train.doctor.causality import causality
+from gramian.train.config.config_sections import ModelSection
+from gramian.train.doctor import examine
 from gramian.train.doctor.check import Check
+from gramian.train.doctor.checks import schedule_end
+from gramian.train.doctor.checks.causality import causality
+from gramian.train.doctor.checks.curvature_coverage import curvature_coverage
+from gramian.train.doctor.checks.device_memory import planned
+from gramian.train.doctor.checks.gradient_check import gradients
+from gramian.train.doctor.checks.graph_breaks import find_breaks, graph_breaks
+from gramian.train.doctor.checks.initial_loss import initial_loss
+from gramian.train.doctor.checks.overfit import overfit
+from gramian.train.doctor.checks.private_windows import private_windows
+from gramian.train.doctor.checks.scalar_reach import scalar_reach
+from gramian.train.doctor.checks.split_invariance import shortened, split, split_invariance, unequal
+from gramian.train.doctor.checks.target_tokens import target_tokens
 from gramian.train.doctor.examined_run import ExaminedRun, rows_of, without_dropout
-from gramian.train.doctor.gradient_check import gradients
-from gramian.train.doctor.graph_breaks import compiled, graph_breaks
-from gramian.train.doctor.initial_loss import initial_loss, targets
-from gramian.train.doctor.overfit import overfit
-from gramian.train.doctor.split_invariance import cut, invariance, shortened, unequal
 from gramian.train.loop.objective import IGNORED, Objective, logits_of
-from gramian.train.loop.precision import Numbers, numbers_for
-from gramian.train.loop.stepper import Stepper, seed_all
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.train.loop.precision import Precision, resolve_precision
+from gramian.train.loop.stepper import seed_all
 
 SMALL: dict[str, dict[str, Any]] = {
     "run": {"steps": 100, "device": "cpu"},
@@ -62,7 +70,7 @@ def subject_of(
         change(model)
         return model
 
-    return ExaminedRun(config, numbers_for(config.precision, CPU), World(0, 1, CPU, "one"), windows, make)
+    return ExaminedRun(config, resolve_precision(config.precision, CPU), ProcessGrid(0, 1, CPU, "one"), windows, make)
 
 
 # ---- a healthy run ---------------------------------------------------------------------------------------------------
@@ -147,13 +155,19 @@ def test_labels_that_are_not_shifted_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_padding_that_counts_is_found(windows: Windows) -> None:
-    batch = subject_of(windows).batch()
-    assert targets(batch).ok
-    assert not targets(dataclasses.replace(batch, tokens=batch.tokens + 1)).ok
+    subject = subject_of(windows)
+    batch = subject.batches[0]
+
+    def targets_fit(**changed: Any) -> bool:
+        subject.batches = [dataclasses.replace(batch, **changed)]
+        return target_tokens(subject)[0].ok
+
+    assert targets_fit()
+    assert not targets_fit(tokens=batch.tokens + 1)
     padded = {name: values.clone() for name, values in batch.micro[0].items()}
     padded["targets"][:, -4:] = 0
     padded["tokens"][:, -3:] = 7  # zeros as targets where the text goes on with something else
-    assert not targets(dataclasses.replace(batch, micro=[padded, *batch.micro[1:]])).ok
+    assert not targets_fit(micro=[padded, *batch.micro[1:]])
 
 
 def test_a_loss_that_is_shifted_twice_is_found(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +176,15 @@ def test_a_loss_that_is_shifted_twice_is_found(windows: Windows, monkeypatch: py
     def shifted(self: Objective, tokens: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return forward(self, tokens, targets.roll(-1, dims=1), *rest)
 
-    assert outcome(first_checks(subject_of(windows)), "objective")
+    assert outcome(initial_loss(subject_of(windows)), "objective")
     monkeypatch.setattr(Objective, "forward", shifted)
-    assert not outcome(first_checks(subject_of(windows)), "objective")
+    assert not outcome(initial_loss(subject_of(windows)), "objective")
 
 
-def first_checks(subject: ExaminedRun, loaded: bool = False) -> list[Check]:
-    return initial_loss(subject.stepper(subject.model()), subject.batch(), subject.windows.vocabulary, loaded)
+def as_loaded(subject: ExaminedRun) -> ExaminedRun:
+    """The same run, its weights said to come from a folder."""
+    model = ModelSection(kind="huggingface", path="a folder")
+    return dataclasses.replace(subject, config=dataclasses.replace(subject.config, model=model))
 
 
 def outcome(checks: list[Check], name: str) -> bool:
@@ -179,7 +195,7 @@ def outcome(checks: list[Check], name: str) -> bool:
 @pytest.mark.parametrize("tied", [False, True])
 def test_fresh_models_start_where_they_should(windows: Windows, tied: bool, seed: int) -> None:
     told = {"model": {"tied": tied, "width": 128}, "run": {"seed": seed}}
-    assert all(check.ok for check in first_checks(subject_of(windows, **told)))
+    assert all(check.ok for check in initial_loss(subject_of(windows, **told)))
 
 
 def test_initial_weights_of_a_wrong_scale_are_found(windows: Windows) -> None:
@@ -189,10 +205,10 @@ def test_initial_weights_of_a_wrong_scale_are_found(windows: Windows) -> None:
     def wider(model: GPT) -> None:
         nn.init.normal_(model.head.weight, std=0.3, generator=torch.Generator().manual_seed(4))
 
-    checks = first_checks(subject_of(windows, wide))
+    checks = initial_loss(subject_of(windows, wide))
     assert not outcome(checks, "initial loss") and not outcome(checks, "initial logits")
     # The loss is what these logits say it should be; the logits are not.
-    checks = first_checks(subject_of(windows, wider))
+    checks = initial_loss(subject_of(windows, wider))
     assert outcome(checks, "initial loss") and not outcome(checks, "initial logits")
 
 
@@ -201,22 +217,20 @@ def test_a_model_that_begins_with_an_opinion_is_found(windows: Windows) -> None:
         model.head.bias = nn.Parameter(torch.zeros(257))
         model.head.bias.data[3] = 8.0
 
-    assert not outcome(first_checks(subject_of(windows, biased)), "initial loss")
+    assert not outcome(initial_loss(subject_of(windows, biased)), "initial loss")
 
 
 def test_a_loaded_model_is_better_than_none(windows: Windows) -> None:
-    fresh = first_checks(subject_of(windows), loaded=True)
-    assert "below ln V" in fresh[-1].threshold
-    subject = subject_of(windows)
-    stepper, batch = subject.stepper(subject.model()), subject.batch()
+    subject = as_loaded(subject_of(windows))
+    assert "below ln V" in initial_loss(subject)[-1].threshold
     for _ in range(20):
-        stepper.take(batch, 1e-2)
-    assert outcome(initial_loss(stepper, batch, 257, loaded=True), "initial loss")
+        subject.trial_stepper.take(subject.batches[0], 1e-2)
+    assert outcome(initial_loss(subject), "initial loss")
 
     def lost(model: GPT) -> None:
         nn.init.normal_(model.head.weight)
 
-    assert not outcome(first_checks(subject_of(windows, lost), loaded=True), "initial loss")
+    assert not outcome(initial_loss(as_loaded(subject_of(windows, lost))), "initial loss")
 
 
 # ---- learning --------------------------------------------------------------------------------------------------------
@@ -228,20 +242,20 @@ def detached(model: GPT) -> None:
 
 
 def test_windows_are_learnt_by_heart(windows: Windows) -> None:
-    check = overfit(subject_of(windows))
+    (check,) = overfit(subject_of(windows))
     assert check.ok and check.value < 0.1
     assert "lr 0.003" in check.measured and not check.hint
 
 
 def test_a_rate_for_long_runs_gives_way_to_a_higher_one(windows: Windows) -> None:
-    check = overfit(subject_of(windows, optimizer={"lr": 1e-6}))
+    (check,) = overfit(subject_of(windows, optimizer={"lr": 1e-6}))
     assert check.ok
     assert "lr 0.003" in check.measured
     assert "not at optimizer.lr = 1e-06" in check.hint
 
 
 def test_a_model_that_cannot_learn_by_heart_is_found(windows: Windows) -> None:
-    check = overfit(subject_of(windows, detached, doctor={"overfit_windows": 8, "overfit_steps": 40}))
+    (check,) = overfit(subject_of(windows, detached, doctor={"overfit_windows": 8, "overfit_steps": 40}))
     assert not check.ok
     assert check.value > 1
 
@@ -250,8 +264,7 @@ def test_a_model_that_cannot_learn_by_heart_is_found(windows: Windows) -> None:
 
 
 def looked_at(subject: ExaminedRun) -> Check:
-    batches = [subject.batch(position=position) for position in range(3)]
-    return gradients(subject.stepper(subject.model()), batches, 1e-3)
+    return gradients(subject)[0]
 
 
 def test_detached_features_are_found(windows: Windows) -> None:
@@ -319,11 +332,8 @@ class FeatureNorm(nn.BatchNorm1d):
 
 
 def leaks(subject: ExaminedRun) -> dict[str, bool]:
-    model = subject.model()
-    stepper = subject.stepper(model)
-    stepper.take(subject.batch(), 1e-3)
-    checks = causality(model, subject.numbers, rows_of(subject.batch()), subject.windows.vocabulary)
-    return {check.name: not check.ok for check in checks}
+    subject.trial_stepper.take(subject.batches[0], 1e-3)
+    return {check.name: not check.ok for check in causality(subject)}
 
 
 def without_mask(model: GPT) -> None:
@@ -376,8 +386,7 @@ def test_a_model_that_does_not_look_is_found(windows: Windows) -> None:
     def blind(model: GPT) -> None:
         model.register_forward_pre_hook(lambda module, given: (torch.zeros_like(given[0]), *given[1:]))
 
-    subject = subject_of(windows, blind)
-    checks = causality(subject.model(), subject.numbers, rows_of(subject.batch()), 257)
+    checks = causality(subject_of(windows, blind))
     assert all(not check.ok and "do not depend on the tokens" in check.hint for check in checks)
 
 
@@ -392,13 +401,13 @@ def test_dropout_is_off_everywhere() -> None:
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def invariant(subject: ExaminedRun, stepper: type[Stepper] = Stepper) -> Check:
+def invariant(subject: ExaminedRun, stepper: type[PlainStepper] = PlainStepper) -> Check:
     plain = subject.stepper(subject.model())
-    found = stepper(plain.module, plain.optimizer, plain.numbers, plain.world, max_norm=1.0, seed=0)
-    return invariance(found, rows_of(subject.batch()), subject.room)
+    subject.trial_stepper = stepper(plain.module, plain.optimizer, plain.numbers, plain.world, max_norm=1.0, seed=0)
+    return split_invariance(subject)[0]
 
 
-class MeanOfMeans(Stepper):
+class MeanOfMeans(PlainStepper):
     """Divides each micro-batch by its own tokens, and by the number of micro-batches."""
 
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
@@ -412,7 +421,7 @@ class MeanOfMeans(Stepper):
         return total
 
 
-class Forgets(Stepper):
+class Forgets(PlainStepper):
     """Goes back from the last micro-batch alone."""
 
     def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
@@ -433,7 +442,7 @@ def test_float32_gradients_agree_to_a_millionth(windows: Windows) -> None:
 
 
 def test_wrong_accumulation_is_found_in_a_whole_examination(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stepper, "_backward", MeanOfMeans._backward)
+    monkeypatch.setattr(PlainStepper, "_backward", MeanOfMeans._backward)
     checks = examine.examine(config_of(doctor={"overfit_steps": 1}))
     assert "micro-batches" in {check.name for check in checks if not check.ok}
 
@@ -446,7 +455,7 @@ def test_windows_are_cut_to_what_the_run_holds_and_count_unequally() -> None:
     assert shortened(rows, 1)["tokens"].shape == (16, 4)
     counted = (unequal(rows)["targets"] != IGNORED).sum(1)
     assert counted.tolist() == [2 * row for row in range(1, 17)]
-    batch = cut(unequal(rows), 4)
+    batch = split(unequal(rows), 4)
     assert [len(micro["tokens"]) for micro in batch.micro] == [4] * 4
     assert batch.tokens == int(counted.sum())
 
@@ -468,8 +477,7 @@ def test_graph_breaks_are_listed_with_their_place_and_fix(windows: Windows) -> N
         model.final_norm = Breaking()  # type: ignore[assignment]
 
     subject = subject_of(windows, breaking, compile={"mode": "default"})
-    rows = rows_of(subject.batch(2))
-    check = compiled(subject.config.compile, subject.model(), rows, subject.numbers)
+    (check,) = graph_breaks(subject)
     assert not check.ok and check.value >= 4
     first = Breaking.forward.__code__.co_firstlineno + 1
     expected = {0: ".item()", 1: "remove print", 2: "torch.where", 4: "NumPy"}
@@ -484,8 +492,8 @@ def test_the_reference_model_is_one_graph_and_off_is_not_looked_at(
 ) -> None:
     subject = subject_of(windows)
     rows = rows_of(subject.batch(2))
-    assert graph_breaks(subject.model(), rows["tokens"], None, subject.numbers) == ()
-    check = compiled(subject.config.compile, subject.model(), rows, subject.numbers)
+    assert find_breaks(subject.model(), rows["tokens"], None, subject.numbers) == ()
+    (check,) = graph_breaks(subject)
     assert (check.measured, check.ok) == ("not compiled", True)
 
 
@@ -495,9 +503,9 @@ def test_the_reference_model_is_one_graph_and_off_is_not_looked_at(
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_a_schedule_that_ends_elsewhere_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(schedule={"kind": kind, "floor": 1e-6})
-    assert schedule_reach.schedule_end(config).ok
-    monkeypatch.setattr(schedule_reach, "learning_rate", lambda *given: 1.5e-3)  # "decays to a half"
-    assert not schedule_reach.schedule_end(config).ok
+    assert schedule_end.schedule_end(config)[0].ok
+    monkeypatch.setattr(schedule_end, "learning_rate", lambda *given: 1.5e-3)  # "decays to a half"
+    assert not schedule_end.schedule_end(config)[0].ok
 
 
 def with_scalar(model: GPT) -> None:
@@ -507,9 +515,9 @@ def with_scalar(model: GPT) -> None:
 
 def test_a_rate_that_cannot_move_a_scalar_is_found(windows: Windows) -> None:
     subject = subject_of(windows, with_scalar, run={"steps": 500}, optimizer={"lr": 1e-3})
-    assert schedule_reach.reach(subject.config, subject.model()).ok  # Σ lr is about a quarter
+    assert scalar_reach(subject)[0].ok  # Σ lr is about a quarter
     slow = subject_of(windows, with_scalar, run={"steps": 500}, optimizer={"lr": 1e-4})
-    check = schedule_reach.reach(slow.config, slow.model())
+    (check,) = scalar_reach(slow)
     assert not check.ok
     assert check.value == pytest.approx(1e-4 * (500 - 5) / 2 + 1e-4 * 3, rel=0.01)
     assert "temperature" in check.hint and "offset" not in check.hint
@@ -517,21 +525,20 @@ def test_a_rate_that_cannot_move_a_scalar_is_found(windows: Windows) -> None:
 
 
 def test_without_adam_nobody_knows_how_far_a_scalar_moves(windows: Windows) -> None:
-    subject = subject_of(windows, with_scalar, optimizer={"kind": "sgd", "lr": 1e-6})
-    check = schedule_reach.reach(subject.config, subject.model())
+    (check,) = scalar_reach(subject_of(windows, with_scalar, optimizer={"kind": "sgd", "lr": 1e-6}))
     assert check.ok and len(check.details) == 2
     assert "depends on their gradients" in check.hint
-    assert schedule_reach.reach(subject.config, subject_of(windows).model()).details == ()
+    assert scalar_reach(subject_of(windows))[0].details == ()
 
 
 def test_memory_that_does_not_fit_is_found() -> None:
-    config, numbers = config_of(model={"layers": 12, "width": 768, "heads": 12}), Numbers("bf16", "cuda")
-    assert resources.planned(config, 50257, numbers, 1, 80 * 10**9).ok
-    check = resources.planned(config, 50257, numbers, 1, 10**9)
+    config, numbers = config_of(model={"layers": 12, "width": 768, "heads": 12}), Precision("bf16", "cuda")
+    assert planned(config, 50257, numbers, 1, 80 * 10**9).ok
+    check = planned(config, 50257, numbers, 1, 10**9)
     assert not check.ok and check.value > 1e9
     assert "would fit" in check.hint
     # Several of them hold what one does not.
-    several = resources.planned(config, 50257, numbers, 8, 2 * 10**9)
+    several = planned(config, 50257, numbers, 8, 2 * 10**9)
     assert several.ok and "torchrun --nproc_per_node=8" in several.hint
 
 
@@ -574,8 +581,8 @@ def test_missing_data_is_bad_input(tmp_path: Path) -> None:
 
 def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None:
     told = {"privacy": {"target_epsilon": 3.0}}
-    assert [check.ok for check in section_checks.privacy(subject_of(windows, **told))] == [True, True]
-    for check in section_checks.privacy(subject_of(windows, before_blocks(BatchMean), **told)):
+    assert [check.ok for check in private_windows(subject_of(windows, **told))] == [True, True]
+    for check in private_windows(subject_of(windows, before_blocks(BatchMean), **told)):
         assert not check.ok
         assert "changes when other samples are replaced" in check.hint and "\n" not in check.hint
 
@@ -593,18 +600,18 @@ def test_private_windows_must_not_depend_on_each_other(windows: Windows) -> None
 def test_the_row_proof_passes_on_the_first_batch_or_is_said_not_to_run(
     keys: dict[str, Any], data: dict[str, Any], measured: str, windows: Windows
 ) -> None:
-    check = section_checks.privacy(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
+    check = private_windows(subject_of(windows, privacy={"noise_multiplier": 1.0, **keys}, data=data))[0]
     assert (check.name, check.measured, check.ok) == ("row proof", measured, True)
     assert ("taken from shapes" in check.hint) == (measured == "off")
 
 
 def test_curvature_covers_every_parameter_or_names_it(windows: Windows) -> None:
-    assert section_checks.kfac(subject_of(windows, kfac={})).ok
+    assert curvature_coverage(subject_of(windows, kfac={}))[0].ok
 
     def unused(model: GPT) -> None:
         model.spare = nn.Linear(4, 4)
 
-    check = section_checks.kfac(subject_of(windows, unused, kfac={}))
+    (check,) = curvature_coverage(subject_of(windows, unused, kfac={}))
     assert not check.ok
     assert check.details == ("no curvature of spare.weight", "no curvature of spare.bias")
 
@@ -619,7 +626,7 @@ def test_sections_are_examined_where_they_are_there(section: dict[str, Any]) -> 
 def test_curvature_of_a_private_run_comes_from_public_data(tmp_path: Path, windows: Windows) -> None:
     (tmp_path / "public.txt").write_text("nobody minds that this is read. " * 50)
     told = {"privacy": {"noise_multiplier": 1.0}, "kfac": {"public_files": [str(tmp_path / "public.txt")]}}
-    assert section_checks.kfac(subject_of(windows, **told)).ok
+    assert curvature_coverage(subject_of(windows, **told))[0].ok
     told["kfac"]["public_files"] = [str(tmp_path / "none.txt")]
     with pytest.raises(GramianError, match="kfac.public_files"):
         examine.examine(config_of(**told))
@@ -627,7 +634,7 @@ def test_curvature_of_a_private_run_comes_from_public_data(tmp_path: Path, windo
 
 def test_natural_steps_learn_by_heart_where_plain_ones_do_not(windows: Windows) -> None:
     told = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}, "doctor": {"overfit_steps": 25}}
-    plain, natural = overfit(subject_of(windows, **told)), overfit(subject_of(windows, **told, kfac={}))
+    (plain,), (natural,) = overfit(subject_of(windows, **told)), overfit(subject_of(windows, **told, kfac={}))
     assert natural.ok and not plain.ok
 
 

@@ -19,11 +19,11 @@ import torch
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.data import load_windows
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
 from gramian.train.loop.evaluate import evaluate
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
 from gramian.train.loop.trainer import Ended, Trainer
 from gramian.train.state import checkpoint
 from gramian.train.state.checkpoint import CheckpointStore
@@ -32,7 +32,7 @@ from gramian.verify.resume import differences, train
 from tests.kit.waiting import PATIENCE
 from tests.train.runs import PRIVATE, UNPROVEN, small
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 STEPS = 60
 # Few tokens: half precision on a CPU costs ten times what float32 does.
 HALF: dict[str, Any] = {"precision": {"kind": "fp16"}, "data": {"length": 16, "batch": 2}}
@@ -62,12 +62,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> float:
     return last_loss(config)
 
 
-def at_positions(positions: set[int], spoil: Callable[[Stepper], None], times: int = 1) -> Callable[[Parts], None]:
+def at_positions(positions: set[int], spoil: Callable[[PlainStepper], None], times: int = 1) -> Callable[[Parts], None]:
     """Spoil the gradients of some batches, each so many times."""
 
     def fault(parts: Parts) -> None:
         stepper, seen = parts.stepper, dict.fromkeys(positions, 0)
-        assert isinstance(stepper, Stepper)
+        assert isinstance(stepper, PlainStepper)
         plain = stepper._backward
 
         def backward(batch: Any, coefficient: float) -> torch.Tensor:
@@ -82,7 +82,7 @@ def at_positions(positions: set[int], spoil: Callable[[Stepper], None], times: i
     return fault
 
 
-def nan_gradient(stepper: Stepper) -> None:
+def nan_gradient(stepper: PlainStepper) -> None:
     p = next(p for p in stepper.module.parameters() if p.grad is not None)
     assert p.grad is not None
     p.grad.view(-1)[0] = math.nan
@@ -93,7 +93,7 @@ def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(t
     trainer, ended = run(config, at_positions({33}, nan_gradient, times=9))
     assert ended.reason == "done"
     assert trainer.step == STEPS
-    assert trainer.skipped == {33}
+    assert trainer.progress.skipped == {33}
     (rollback,) = events(config, "rollback")
     assert (rollback["from"], rollback["to"], rollback["skipped"]) == (34, 30, [33])
     assert all(bool(p.isfinite().all()) for p in trainer.parts.module.parameters())
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_a_number_is_rolled_back_and_its_batch_left_out(t
 def test_a_batch_whose_loss_is_eight_times_as_high_does_no_harm(tmp_path: Path, clean: float) -> None:
     def fault(parts: Parts) -> None:
         stepper = parts.stepper
-        assert isinstance(stepper, Stepper)
+        assert isinstance(stepper, PlainStepper)
         plain = stepper._backward
 
         def backward(batch: Any, coefficient: float) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_a_batch_whose_loss_is_eight_times_as_high_does_no_harm(tmp_path: Path, 
 def test_an_overflow_in_half_precision_skips_the_step_and_the_schedule_waits(tmp_path: Path) -> None:
     config = small(tmp_path / "run", run={"steps": 30}, **HALF)
 
-    def overflow(stepper: Stepper) -> None:
+    def overflow(stepper: PlainStepper) -> None:
         p = next(p for p in stepper.module.parameters() if p.grad is not None)
         assert p.grad is not None
         p.grad.view(-1)[0] = math.inf
@@ -132,9 +132,9 @@ def test_an_overflow_in_half_precision_skips_the_step_and_the_schedule_waits(tmp
     trainer, ended = run(config, at_positions({12, 20}, overflow))
     assert ended.reason == "done"
     assert trainer.step == 30
-    skipped = trainer.attempt - 30
+    skipped = trainer.progress.attempt - 30
     assert skipped >= 2  # these, and whatever the scaler's first scale costs
-    assert trainer.position == trainer.attempt
+    assert trainer.progress.position == trainer.progress.attempt
     rates = {line["step"]: line["lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "lr" in line}
     assert rates[30] == 0.0
     assert not events(config, "rollback")
@@ -143,7 +143,7 @@ def test_an_overflow_in_half_precision_skips_the_step_and_the_schedule_waits(tmp
 def test_a_scale_that_falls_and_falls_is_rolled_back(tmp_path: Path) -> None:
     config = small(tmp_path / "run", run={"steps": 40}, **HALF)
 
-    def overflow(stepper: Stepper) -> None:
+    def overflow(stepper: PlainStepper) -> None:
         for p in stepper.module.parameters():
             if p.grad is not None:
                 p.grad.fill_(math.inf)
@@ -183,7 +183,7 @@ def kill_at(attempt: int) -> Callable[[Parts], None]:
 def test_a_run_with_overflows_resumes_bitwise(positions: set[int], attempt: int, tmp_path: Path) -> None:
     told: dict[str, Any] = {"run": {"steps": 40}, "checkpoint": {"snapshot_every": 5}, **HALF}
 
-    def overflow(stepper: Stepper) -> None:
+    def overflow(stepper: PlainStepper) -> None:
         for p in stepper.module.parameters():
             if p.grad is not None:
                 p.grad.fill_(math.inf)
@@ -408,7 +408,7 @@ def eightfold(positions: set[int]) -> Callable[[Parts], None]:
 
     def fault(parts: Parts) -> None:
         stepper = parts.stepper
-        assert isinstance(stepper, Stepper)
+        assert isinstance(stepper, PlainStepper)
         plain = stepper._backward
         stepper._backward = lambda batch, coefficient: (  # type: ignore[method-assign]
             plain(batch, coefficient) * (8 if batch.position in positions else 1)
@@ -479,7 +479,7 @@ def test_steps_that_a_rollback_repeats_are_told_once(tmp_path: Path) -> None:
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == [*range(1, 35), *range(34, STEPS + 1)]
-    assert trainer.attempt == STEPS + 1
+    assert trainer.progress.attempt == STEPS + 1
     evaluated = [line["step"] for line in lines if "validation_loss" in line]
     assert evaluated == [16, 32, 48, STEPS]
 

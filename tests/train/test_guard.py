@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gramian.core.errors import GramianError
-from gramian.train.config import config
+from gramian.train.config import config_sections as config
 from gramian.train.loop.guard import ENOUGH, Advice, Fine, Guard, Observation, Rollback, Stop, Verdict
 
 QUIET = config.GuardSection(clip_share=0.999)

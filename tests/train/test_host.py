@@ -13,7 +13,7 @@ import torch
 
 from gramian.cli import main
 from gramian.core.errors import GramianError
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.plan.host_memory import HostPlan, copy_bytes
 from gramian.plan.transformer_memory import optimizer_states
 from gramian.train.build import snapshot_budget
@@ -83,7 +83,7 @@ class Held:
 
 def held_by(rank: int, size: int, told: dict[str, Any], kind: str) -> tuple[int, HostPlan]:
     """Most bytes of copies on a process, and its plan."""
-    config, world = parse_config(told), World(rank, size, torch.device("cpu"), kind)
+    config, world = parse_config(told), ProcessGrid(rank, size, torch.device("cpu"), kind)
     deterministic = torch.are_deterministic_algorithms_enabled()
     folder = RunFolder(config)
     if rank == 0:
@@ -165,7 +165,7 @@ def test_less_memory_means_fewer_snapshots_and_says_so_and_changes_no_number(
     monkeypatch.setattr(snapshot_budget, "available_memory", lambda: int(3.2 * copy / 0.9))
     lowered = parse_config(config_of(tmp_path / "lowered"))
     trainer, _ = run(lowered)
-    assert trainer.parts.host.snapshots == trainer.snapshots.keep == 2
+    assert trainer.parts.host.snapshots == trainer.saver.snapshots.keep == 2
     (event,) = events(lowered, "fewer_snapshots")
     assert "checkpoint.snapshots=3 would take too much" in event["plan"] and event["wish"] == 3
     for name, p in trainer.parts.model.state_dict().items():
@@ -189,7 +189,7 @@ def test_a_run_whose_copies_do_not_fit_is_refused_before_any_is_made(
 
 def lowered_on_one(rank: int, size: int, told: dict[str, Any], room: float) -> tuple[int, str]:
     """A process whose host has little memory decides for all."""
-    config, world = parse_config(told), World(rank, size, torch.device("cpu"), "ddp")
+    config, world = parse_config(told), ProcessGrid(rank, size, torch.device("cpu"), "ddp")
     with pytest.MonkeyPatch.context() as patch:
         plenty = build(config, world).host
         patch.setattr(snapshot_budget, "available_memory", lambda: int((room if rank else 1000) * plenty.copy))

@@ -17,7 +17,7 @@ from gramian.cli import main
 from gramian.train.config.config import Config
 from gramian.train.loop import evaluate
 from gramian.train.state import checkpoint, checkpoint_files
-from gramian.train.state.run_folder import Lines, read_lines
+from gramian.train.state.run_folder import JsonLines, read_lines
 from gramian.train.state.snapshot import Snapshots
 from gramian.verify.resume import differences
 from tests.kit.waiting import PATIENCE
@@ -127,16 +127,16 @@ def in_removal() -> None:
 
 
 def in_line(number: int) -> None:
-    plain, tick = Lines.write, countdown(number)
+    plain, tick = JsonLines.write, countdown(number)
 
-    def patched(self: Lines, line: Any) -> None:
+    def patched(self: JsonLines, line: Any) -> None:
         text = json.dumps(line).encode()
         os.write(self._file, text[: len(text) // 2])
         tick()
         os.ftruncate(self._file, os.fstat(self._file).st_size - len(text) // 2)
         plain(self, line)
 
-    Lines.write = patched  # type: ignore[method-assign]
+    JsonLines.write = patched  # type: ignore[method-assign]
 
 
 def written(name: str) -> Callable[..., bool]:

@@ -56,7 +56,7 @@ def snapshots_of(
         return snapshot
 
     monkeypatch.setattr(Snapshots, "keep_copy", keep)
-    monkeypatch.setattr("gramian.train.loop.trainer.Late", late)
+    monkeypatch.setattr("gramian.train.loop.trainer.DeferredMetrics", late)
     trainer, ended = run(config, **how)
     monkeypatch.undo()
     assert ended.reason == "done"

@@ -8,7 +8,7 @@ import torch
 
 from gramian.core.errors import GramianError
 from gramian.data.token_stream import Stream
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.loop.perplexity import perplexity
 
 VOCABULARY = 7
@@ -34,8 +34,8 @@ def stream(*lengths: int) -> Stream:
     return Stream([tokens], edges, vocabulary=VOCABULARY, end=0)
 
 
-def alone() -> World:
-    return World(0, 1, torch.device("cpu"), "one")
+def alone() -> ProcessGrid:
+    return ProcessGrid(0, 1, torch.device("cpu"), "one")
 
 
 def by_hand(s: Stream, length: int, stride: int, pack: bool) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gramian.data import load_windows
 from gramian.data.window_order import windows_at
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import build
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
@@ -20,7 +20,7 @@ from gramian.verify.resume import train
 from tests.kit.matrix import FULL
 from tests.train.runs import PRIVATE, small
 
-ONE = World(0, 1, torch.device("cpu"), "one")
+ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 
 
 def losses(folder: Path) -> list[float]:
@@ -31,7 +31,7 @@ def gradients(micro_batch: int, **sections: Any) -> dict[str, torch.Tensor]:
     sections["data"] = {"batch": 16, "micro_batch": micro_batch, **sections.get("data", {})}
     parts = build(small(**sections), ONE)
     batch = next(iter(parts.batches_from(0, ())))
-    parts.stepper.watch(batch)  # type: ignore[union-attr]
+    parts.stepper.watch(batch)
     return {name: p.grad.clone() for name, p in parts.module.named_parameters() if p.grad is not None}
 
 

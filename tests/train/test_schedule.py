@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gramian.train.config.config import OptimizerSection, ScheduleSection
+from gramian.train.config.config_sections import OptimizerSection, ScheduleSection
 from gramian.train.loop.schedule import learning_rate
 
 PEAK = OptimizerSection(lr=1e-3)

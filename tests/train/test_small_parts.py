@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from gramian.core.durable_files import replace_text
 from gramian.core.errors import GramianError
 from gramian.train.build.build_optimizer import build_optimizer
-from gramian.train.config import config
+from gramian.train.config import config_sections as config
 from gramian.train.loop.deferred_metrics import DeferredMetrics, StepAttempt
-from gramian.train.loop.precision import Numbers, numbers_for, set_globals
+from gramian.train.loop.precision import Precision, resolve_precision, set_globals
 from gramian.train.state.nested import merge, split
-from gramian.train.state.run_folder import Lines, RunFolder, difference, read_lines, write_whole
+from gramian.train.state.run_folder import JsonLines, RunFolder, difference, read_lines
 from gramian.train.state.run_log import flops_per_token, perplexity
 from tests.train.runs import small
 
@@ -39,14 +40,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_precision_follows_the_hardware(kind: Any, device: torch.device, capability: Any, expected: str) -> None:
-    numbers = numbers_for(config.PrecisionSection(kind), device, capability)
+    numbers = resolve_precision(config.PrecisionSection(kind), device, capability)
     assert numbers.kind == expected
     assert numbers.scales == (expected == "fp16")
 
 
 def test_bf16_on_a_gpu_that_has_none_is_refused() -> None:
     with pytest.raises(GramianError, match="precision.kind: this GPU has no bf16"):
-        numbers_for(config.PrecisionSection("bf16"), CUDA, (7, 5))
+        resolve_precision(config.PrecisionSection("bf16"), CUDA, (7, 5))
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -59,7 +60,7 @@ def test_tf32_is_set_whatever_it_was(tf32: bool) -> None:
 
 @pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
 def test_weights_stay_wide_and_products_are_narrow(kind: str, dtype: torch.dtype) -> None:
-    numbers = Numbers(kind, "cpu")
+    numbers = Precision(kind, "cpu")
     layer = nn.Linear(4, 4).to(numbers.weights)
     with numbers.autocast():
         assert layer(torch.ones(2, 4)).dtype == dtype
@@ -167,7 +168,7 @@ def test_flops_count_every_multiplied_weight_six_times() -> None:
 def test_lines_are_cut_where_a_run_is_resumed_and_half_lines_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"attempt": 0}\n{"attempt": 1}\n{"attempt": 2}\n{"atte')
-    lines = Lines(path, upto=1)
+    lines = JsonLines(path, upto=1)
     lines.write({"attempt": 2, "again": True})
     lines.close()
     assert read_lines(path) == [{"attempt": 0}, {"attempt": 1}, {"attempt": 2, "again": True}]
@@ -177,7 +178,7 @@ def test_lines_are_cut_where_a_run_is_resumed_and_half_lines_are_dropped(tmp_pat
 def test_lines_after_half_a_line_stand_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "a"}\n12\n\xff\xfe\0\n{"event": "b')
-    lines = Lines(path)
+    lines = JsonLines(path)
     lines.write({"event": "c"})
     lines.close()
     assert read_lines(path) == [{"event": "a"}, {"event": "c"}]
@@ -194,7 +195,7 @@ def test_lines_that_a_full_disk_refuses_are_written_with_the_next(
             raise OSError(errno.ENOSPC, "No space left on device")
         return plain(handle, content[:room])
 
-    lines = Lines(tmp_path / "metrics.jsonl")
+    lines = JsonLines(tmp_path / "metrics.jsonl")
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", write)
         for step in range(3):
@@ -207,12 +208,12 @@ def test_lines_that_a_full_disk_refuses_are_written_with_the_next(
 def test_a_folder_in_place_of_lines_is_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(GramianError, match=f"{name}: cannot be written"):
-        Lines(tmp_path / name, upto=3 if name == "metrics.jsonl" else None)
+        JsonLines(tmp_path / name, upto=3 if name == "metrics.jsonl" else None)
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "a", "one")
-    write_whole(tmp_path / "a", "two")
+    replace_text(tmp_path / "a", "one")
+    replace_text(tmp_path / "a", "two")
     assert (tmp_path / "a").read_text() == "two"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -244,7 +245,7 @@ def test_a_config_of_another_version_names_its_folder(tmp_path: Path) -> None:
         pass
     path = tmp_path / "run" / "config.toml"
     path.write_text(path.read_text().replace("[guard]", "[guard]\nmagic = 1"))
-    with pytest.raises(GramianError, match=r"run.folder: .*config.toml is no config of this version \(guard.magic"):
+    with pytest.raises(GramianError, match=r"run.folder: .*config.toml is not a config of this version \(guard.magic"):
         RunFolder(small(tmp_path / "run")).__enter__()
 
 

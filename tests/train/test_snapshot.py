@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.train.state.snapshot import Extent, Part, Snapshots, restore_into, whole
+from gramian.train.state.snapshot import Snapshots
+from gramian.train.state.tensor_parts import Extent, Part, copy_parts, full_extent
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool,
@@ -52,7 +53,7 @@ def test_going_on_does_not_change_a_snapshot() -> None:
     first.facts["skipped"].append(9)
     assert first.facts["skipped"] == [3]
     assert first.parts["model.w"].local.eq(1).all() and first.parts["model.n"].local == 1
-    restore_into(first, tensors)
+    copy_parts(first.parts, tensors)
     assert tensors["model.w"].eq(1).all() and tensors["model.n"] == 1 and tensors["key"].eq(0).all()
 
 
@@ -70,7 +71,7 @@ def test_any_tensors_are_restored_bit_for_bit(spec: dict[str, tuple[tuple[int, .
     snapshot = Snapshots(1).take(0, tensors, {})
     for t in tensors.values():
         t.zero_()
-    restore_into(snapshot, tensors)
+    copy_parts(snapshot.parts, tensors)
     assert {name: raw(t) for name, t in tensors.items()} == before
 
 
@@ -83,7 +84,7 @@ def test_parameters_and_strided_tensors_are_restored_in_place() -> None:
     with torch.no_grad():
         weight.zero_()
         turned.zero_()
-    restore_into(snapshot, tensors)
+    copy_parts(snapshot.parts, tensors)
     assert torch.equal(weight, torch.arange(6.0).reshape(2, 3)) and weight.requires_grad and weight.is_leaf
     assert torch.equal(turned, torch.arange(6.0).reshape(3, 2).t()) and turned.stride() == strides
     assert [t.data_ptr() for t in tensors.values()] == places
@@ -159,10 +160,12 @@ def test_a_snapshot_dies_with_its_last_holder() -> None:
 
 def test_only_a_restoration_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("gramian.train.state.snapshot.synchronize", lambda tensors: calls.append(len(list(tensors))))
+    monkeypatch.setattr(
+        "gramian.train.state.tensor_parts.synchronize", lambda tensors: calls.append(len(list(tensors)))
+    )
     snapshot = Snapshots(1).take(0, state(1), {})
     assert calls == []
-    restore_into(snapshot, state(2))
+    copy_parts(snapshot.parts, state(2))
     assert calls == [3]
 
 
@@ -181,7 +184,7 @@ def test_nothing_is_restored_unless_all_of_it_fits() -> None:
             tensors[name] = replaced
         before = {name: raw(t) for name, t in tensors.items()}
         with pytest.raises(GramianError, match=message):
-            restore_into(snapshot, tensors)
+            copy_parts(snapshot.parts, tensors)
         assert {name: raw(t) for name, t in tensors.items()} == before
 
 
@@ -212,8 +215,8 @@ def test_a_part_gives_the_box_that_another_process_needs() -> None:
     assert part.box(Extent((5, 4), (3, 0), (2, 4), True)) is None
     assert part.box(Extent((5, 4), (0, 0), (2, 4), True)) is None
     assert part.box(Extent((5, 4), (5, 0), (0, 4), True)).shape == (0, 4)
-    assert part.box(whole((5, 5))) is None
-    assert Part(whole(()), torch.tensor(3)).box(whole(())) == 3
+    assert part.box(full_extent((5, 5))) is None
+    assert Part(full_extent(()), torch.tensor(3)).box(full_extent(())) == 3
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
@@ -237,6 +240,6 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(piece: int, monkeypatch: pytes
     snapshot = Snapshots(1).take(0, tensors, {})
     for tensor in tensors.values():
         tensor.zero_()
-    restore_into(snapshot, tensors)
+    copy_parts(snapshot.parts, tensors)
     assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
     assert snapshot.nbytes == sum(tensor.nbytes for tensor in tensors.values())

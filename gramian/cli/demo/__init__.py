@@ -1,1 +1,1 @@
-"""The demo: a teacher, its cache, a student taught by it and its twin without a teacher, on the embedded corpus."""
+"""The demo: a teacher, its cache, a student distilled from it and a twin without a teacher, on the embedded corpus."""

@@ -1,8 +1,8 @@
-"""`gramian demo [--out DIR]`: the whole pipeline on the source text of Python's standard library, in about two minutes.
+"""`gramian demo [--out DIR]`: the full pipeline on the source text of Python's standard library, in about two minutes.
 
 A student is examined, a teacher trained and its hidden states cached; then the student is trained twice, from the cache and
-with the cross entropy alone, and all three are compared. Interrupted, the same command goes on where it was; a folder that
-holds a finished demo is shown again.
+with the cross entropy alone, and all three are compared. Interrupted, the same command continues; a folder that holds a
+finished demo is shown again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gramian.cli import RunFailed
+from gramian.cli.command_errors import RunFailed, refuse_torchrun
+from gramian.cli.config_arguments import seed_number
+from gramian.cli.terminal import Update, make_console, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -24,58 +26,45 @@ if TYPE_CHECKING:
 
     from gramian.cli.demo.demo_plan import DemoPlan
     from gramian.cli.demo.demo_result import Result
-    from gramian.cli.demo.pipeline import Update
 
 PARTS = 4
-"""Lines of progress of a stage, where the output is not a terminal."""
+"""Progress lines of a stage where the output is not a terminal."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "demo",
-        help="a teacher, its cache, a distilled student and its twin without a teacher, compared",
-        description=__doc__,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
-    parser.add_argument("--seed", type=_seed, default=0, help="of weights, data order and texts (default: 0)")
-    parser.set_defaults(run=run)
+    parser.add_argument("--seed", type=seed_number, default=0, help="of weights, data order and texts (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run what is not done yet, and print what came of it."""
+    """Run the stages that are not done yet, and print the result."""
     out: Path = arguments.out
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as problem:  # ValueError: of a name that holds a zero byte
         why = getattr(problem, "strerror", problem)
-        raise GramianError(f"argument --out: {out}: {why}; accepted: a folder that can be written") from None
+        raise GramianError(f"argument --out: {out}: {why}; expected a folder that can be written") from None
 
     from gramian.cli.demo import demo_plan
     from gramian.cli.demo.demo_result import FILE, read_result
-    from gramian.cli.terminal import console
-    from gramian.parallel.world import started_by_torchrun
 
-    if started_by_torchrun():
-        raise GramianError("demo: is for one process; expected no torchrun")
-    chosen, screen = replace(demo_plan.DEFAULT, seed=arguments.seed), console()
+    refuse_torchrun("demo")
+    chosen, console = replace(demo_plan.DEFAULT, seed=arguments.seed), make_console()
     result = read_result(out)
     if result is None:
-        result = _run(chosen, out, screen)
+        result = _run(chosen, out, console)
     elif result.hashes != demo_plan.hashes_of(chosen):
         raise GramianError(
-            f"argument --out: {out} holds a demo of other settings; accepted: another folder, or the same --seed"
+            f"argument --out: {out} holds a demo of other settings; expected another folder, or the same --seed"
         )
     else:
-        screen.print(f"{out} holds a finished demo; remove it, or name another --out, for a new one.", soft_wrap=True)
-    for part in _report(result, out):
-        screen.print(part, markup=False, soft_wrap=isinstance(part, str))
-    screen.print(f"numbers: {out / FILE}", markup=False, soft_wrap=True)
+        show(console, f"{out} holds a finished demo; remove it, or name another --out, for a new one.")
+    show(console, *_report(result, out), f"numbers: {out / FILE}")
     return 0
 
 
-def _run(chosen: DemoPlan, out: Path, screen: Console) -> Result:
+def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
     from gramian.cli.demo.demo_result import FILE, write_result
     from gramian.cli.demo.pipeline import Stopped, run_demo
     from gramian.parallel.world import world
@@ -83,7 +72,7 @@ def _run(chosen: DemoPlan, out: Path, screen: Console) -> Result:
     again = "the same command goes on from there"
     try:
         with world(False, False) as where:
-            result = run_demo(chosen, out, where, _Screen(screen))
+            result = run_demo(chosen, out, where, _Screen(console))
         write_result(result, out)
     except Stopped as problem:
         raise RunFailed(f"demo: {problem}" + (f"; {again}" if "interrupted" in str(problem) else "")) from None
@@ -94,58 +83,43 @@ def _run(chosen: DemoPlan, out: Path, screen: Console) -> Result:
     return result
 
 
-def _seed(text: str) -> int:
-    try:
-        seed = int(text)
-    except ValueError:
-        seed = -1
-    if not 0 <= seed < 2**63:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: an integer from 0 to 2**63 - 1")
-    return seed
-
-
 # ---- progress ------------------------------------------------------------------------------------------------------------
 
 
 class _Screen:
-    """Stages as bars on a terminal, as a few lines elsewhere; what they find stays."""
+    """Shows each stage as a bar on a terminal, as a few lines elsewhere, and prints what it found."""
 
-    def __init__(self, out: Console) -> None:
-        self._out, self._started = out, time.perf_counter()
+    def __init__(self, console: Console) -> None:
+        self._console, self._started = console, time.perf_counter()
 
     @contextmanager
-    def stage(self, number: int, what: str) -> Iterator[Update]:
-        """A title, and a bar or lines below it."""
+    def stage(self, number: int, name: str) -> Iterator[Update]:
+        """Print a title, and a bar or lines below it."""
         from gramian.cli.demo.pipeline import STAGES
 
         elapsed = time.perf_counter() - self._started
-        self._out.print(f"[{number}/{STAGES}] {what}  (after {elapsed:.0f} s)", markup=False)
-        if not self._out.is_terminal:
+        show(self._console, f"[{number}/{STAGES}] {name}  (after {elapsed:.0f} s)")
+        if self._console.is_terminal:
+            with progress_bar(self._console, "     ") as update:
+                yield update
+        else:
             yield self._lines()
-            return
-
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Progress(TextColumn("     "), *columns, console=self._out, transient=True) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda done, total, told: bar.update(task, completed=done, total=total, description=told)
 
     def _lines(self) -> Update:
         reached = 0
 
-        def update(done: int, total: int, told: str) -> None:
+        def update(done: int, total: int, text: str = "", /) -> None:
             nonlocal reached
             part = done * PARTS // max(1, total)
             if part > reached and done < total:
-                self.say(f"{done:,} of {total:,}  {told}")
+                self.print_line(f"{done:,} of {total:,}  {text}")
             reached = part
 
         return update
 
-    def say(self, text: str) -> None:
-        """A line below a stage's title."""
-        self._out.print(f"      {text}", markup=False, soft_wrap=True)
+    def print_line(self, text: str) -> None:
+        """Print a line below a stage's title."""
+        show(self._console, f"      {text}")
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------------
@@ -156,10 +130,10 @@ def _report(result: Result, out: Path) -> Iterator[RenderableType]:
     from rich.text import Text
 
     from gramian.cli.demo.demo_result import verdict
-    from gramian.cli.demo.pipeline import TOLD
+    from gramian.cli.demo.pipeline import STAGE_NAMES
 
     for sample in result.samples:
-        yield Panel(Text(sample.text), title=f"{TOLD[sample.name]} writes", title_align="left")
+        yield Panel(Text(sample.text), title=f"{STAGE_NAMES[sample.name]} writes", title_align="left")
     yield _table(result)
     yield Text(verdict(result))
     seconds = sum(result.seconds.values())
@@ -202,7 +176,7 @@ def _table(result: Result) -> RenderableType:
 
 
 def _next(out: Path) -> Iterator[str]:
-    """Three commands that work from here."""
+    """Three commands to try next."""
     config, prompt = shlex.quote(str(out / "distilled" / "config.toml")), shlex.quote("import ")
     yield f"gramian eval {shlex.quote(str(out / 'distilled'))} --prompt {prompt}"
     for name, override in (("warm", "teacher.temperature=4"), ("goose", "model.kind=goose")):

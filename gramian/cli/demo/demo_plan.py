@@ -1,16 +1,16 @@
-"""What the demo runs: sizes, steps and the configs that follow from them.
+"""Sizes and steps of the demo, and the configs of its three runs.
 
-The three runs are ordinary ones: their folders hold a `config.toml` that `gramian train` takes, with or without overrides.
+The runs are ordinary: their folders hold a `config.toml` that `gramian train` accepts, with or without overrides.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gramian.train.config.config import (
+from gramian.data.options import DataSection
+from gramian.train.config.config import Config
+from gramian.train.config.config_sections import (
     CheckpointSection,
-    Config,
-    DataSection,
     DoctorSection,
     EvalSection,
     ModelSection,
@@ -23,37 +23,37 @@ from gramian.train.config.config import (
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """All that decides the demo's numbers, beside the corpus and the machine."""
+    """Everything that decides the demo's numbers, except the corpus and the machine."""
 
     teacher: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=128, heads=4))
     student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=64, heads=4))
     teacher_steps: int = 800
     student_steps: int = 600
-    """Of both students."""
+    """Steps of each student."""
     data: DataSection = field(
         default_factory=lambda: DataSection(limit_bytes=600_000, length=64, batch=16, micro_batch=16, workers=0)
     )
-    """One for all three: the cache holds the teacher's signal of every training window, computed by micro-batches."""
+    """Data of all three runs: the cache holds the teacher's signal for every training window, computed by micro-batches."""
     optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3))
-    """Of 2e-3 to 6e-3, close to the best for the student without a teacher."""
+    """The learning rate is close to the best of 2e-3 to 6e-3 for the student without a teacher."""
     warmup: int = 50
     eval_every: int = 100
-    """Steps from one look at the validation loss to the next."""
+    """Steps between two evaluations."""
     teaching: TeacherSection = field(default_factory=lambda: TeacherSection(source="hidden", temperature=2.0))
     doctor: DoctorSection = field(default_factory=lambda: DoctorSection(overfit_steps=200, overfit_windows=4))
     scored_windows: int = 512
-    """Of the validation data, from the first on, on which the three models are compared."""
+    """First windows of the validation data on which the three models are compared."""
     sample_tokens: int = 200
-    """Of a text."""
+    """Tokens of each generated text."""
     threads: int = 1
-    """On a CPU. A second one saves a fifth of the time on an idle machine, and where others compute too, threads that wait
-    for each other make steps ten times slower. One also gives the same numbers on any number of cores."""
+    """CPU threads. A second one saves a fifth of the time on an idle machine; on a busy one, threads that wait for each other
+    make steps ten times slower. One also gives the same numbers on any number of cores."""
     seed: int = 0
-    """Of weights, data order and texts."""
+    """Seed of weights, data order and texts."""
 
 
 DEFAULT = DemoPlan()
-"""About 80 s on a CPU: half of it for the teacher, a third for the students."""
+"""The demo of the command line: about 80 s on a CPU, half of it for the teacher, a third for the students."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class DemoRuns:
 
 
 def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
-    """The three runs.
+    """Make the configs of the three runs.
 
     Args:
-        plan: of the demo.
+        plan: sizes and steps.
         out: its folder; runs lie in `teacher`, `distilled` and `ce-only` below it, the cache in `teacher-cache`.
     """
     teaching = replace(plan.teaching, path=str(out / "teacher"), cache=str(out / "teacher-cache"))
@@ -81,7 +81,7 @@ def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
 
 
 def hashes_of(plan: DemoPlan) -> dict[str, str]:
-    """Of the three configs, wherever their folder is: equal ones mean equal numbers."""
+    """Hashes of the three configs, independent of their folder: equal hashes mean equal numbers."""
     return {name: config.hash for name, config in vars(runs_of(plan, Path("demo"))).items()}
 
 

@@ -1,11 +1,12 @@
-"""The demo's stages, one after the other: what an earlier process has finished is not done again.
+"""The stages of the demo in order: doctor, teacher, cache, both students, evaluation, texts.
 
-Runs and cache know by themselves what they lack: a run goes on from its last checkpoint, a cache from its last shard.
+In: a `DemoPlan` and a folder. Out: a `Result`. Finished work is not repeated: a run continues from its last checkpoint, a cache
+from its last shard.
 """
 
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,72 +19,70 @@ from torch import nn
 from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
 from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
 from gramian.cli.demo.score import score, work
+from gramian.cli.terminal import Update
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 from gramian.data import load_tokenizer, load_windows
 from gramian.distill.cache.builder import build_cache
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.text_generation import generate_text_tokens
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build import build_teacher
 from gramian.train.build.build_model import build_model
 from gramian.train.build.run_parts import build
 from gramian.train.config.config import Config
-from gramian.train.doctor import teacher_checks
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examine import examine
 from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.doctor.teacher import teacher_checks
 from gramian.train.loop.deferred_metrics import StepOutcome
-from gramian.train.loop.precision import Numbers, numbers_for, set_globals
+from gramian.train.loop.precision import Precision, resolve_precision, set_globals
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
 from gramian.train.state.saved_run import load_run
 
 PROMPT = "def "
 TEMPERATURE = 0.8
-"""Of texts."""
+"""Sampling temperature of the texts."""
 STAGES = 7
-
-Update = Callable[[int, int, str], None]
-"""Told (units done, units in all, how it stands)."""
 
 
 class Stopped(Exception):
-    """A stage did not come to its end; the message says which and why."""
+    """A stage that did not reach its end; the message says which and why."""
 
 
 class Screen(Protocol):
-    """Where progress is shown."""
+    """Shows progress and results of stages."""
 
-    def stage(self, number: int, what: str) -> AbstractContextManager[Update]:
-        """A stage begins; it hears of its progress until it ends."""
+    def stage(self, number: int, name: str) -> AbstractContextManager[Update]:
+        """Begin a stage; the context's value shows its progress."""
 
-    def say(self, text: str) -> None:
-        """What a stage found, in a line."""
+    def print_line(self, text: str) -> None:
+        """Print one line on what a stage found."""
 
 
-def run_demo(plan: DemoPlan, out: Path, world: World, screen: Screen) -> Result:
-    """All stages.
+def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, screen: Screen) -> Result:
+    """Run all stages and return what they found.
 
     Args:
         plan: sizes and steps.
         out: the folder; it exists.
         world: one process.
-        screen: for progress.
+        screen: shows progress.
 
     Raises:
         GramianError: if the folder is in use, or holds runs of other settings.
         Stopped: if a check failed, or a run was ended by its guard or by a signal.
     """
     runs = runs_of(plan, out)
-    with _threads(plan.threads), ExitStack() as held:
-        folders = {name: held.enter_context(_taken(config)) for name, config in vars(runs).items()}
+    with _threads(plan.threads), ExitStack() as open_folders:
+        folders = {name: open_folders.enter_context(_open_folder(config)) for name, config in vars(runs).items()}
         return _Demo(plan, runs, folders, world, screen).run()
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many of torch's, for a while."""
+    """Set torch's number of CPU threads, and restore it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -93,8 +92,8 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _taken(config: Config) -> Iterator[RunFolder]:
-    """A run's folder, told of as the demo's argument."""
+def _open_folder(config: Config) -> Iterator[RunFolder]:
+    """Lock a run's folder; errors name the demo's own argument."""
     folder = RunFolder(config)
     try:
         folder.__enter__()
@@ -111,20 +110,20 @@ class _Demo:
     plan: DemoPlan
     runs: DemoRuns
     folders: dict[str, RunFolder]
-    world: World
+    world: ProcessGrid
     screen: Screen
     seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Result:
         config = self.runs.alone
         set_globals(config.precision, config.run.deterministic)
-        numbers = numbers_for(config.precision, self.world.device)
+        numbers = resolve_precision(config.precision, self.world.device)
         with self._stage(1, "doctor") as update:
             checks = self._examined(examine(config, on_progress=update))
         self._train(2, "teacher")
         with self._stage(3, "cache") as update:
             cache = self._cache(numbers, update)
-            checks += self._examined(self._taught(numbers))
+            checks += self._examined(self._teacher_checks(numbers))
         self._train(4, "alone")
         self._train(5, "distilled")
         with self._stage(6, "evaluation") as update:
@@ -138,11 +137,7 @@ class _Demo:
         device = self.world.device
         return Result(
             hashes=hashes_of(self.plan),
-            versions={
-                "gramian": VERSION,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-            },
+            versions={"gramian": VERSION, "torch": str(torch.__version__), "python": platform.python_version()},
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {platform.machine()}",
             threads=torch.get_num_threads(),
             seconds=self.seconds,
@@ -155,14 +150,14 @@ class _Demo:
     @contextmanager
     def _stage(self, number: int, name: str) -> Iterator[Update]:
         started = time.perf_counter()
-        with self.screen.stage(number, TOLD[name]) as update:
+        with self.screen.stage(number, STAGE_NAMES[name]) as update:
             yield update
         self.seconds[name] = time.perf_counter() - started
 
     # ---- the doctor ----------------------------------------------------------------------------------------------------
 
-    def _taught(self, numbers: Numbers) -> list[Check]:
-        """What the doctor asks of a student with a teacher, beside what it asked of the one without."""
+    def _teacher_checks(self, numbers: Precision) -> list[Check]:
+        """The doctor's further checks of a student with a teacher."""
         config, training = self.runs.distilled, load_windows(self.runs.distilled.data)[0]
         make = partial(build_model, config, training.vocabulary)
         return teacher_checks.teacher(ExaminedRun(config, numbers, self.world, training, make))
@@ -174,13 +169,13 @@ class _Demo:
         width = max(len(check.name) for check in checks)
         for check in checks:
             bound = "" if check.threshold == "-" else f" ({check.threshold})"
-            self.screen.say(f"ok  {check.name:<{width}}  {check.measured}{bound}")
+            self.screen.print_line(f"ok  {check.name:<{width}}  {check.measured}{bound}")
         return [Checked(check.name, check.measured, check.threshold, check.ok, check.hint) for check in checks]
 
     # ---- training --------------------------------------------------------------------------------------------------------
 
     def _train(self, number: int, name: str) -> None:
-        """A run, from where its folder left off to its end."""
+        """Train a run to its end, from where its folder stands."""
         folder = self.folders[name]
         config, steps = folder.config, folder.config.run.steps
         with self._stage(number, name) as update:
@@ -194,19 +189,19 @@ class _Demo:
             ended = trainer.run()
             if ended.reason != "done":
                 raise Stopped(
-                    f"{TOLD[name]}: {ended.reason} at step {ended.step} of {steps}"
+                    f"{STAGE_NAMES[name]}: {ended.reason} at step {ended.step} of {steps}"
                     + (f": {ended.report}" if ended.report else "")
                 )
             assert trainer.best is not None
             best = trainer.best["loss"]
-            self.screen.say(
+            self.screen.print_line(
                 f"{sum(p.numel() for p in parts.model.parameters()):,} parameters, {steps} steps in "
                 f"{training_seconds(folder.path):.0f} s, best validation loss {best:.3f}; {folder.path}"
             )
 
     # ---- the cache -------------------------------------------------------------------------------------------------------
 
-    def _cache(self, numbers: Numbers, update: Update) -> Cached:
+    def _cache(self, numbers: Precision, update: Update) -> Cached:
         config = self.runs.distilled
         training, _ = load_windows(config.data)
         options = build_teacher.cache_options(config, training.vocabulary)
@@ -222,19 +217,19 @@ class _Demo:
             manifest.bytes_per_token,
             max(manifest.errors.worst.values(), default=0.0),
         )
-        self.screen.say(
+        self.screen.print_line(
             f"{cache.windows:,} windows of {cache.length} tokens, {cache.bytes / 2**20:,.0f} MiB, "
             f"largest error of a logit {cache.largest_logit_error:.2g}; {folder}"
         )
         return cache
 
-    # ---- what came of it -------------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------------------
 
-    def _model(self, name: str, numbers: Numbers) -> nn.Module:
-        """Of the run's best checkpoint."""
+    def _model(self, name: str, numbers: Precision) -> nn.Module:
+        """Load the best checkpoint of a run."""
         return load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
 
-    def _score(self, models: dict[str, nn.Module], numbers: Numbers, update: Update) -> dict[str, DemoRow]:
+    def _score(self, models: dict[str, nn.Module], numbers: Precision, update: Update) -> dict[str, DemoRow]:
         rows: dict[str, DemoRow] = {}
         validation, windows = load_windows(self.runs.alone.data)[1], self.plan.scored_windows
         half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
@@ -244,13 +239,13 @@ class _Demo:
             before = sum(works[earlier] for earlier in rows)
 
             def progress(done: int, before: int = before, name: str = name) -> None:
-                update(before + done, sum(works.values()), TOLD[name])
+                update(before + done, sum(works.values()), STAGE_NAMES[name])
 
             other = None if name == "teacher" else live
             found = score(model, other, validation, numbers, self.world, windows, progress)
             folder = self.folders[name]
             rows[name] = DemoRow(
-                TOLD[name],
+                STAGE_NAMES[name],
                 str(folder.path),
                 sum(p.numel() for p in model.parameters()),
                 folder.config.run.steps,
@@ -260,7 +255,7 @@ class _Demo:
         return rows
 
     def _text(self, model: nn.Module) -> str:
-        """A continuation of the prompt; tabs become spaces, what a terminal cannot show becomes `?`."""
+        """Continue the prompt; tabs become spaces, characters that a terminal cannot show become `?`."""
         tokenizer = load_tokenizer(self.plan.data.tokenizer)
         prompt_T = torch.from_numpy(tokenizer.encode(PROMPT).astype("int64")).to(self.world.device)
         tokens_T = generate_text_tokens(model, prompt_T, self.plan.sample_tokens, TEMPERATURE, self.plan.seed)
@@ -268,7 +263,7 @@ class _Demo:
         return "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
 
 
-TOLD = {
+STAGE_NAMES = {
     "doctor": "doctor",
     "teacher": "teacher",
     "cache": "cache of the teacher",
@@ -277,17 +272,17 @@ TOLD = {
     "evaluation": "evaluation",
     "texts": "texts",
 }
-"""Stages, and runs, as they are printed."""
+"""{stage or run: its printed name}."""
 
 
 def training_seconds(folder: Path) -> float:
-    """Wall time of a run's steps and evaluations up to its last line of metrics, over all processes that worked on it."""
+    """Wall time of a run's steps and evaluations up to its last line of metrics, summed over interrupted processes."""
     seconds = last = 0.0
     for line in read_lines(folder / "metrics.jsonl"):
         elapsed = line["time"].get("elapsed")
         if elapsed is None:  # of an evaluation
             continue
-        if elapsed < last:  # another process went on
+        if elapsed < last:  # another process continued
             seconds += last
         last = elapsed
     return seconds + last

@@ -1,4 +1,4 @@
-"""How good a model is on a fixed part of the validation data, and how like its teacher.
+"""Perplexity of a model on a fixed part of the validation data, and its agreement with its teacher.
 
 Legend: B windows, T tokens.
 """
@@ -15,42 +15,42 @@ from gramian.data import Windows
 from gramian.distill.distill_objective import DistillObjective, LossOptions
 from gramian.distill.loss.loss_metrics import SUMS, metrics_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.perplexity import perplexity
-from gramian.train.loop.precision import Numbers
+from gramian.train.loop.precision import Precision
 from gramian.train.loop.stepper import evaluating
 
 ROWS = 16
-"""Windows of a forward."""
+"""Windows of one forward."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Numbers on the same tokens, whatever the protocol."""
+    """Results of both protocols on the same tokens."""
 
     tokens: int
     loss: float
-    """Nats per byte, non-overlapping."""
+    """Nats per byte, with non-overlapping windows."""
     perplexity: float
     sliding: float
-    """Perplexity where every byte, but those of the first window, has at least half a window before it."""
+    """Perplexity with sliding windows: every byte after the first window has at least half a window of context."""
     agreement: float | None = None
     """Share of bytes where model and teacher put the same one first."""
     correlation: float | None = None
-    """Of the targets' log-probabilities with the teacher's."""
+    """Correlation of the targets' log-probabilities with the teacher's."""
     kl: float | None = None
     """KL(teacher‖model) at T = 1, nats per byte."""
 
 
 def work(validation: Windows, windows: int, compared: bool) -> int:
-    """Windows that `score` runs the model over, by all protocols together."""
+    """Number of windows that `score` runs the model on, over all protocols."""
     count, sliding = _counts(validation, windows)
     return count + sliding + (count if compared else 0)
 
 
 def _counts(validation: Windows, windows: int) -> tuple[int, int]:
-    """Windows of the two protocols that score the same tokens: sliding, the first scores all, the others `stride` of them."""
+    """Windows of both protocols that score the same tokens: a sliding window scores `stride` tokens, the first one all."""
     count = min(windows, len(validation))
     return count, 1 + -(-(count - 1) * validation.length // _stride(validation))
 
@@ -63,24 +63,24 @@ def score(
     model: nn.Module,
     teacher: LiveTeacher | None,
     validation: Windows,
-    numbers: Numbers,
-    world: World,
+    numbers: Precision,
+    world: ProcessGrid,
     windows: int,
     progress: Callable[[int], None],
 ) -> Score:
-    """Both protocols, and the comparison with the teacher.
+    """Score a model by both protocols and compare it with its teacher.
 
     Non-overlapping takes the first `windows` windows; sliding, with a stride of half a window, as many as score the same
     tokens. Cost: 3 forwards of every token, and one of the teacher's.
 
     Args:
         model: on its device.
-        teacher: to compare with; None: for the teacher itself.
+        teacher: to compare with; None: no comparison.
         validation: the data, packed.
         numbers: the precision.
         world: one process.
-        windows: how many are scored; fewer where there are fewer.
-        progress: hears how much of `work` is done.
+        windows: how many to score at most.
+        progress: called with the part of `work` that is done.
     """
     (count, sliding), stride = _counts(validation, windows), _stride(validation)
     found = []
@@ -101,16 +101,18 @@ def score(
     plain, slid = found
     if teacher is None:
         return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity)
-    told = _compare(model, teacher, validation, numbers, world, count, lambda done: progress(count + sliding + done))
-    return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity, **told)
+    compared = _compare(
+        model, teacher, validation, numbers, world, count, lambda done: progress(count + sliding + done)
+    )
+    return Score(plain.tokens, plain.loss, plain.perplexity, slid.perplexity, **compared)
 
 
 def _compare(
     model: nn.Module,
     teacher: LiveTeacher,
     validation: Windows,
-    numbers: Numbers,
-    world: World,
+    numbers: Precision,
+    world: ProcessGrid,
     count: int,
     progress: Callable[[int], None],
 ) -> dict[str, float | None]:
@@ -120,8 +122,8 @@ def _compare(
     with evaluating(objective), numbers.autocast():
         for rows_B in _pieces(count):
             batch = {name: rows.to(world.device) for name, rows in validation.stack(rows_B).items()}
-            _, told = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)
-            sums += told[1 : 1 + len(SUMS)]
+            _, sums_and_more = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)
+            sums += sums_and_more[1 : 1 + len(SUMS)]
             progress(int(rows_B[-1]) + 1)
     metrics = {name: float(value) for name, value in metrics_of(sums).items()}
     chosen = {name: metrics[name] for name in ("agreement", "correlation", "kl")}

@@ -1,1 +1,1 @@
-"""The commands `gramian profile clipping | kfac | train`."""
+"""`gramian profile`: the command, and one file per target."""

@@ -1,114 +1,69 @@
-"""`gramian profile`: measure on this machine what a feature costs in time and memory."""
+"""`gramian profile clipping | kfac | train [CONFIG.toml]`: measure on this machine what a feature costs in time and memory.
+
+Also under torchrun.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from gramian.cli import refuse_unavailable
-from gramian.cli.profile import profile_clipping, profile_kfac, profile_train
+from gramian.cli.command_errors import only_first_complains
+from gramian.cli.config_arguments import check_target, positive_integer
+from gramian.cli.profile.profile_sizes import SIZES
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-TARGETS = ("clipping", "kfac", "train")
-SIZES = ("seq_lengths", "batch_size", "layers", "width", "vocabulary")
-# Options and arguments that are not for a target.
 FOREIGN = {
-    "clipping": ("compile", "config", "overrides", "reduce", "offload"),
-    "kfac": ("mode", "algorithm", "iterations", "out", "compile", "config", "overrides"),
-    "train": (*SIZES, "fsdp", "mode", "algorithm", "out", "reduce", "offload"),
+    "clipping": ("compile", "reduce", "offload"),
+    "kfac": ("mode", "algorithm", "iterations", "out", "compile"),
+    "train": ("seq_lengths", "batch_size", *SIZES, "fsdp", "mode", "algorithm", "out", "reduce", "offload"),
 }
-USAGES = {"clipping": profile_clipping.USAGE, "kfac": profile_kfac.USAGE, "train": profile_train.USAGE}
-# Columns where the output is not a terminal.
-PLAIN_WIDTH = 100
+"""{target: arguments that it does not have}."""
+_SIZES = (
+    "[CONFIG.toml [section.key=value ...]] [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] "
+    "[--cpu] [--fsdp]"
+)
+USAGES = {
+    "clipping": f"gramian profile clipping {_SIZES} [--mode auto|bookkeeping|keep|two_pass] "
+    "[--algorithm auto|gram|direct] [--iterations N] [--json FILE] [--out DIR]",
+    "kfac": f"gramian profile kfac {_SIZES} [--reduce gram|gather|dense|none] [--offload] [--json FILE]",
+    "train": "gramian profile train [CONFIG.toml] [section.key=value ...] [--iterations N] [--compile] [--cpu] [--json FILE]",
+}
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure what a feature costs in time and memory",
-        description=__doc__,
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", nargs="?", metavar="TARGET", help=f"what to measure: {', '.join(TARGETS)}")
-    parser.add_argument("--seq-lengths", type=_count, nargs="+", metavar="T", help="tokens per sequence")
-    parser.add_argument("--batch-size", type=_count, metavar="B", help="sequences per step, and process")
-    parser.add_argument("--layers", type=_count, metavar="L", help="blocks of the GPT")
-    parser.add_argument("--width", type=_count, metavar="W", help="of its residual stream")
-    parser.add_argument("--vocabulary", type=_count, metavar="V", help="token ids")
-    parser.add_argument("--cpu", action="store_true", help="stay on the CPU where a GPU is there")
-    parser.add_argument("--fsdp", action="store_true", help="clipping and kfac under torchrun: FSDP2 in place of DDP")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the numbers, here (clipping: once more)")
-    clipping = parser.add_argument_group(
-        "clipping", "also under torchrun; GRAMIAN_PROFILE=1 times any private run of yours"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add = parser.add_argument
+    add("target", nargs="?", metavar="TARGET", help=f"what to measure: {', '.join(USAGES)}")
+    add("config", nargs="?", metavar="CONFIG.toml", help="its model, length and batch (default: the reference GPT)")
+    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the config")
+    add("--seq-lengths", type=positive_integer, nargs="+", metavar="T", help="tokens per sequence")
+    add("--batch-size", type=positive_integer, metavar="B", help="sequences per step, and process")
+    add("--layers", type=positive_integer, metavar="L", help="blocks of the reference GPT")
+    add("--width", type=positive_integer, metavar="W", help="of its residual stream")
+    add("--vocabulary", type=positive_integer, metavar="V", help="token ids")
+    add("--cpu", action="store_true", help="stay on the CPU if there is a GPU")
+    add("--fsdp", action="store_true", help="clipping and kfac under torchrun: FSDP2 in place of DDP")
+    add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
+    clipping = parser.add_argument_group("clipping", "GRAMIAN_PROFILE=1 times any private run of yours")
     clipping.add_argument("--mode", metavar="M", help="auto (default), bookkeeping, keep or two_pass")
     clipping.add_argument("--algorithm", metavar="A", help="norms of linear layers: auto (default), gram or direct")
     clipping.add_argument(
-        "--out", type=Path, metavar="DIR", help="clipping.json and clipping.svg (default: runs/profile)"
+        "--out", type=Path, metavar="DIR", help="folder of clipping.json and clipping.svg (default: runs/profile)"
     )
-    kfac = parser.add_argument_group("kfac", "also under torchrun, where it shows what processes send each other")
-    kfac.add_argument("--reduce", metavar="R", help="how they join: gram (default), gather, dense or none")
-    kfac.add_argument("--offload", action="store_true", help="also with factors that are kept on the CPU")
-    train = parser.add_argument_group("train", "also under torchrun; the config decides sizes and strategy")
-    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="default: the reference GPT")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="in place of the file's")
+    kfac = parser.add_argument_group("kfac", "under torchrun also the bytes that processes send each other")
+    kfac.add_argument("--reduce", metavar="R", help="how their sums are joined: gram (default), gather, dense or none")
+    kfac.add_argument("--offload", action="store_true", help="also with factors that are stored on the CPU")
+    train = parser.add_argument_group("train", "the config decides sizes and strategy")
     train.add_argument("--compile", action="store_true", help="measure compile.mode on a CPU too")
     both = parser.add_argument_group("clipping and train")
-    both.add_argument("--iterations", type=_count, metavar="N", help="timed steps of each kind (default and least: 10)")
-    parser.set_defaults(run=run)
+    both.add_argument(
+        "--iterations", type=positive_integer, metavar="N", help="timed steps of each kind (default and least: 10)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what was asked for."""
-    refuse_unavailable("", arguments.target, TARGETS, (), {})
-    options = {_shown(name): getattr(arguments, name) or None for name in FOREIGN[arguments.target]}
-    refuse_unavailable(USAGES[arguments.target], arguments.target, TARGETS, (), options)
-    if arguments.target == "clipping":
-        return profile_clipping.run(arguments, _console, _progress)
-    if arguments.target == "train":
-        return profile_train.run(arguments, _console, partial(_progress, what=""))
-    return profile_kfac.run(arguments, _console, _progress)
-
-
-def _shown(name: str) -> str:
-    """An option or argument as the user writes it."""
-    return {"config": "CONFIG", "overrides": "section.key=value"}.get(name, f"--{name.replace('_', '-')}")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
-
-
-def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted: an integer of at least 1")
-    return count
-
-
-@contextmanager
-def _progress(console: Console, total: int, what: str = "sequence length ") -> Iterator[Callable[[Any], None]]:
-    """Show a live bar on a terminal, and nothing elsewhere or for nothing to do; `what` is said before what is told."""
-    if not console.is_terminal or not total:
-        yield lambda told: None
-        return
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("warming up", total=total)
-        yield lambda told: bar.update(task, advance=1, description=f"{what}{told}")
+    """Measure and print the chosen target; the first process alone prints and writes."""
+    check_target("profile", arguments, USAGES, FOREIGN)
+    target = import_module(f"gramian.cli.profile.profile_{arguments.target}")
+    return only_first_complains(lambda: int(target.run(arguments)))

@@ -1,111 +1,77 @@
-"""`gramian profile kfac`: what curvature costs here in time and memory, what processes send for it, and what the CPU keeps."""
+"""`gramian profile kfac`: cost of curvature in time and memory, traffic between processes, and offloading to the CPU."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli import RunFailed
-from gramian.cli.profile.profile_train import refuse_unwritable
-from gramian.cli.under_torchrun import first_speaks
+from gramian.cli.command_errors import RunFailed, is_first_process
+from gramian.cli.profile.profile_output import check_writable, megabytes, place_name, write_output
+from gramian.cli.profile.profile_sizes import ProfileSizes, measure_lengths, read_sizes
+from gramian.cli.terminal import add_group, make_console, make_table, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from gramian.models import GPTConfig
-    from gramian.parallel.world import World
-    from gramian.verify.kfac_profile import KFACProfile
+    from gramian.parallel.process_grid import ProcessGrid
+    from gramian.verify.profiles.kfac_profile import KFACProfile
 
-USAGE = (
-    "gramian profile kfac [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] [--cpu] [--fsdp] "
-    "[--reduce gram|gather|dense|none] [--offload] [--json FILE]"
-)
 DEFAULTS = {"seq_lengths": [128, 256], "batch_size": 8, "layers": 4, "width": 128, "vocabulary": 256}
 REDUCTIONS = ("gram", "gather", "dense", "none")
 
-Progress = Callable[["Console", int], AbstractContextManager[Callable[[int], None]]]
 
+def run(arguments: argparse.Namespace) -> int:
+    """Measure every sequence length and print the tables."""
+    from gramian.parallel.world import world
 
-def run(arguments: argparse.Namespace, console_of: Callable[[], Console], progress: Progress) -> int:
-    """Measure every sequence length and print the tables; the first process alone prints and writes.
-
-    Args:
-        arguments: of the command.
-        console_of: makes the console.
-        progress: makes the bar.
-    """
-    return first_speaks(lambda first: _run(arguments, console_of, progress, first))
-
-
-def _run(arguments: argparse.Namespace, console_of: Callable[[], Console], progress: Progress, first: bool) -> int:
     reduce = arguments.reduce or "gram"
     if reduce not in REDUCTIONS:
-        raise GramianError(f"argument --reduce: got {reduce!r}; accepted: {', '.join(REDUCTIONS)}")
-    for name, default in DEFAULTS.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
-
-    from gramian.parallel.world import world
-    from gramian.verify import kfac_profile
-
-    lengths: list[int] = arguments.seq_lengths
-    try:
-        config = kfac_profile.model_config(arguments.layers, arguments.width, arguments.vocabulary, max(lengths))
-    except GramianError as problem:
-        raise GramianError(f"argument --{problem}") from None
-    if first and arguments.json is not None:
-        refuse_unwritable(arguments.json)
-
-    console = console_of()
-    profiles: list[KFACProfile] = []
-    failure = ""
-    rounds = kfac_profile.WARM_UP + kfac_profile.ROUNDS
-    steps = rounds * len(lengths) if first else 0
-    with world(arguments.cpu, arguments.fsdp) as where, progress(console, steps) as advance:
+        raise GramianError(f"argument --reduce: got {reduce!r}; expected {', '.join(REDUCTIONS)}")
+    sizes = read_sizes(arguments, DEFAULTS)
+    first = is_first_process()
+    if first:
+        check_writable("--json", arguments.json)
+    console = make_console(quiet=not first)
+    with world(sizes.cpu, arguments.fsdp) as where:
         if arguments.offload and where.device.type == "cpu":
-            raise GramianError("argument --offload: factors of a model on the CPU lie there anyway; accepted: on a GPU")
-        for length in lengths:
-            try:
-                measured = kfac_profile.profile_kfac(
-                    config,
-                    length,
-                    arguments.batch_size,
-                    where,
-                    reduce=reduce,
-                    offload=arguments.offload,
-                    on_progress=partial(advance, length),
-                )
-                where.wait()
-            except (RuntimeError, MemoryError, GramianError) as problem:  # out of memory is a RuntimeError in torch
-                failure = where.first_failure(f"sequence length {length}: {_first_line(problem)}")
-                break
-            profiles.append(measured)
+            raise GramianError("argument --offload: the model is on the CPU, and so are its factors; expected a GPU")
+        profiles, failure = measure(sizes, where, console, reduce, arguments.offload)
     if first and profiles:
-        for part in _report(profiles, config, arguments.batch_size, where, reduce):
-            console.print(part, markup=False, soft_wrap=isinstance(part, str))
+        show(console, *report(profiles, sizes, where, reduce))
         if arguments.json is not None:
-            numbers = _numbers(profiles, config, arguments.batch_size, where, reduce)
-            arguments.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-            console.print(f"numbers: {arguments.json}", markup=False, soft_wrap=True)
+            write_output("kfac", _numbers(profiles, sizes, where, reduce), arguments.json)
+            show(console, f"numbers: {arguments.json}")
     if failure:
-        raise RunFailed(f"profile {arguments.target}: {failure}")
+        raise RunFailed(f"profile kfac: {failure}")
     return 0
 
 
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).splitlines() or [""]
-    return f"{type(problem).__name__}: {lines[0]}"
+def default_sizes() -> ProfileSizes:
+    """The small reference GPT that is measured if nothing else is asked for."""
+    return read_sizes(argparse.Namespace(config=None, cpu=False, **dict.fromkeys(DEFAULTS)), DEFAULTS)
 
 
-def _numbers(
-    profiles: Sequence[KFACProfile], config: GPTConfig, batch_size: int, where: World, reduce: str
-) -> dict[str, Any]:
+def measure(
+    sizes: ProfileSizes, where: ProcessGrid, console: Console, reduce: str = "gram", offload: bool = False
+) -> tuple[list[KFACProfile], str]:
+    """Profile every length, and say why that ended early, if it did. Collective."""
+    from gramian.verify.profiles import kfac_profile
+
+    return measure_lengths(
+        sizes.seq_lengths,
+        where,
+        progress_bar(console),
+        kfac_profile.WARM_UP + kfac_profile.ROUNDS,
+        lambda length, on_progress: kfac_profile.profile_kfac(
+            sizes.model, length, sizes.batch_size, where, reduce=reduce, offload=offload, on_progress=on_progress
+        ),
+    )
+
+
+def _numbers(profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: ProcessGrid, reduce: str) -> dict[str, Any]:
     import torch
 
     return {
@@ -114,121 +80,83 @@ def _numbers(
         "processes": where.size,
         "parallel": where.kind,
         "reduce": reduce,
-        "model": dataclasses.asdict(config),
-        "batch_size": batch_size,
+        "model": sizes.model.facts,
+        "batch_size": sizes.batch_size,
         "profiles": [dataclasses.asdict(profile) for profile in profiles],
     }
 
 
-def _report(
-    profiles: Sequence[KFACProfile], config: GPTConfig, batch_size: int, where: World, reduce: str
+def report(
+    profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: ProcessGrid, reduce: str = "gram"
 ) -> Iterator[RenderableType]:
-    import torch
-
-    from gramian.verify.kfac_profile import ROUNDS
+    """Lines and tables of at least one profile."""
+    from gramian.verify.profiles.kfac_profile import ROUNDS
 
     cuda, several = where.device.type == "cuda", where.size > 1
-    on, memory = (
-        f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}",
-        "resident in the process, peak since it began",
-    )
+    memory = "resident in the process, peak since it began"
     if cuda:
-        on = f"{torch.cuda.get_device_name(where.device)}, bfloat16 autocast"
         memory = "allocated on the GPU, peak in the stage, reserved by its allocator"
-    spread = {"one": "", "ddp": f", DDP over {where.size}", "fsdp2": f", FSDP2 over {where.size}"}[where.kind]
     joined = f", joined by {reduce}" if several else ""
-    yield f"K-FAC on {on}{spread}{joined}"
+    yield f"K-FAC on {place_name(where, ', bfloat16 autocast')}{joined}"
     each = " on each process" if several else ""
-    yield f"GPT: {config.layers} layers, width {config.width}, vocabulary {config.vocabulary}; batch {batch_size}{each}"
+    yield f"{sizes.model.title}; batch {sizes.batch_size}{each}"
     yield _stage_table(profiles, cuda)
     yield "plain step: forward and backward. capture: the same inside kfac.capture, factors made."
     if several:
-        yield "reduce: that part of it spent in collectives of K-FAC."
+        yield "reduce: the part of the capture spent in collectives of K-FAC."
     yield "decompose: what the first natural gradient takes more than a second one. apply: the second."
     if profiles[0].offloaded_bytes is not None:
-        yield "offload: what a capture takes more that keeps its factors on the CPU. fetch: what a natural gradient does."
+        yield "offload: what a capture takes more if its factors are stored on the CPU. fetch: what a natural gradient does."
     yield f"Medians of {ROUNDS} rounds after warm-up. MB {memory}."
     if several:
         yield _traffic_table(profiles)
-        yield "What leaves the first process for K-FAC alone, counted, and how long it waits for it; not DDP's or FSDP2's own."
+        yield "Bytes that leave the first process for K-FAC alone, and its waiting time; DDP and FSDP2 are not counted."
     yield _factor_table(profiles)
     yield "Factors from kfac.record(), with its default options, a refresh on every step and no moving average."
 
 
 def _traffic_table(profiles: Sequence[KFACProfile]) -> RenderableType:
     """A row per sequence length, stage and kind of collective."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("sequence", justify="right", no_wrap=True)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("collective", no_wrap=True)
-    for heading in ("MB sent", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = make_table(">sequence", "stage", "collective", ">MB sent", ">ms")
     for profile in profiles:
-        for number, seen in enumerate(profile.collectives):
-            table.add_row(
-                "" if number else f"{profile.length:,}",
-                seen.stage,
-                seen.kind.replace("_", "-"),
-                f"{seen.sent / 1e6:,.3f}",
-                f"{1e3 * seen.seconds:,.2f}",
-            )
-        table.add_section()
+        rows = [
+            (seen.stage, seen.kind.replace("_", "-"), f"{seen.sent / 1e6:,.3f}", f"{1e3 * seen.seconds:,.2f}")
+            for seen in profile.collectives
+        ]
+        add_group(table, f"{profile.length:,}", rows)
     return table
 
 
 def _stage_table(profiles: Sequence[KFACProfile], cuda: bool) -> RenderableType:
     """A row per sequence length and stage."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("sequence", justify="right", no_wrap=True)
-    table.add_column("stage", no_wrap=True)
-    headings = ["ms", "x plain step", "MB before", "after", "peak"] + ["reserved"] * cuda
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = make_table(
+        ">sequence", "stage", ">ms", ">x plain step", ">MB before", ">after", ">peak", *[">reserved"] * cuda
+    )
     for profile in profiles:
-        for number, stage in enumerate(profile.stages):
+        rows = []
+        for stage in profile.stages:
             memory = stage.memory
             cells = [memory.before, memory.after, memory.peak] + [memory.reserved] * cuda
-            table.add_row(
-                "" if number else f"{profile.length:,}",
-                stage.name,
-                f"{1e3 * stage.seconds:,.2f}",
-                f"{stage.ratio:.2f}",
-                *(_megabytes(cell) for cell in cells),
+            rows.append(
+                (stage.name, f"{1e3 * stage.seconds:,.2f}", f"{stage.ratio:.2f}", *(megabytes(cell) for cell in cells))
             )
-        table.add_section()
+        add_group(table, f"{profile.length:,}", rows)
     return table
 
 
 def _factor_table(profiles: Sequence[KFACProfile]) -> RenderableType:
     """A row per sequence length."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("sequence", "tokens", "MB of factors", "x parameters", "with decompositions"):
-        table.add_column(heading, justify="right", no_wrap=True)
     offloaded = profiles[0].offloaded_bytes is not None
-    if offloaded:
-        table.add_column("offloaded", justify="right", no_wrap=True)
-    table.add_column("sides")
+    headings = (">sequence", ">tokens", ">MB of factors", ">x parameters", ">with decompositions")
+    table = make_table(*headings, *[">offloaded"] * offloaded, "sides")
     for profile in profiles:
         table.add_row(
             f"{profile.length:,}",
             f"{profile.tokens:,}",
-            _megabytes(profile.factor_bytes),
+            megabytes(profile.factor_bytes),
             f"{profile.factor_bytes / profile.parameter_bytes:.2f}",
-            _megabytes(profile.used_bytes),
-            *[_megabytes(profile.offloaded_bytes)] * offloaded,
+            megabytes(profile.used_bytes),
+            *[megabytes(profile.offloaded_bytes)] * offloaded,
             ", ".join(f"{count} {name}" for name, count in profile.representations.items()),
         )
     return table
-
-
-def _megabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e6:,.1f}"

@@ -1,4 +1,8 @@
-"""Factors applied to a vector over parameters: block by block, factorisations launched before anyone waits."""
+"""Factors applied to a vector over parameters, block by block: (F + damping)^p v, or F v.
+
+All factorisations are launched before the first result is waited for. A gradient that FSDP2 shards by rows is applied to
+without being gathered where that is possible (`sharded_rows`).
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,16 +26,20 @@ Vector = Mapping[str, Tensor]
 
 
 def apply(
-    blocks: Mapping[str, Block], vector: Vector, power: float | None, options: Options, spread: SharedFactorisation
+    blocks: Mapping[str, Block],
+    vector: Vector,
+    power: float | None,
+    options: Options,
+    factorisations: SharedFactorisation,
 ) -> dict[str, Tensor]:
-    """(F + damping)^power v, or F v, on every block that v touches.
+    """(F + damping)^power v, or F v, on every block that v touches. Collective where factors are shared.
 
     Args:
         blocks: {name: block}.
         vector: v; parameters of a block that are missing count as zero.
         power: any real number; None: F itself, undamped and unclipped.
         options: for the damping mode and the first jitter.
-        spread: who makes which factorisation.
+        factorisations: which process computes which factorisation.
 
     Returns:
         {parameter: tensor} for all parameters of the blocks touched, like v in dtype, device and memory layout.
@@ -39,9 +47,10 @@ def apply(
     found: dict[str, Tensor] = {}
     with torch.no_grad(), exact_float32():
         if power is not None:
-            _prepare(blocks, {name: _wide(block, vector) for name, block in blocks.items()}, power, options, spread)
+            dtypes = {name: _wide(block, vector) for name, block in blocks.items()}
+            _prepare(blocks, dtypes, power, options, factorisations)
         for block in blocks.values():
-            found.update(_apply_block(block, vector, power, options, spread.others))
+            found.update(_apply_block(block, vector, power, options, factorisations.exchange))
     if options.strict:
         _refuse_fallbacks(blocks.values())
     return found
@@ -52,11 +61,13 @@ def _prepare(
     dtypes: Mapping[str, torch.dtype],
     power: float,
     options: Options,
-    spread: SharedFactorisation,
+    factorisations: SharedFactorisation,
 ) -> None:
-    """Launch every factorisation before anyone waits for the first; several processes share them out."""
+    """Launch every factorisation before the first is waited for; several processes share them."""
     factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
-    spread.factorise(blocks, dtypes, power, options.kfac_eps)  # before any other collective: all must ask for the same
+    factorisations.factorise(
+        blocks, dtypes, power, options.kfac_eps
+    )  # before any other collective: it checks the calls
     if power == -1 and options.damping_mode != "joint":
         fetch_bounds(factors)
     if power == -1:
@@ -73,13 +84,13 @@ def _wide(block: Block, vector: Vector) -> torch.dtype:
 
 
 def _apply_block(
-    block: Block, vector: Vector, power: float | None, options: Options, others: Exchange | None
+    block: Block, vector: Vector, power: float | None, options: Options, exchange: Exchange | None
 ) -> dict[str, Tensor]:
     places = {name: vector[name] for name in block.spec.parameters if name in vector}
-    rows, block.gathered = rows_of(block, places, power, others)
+    rows, block.gathered = rows_of(block, places, power, exchange)
     if rows is not None:
         return _apply_rows(rows, _wide(block, vector), power, options)
-    given = {name: whole(t) for name, t in places.items()}
+    given = {name: full_vector(t) for name, t in places.items()}
     like, wide = next(iter(places.values())), _wide(block, vector)
     y = block.spec.matrix({name: t.detach().to(wide) for name, t in given.items()})
     if power is None:
@@ -113,10 +124,7 @@ def _refuse_fallbacks(blocks: Iterable[Block]) -> None:
 
 
 def _as(t: Tensor, like: Tensor) -> Tensor:
-    """In another's dtype, on its device, and laid out in memory as it is: fused optimizers read memory, not strides.
-
-    Where the other is sharded, this process's shard of it.
-    """
+    """A tensor in the dtype, device and memory layout of another (fused optimizers ignore strides), sharded as it is."""
     if isinstance(like, DTensor):
         return place_like(t.to(like.device, like.dtype).contiguous(), like)
     t = t.to(like)
@@ -128,10 +136,10 @@ def inner(left: Vector, right: Vector) -> float:
     """⟨left, right⟩ over the parameters of the left one, in float64."""
     total = 0.0
     for name, value in left.items():
-        total += float(whole((value.double() * right[name].double()).sum()))
+        total += float(full_vector((value.double() * right[name].double()).sum()))
     return total
 
 
-def whole(t: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. Collective if it is."""
+def full_vector(t: Tensor) -> Tensor:
+    """The full tensor of one that may be sharded. Collective if it is."""
     return t.full_tensor() if isinstance(t, DTensor) else t

@@ -1,23 +1,23 @@
-"""A block applied to a gradient whose rows lie on several processes (`Shard(0)`, as FSDP2 has them); nobody has all of them.
+"""A block applied to a gradient whose rows are sharded over processes (`Shard(0)`, as FSDP2 has them), without gathering it.
 
 Legend: Y [r, c] the gradient as its parameter is stored, Y_p [r_p, c] this process's rows; R the factor of the side that is
 cut, C that of the other: G and A of a linear layer, A and G of a table or of an input-by-output weight.
 
-R^p Y C^p is made where each factor can act:
+R^p Y C^p is computed where each factor can act:
 
-| factor | acts on | what travels, in entries that leave a process |
+| factor | acts on | entries that leave a process |
 |---|---|---|
-| C, whole here | rows, each by itself | |
+| C, complete here | rows, each by itself | |
 | R, diagonal | rows | |
-| R, low rank with its rows spread | rows | an all-reduce of [T, c]: 2·T·c·(W−1)/W |
-| R, whole here | columns | rows to columns and back, two all-to-alls: 2·r·c·(W−1)/W² |
-| C, low rank with its rows spread | columns | the same two, and an all-reduce of [T, r] |
+| R, low rank with its rows sharded | rows | an all-reduce of [T, c]: 2·T·c·(W−1)/W |
+| R, complete here | columns | rows to columns and back, two all-to-alls: 2·r·c·(W−1)/W² |
+| C, low rank with its rows sharded | columns | the same two, and an all-reduce of [T, r] |
 
-Where R's rows are cut otherwise than Y's, those that change hands are moved there and back: fewer than W on a border. The
-bias of an input-by-output weight is the last row of Y: it is put together, and the last process has it.
+Where R's rows are cut otherwise than Y's, those that belong to another process are moved there and back: fewer than W on a
+border. The bias of an input-by-output weight is the last row of Y, on the last process.
 
-Gathering the gradient would send (W−1)·r·c/W, and every process would hold and multiply all of it. Where it is gathered all
-the same, the record says why.
+Gathering the gradient would send (W−1)·r·c/W, and every process would store and multiply all of it. Where it is gathered
+nevertheless, the record states the reason.
 """
 
 import copy
@@ -35,17 +35,17 @@ from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
 
 Act = Callable[[str, Factor, Tensor], Tensor]
-"""(side, factor, Y [n, k]): the side's part of the result, [n, k]."""
+"""(side, factor, Y [n, k]) → the side's power or product of Y, [n, k]."""
 
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """A block's gradient, of which this process has some rows."""
+    """The gradient of a block, of which this process has some rows."""
 
     block: Block
     places: Mapping[str, DTensor]
-    """The parameters that are given."""
-    others: Exchange
+    """Gradients of the block's parameters."""
+    exchange: Exchange
     counts: list[int]
     """Rows of Y on each process; of a bias below the inputs the last one has the row."""
 
@@ -56,7 +56,7 @@ class ShardedRows:
 
     @property
     def side(self) -> str:
-        """That is cut."""
+        """The side whose rows are cut."""
         return "A" if self.turned else "G"
 
     @property
@@ -68,7 +68,7 @@ class ShardedRows:
         """Y_p; a bias is one more column or the last row, zero if it is not given. Collective for such a row."""
         spec, like = self.block.spec, next(iter(self.places.values()))
         width = spec.inputs if not self.turned else spec.outputs
-        y = torch.zeros(self.counts[self.others.rank], width, dtype=dtype, device=like.device)
+        y = torch.zeros(self.counts[self.exchange.rank], width, dtype=dtype, device=like.device)
         for name, t in self.places.items():
             local = t.to_local().detach().to(dtype)
             if spec.layout == "vector":
@@ -76,7 +76,7 @@ class ShardedRows:
             elif name == spec.parameters[0]:
                 y[: len(local), : width - (spec.has_bias and not self.turned)] = local.flatten(1)
             elif self._bias_below:
-                bias = self.others.gather_rows(local, _rows(width, self.others.size))
+                bias = self.exchange.gather_rows(local, _rows(width, self.exchange.size))
                 if self._last:
                     y[-1] = bias
             else:
@@ -89,7 +89,7 @@ class ShardedRows:
         found: dict[str, Tensor] = {}
         for name, shape, part in zip(spec.parameters, spec.shapes, self._parts(y), strict=True):
             place = self.places.get(name, like)
-            rows = _rows(shape[0], self.others.size)[self.others.rank]
+            rows = _rows(shape[0], self.exchange.size)[self.exchange.rank]
             local = part.reshape(rows, *shape[1:]).to(place.dtype).contiguous()
             stride = torch.empty(shape, device="meta").stride()
             found[name] = DTensor.from_local(
@@ -103,13 +103,13 @@ class ShardedRows:
             return [y]
         if not self._bias_below:
             return [y[:, :-1], y[:, -1].clone()]  # a view would hold all of Y
-        bias = self.others.hand(y[-1] if self._last else None, y.shape[1:], y, self.others.size - 1)
-        mine = bias.split(_rows(len(bias), self.others.size))[self.others.rank]
+        bias = self.exchange.broadcast(y[-1] if self._last else None, y.shape[1:], y, self.exchange.size - 1)
+        mine = bias.split(_rows(len(bias), self.exchange.size))[self.exchange.rank]
         return [y[:-1] if self._last else y, mine]
 
     @property
     def _last(self) -> bool:
-        return self.others.rank == self.others.size - 1
+        return self.exchange.rank == self.exchange.size - 1
 
     # ---- both sides --------------------------------------------------------------------------------------------------
 
@@ -121,47 +121,49 @@ class ShardedRows:
         if isinstance(row_side, Diagonal):
             one = torch.ones(row_side.dim, 1, dtype=y.dtype, device=y.device)
             y = act(self.side, row_side, one)[self._part].to(y) * y
-        elif _spread(row_side):
+        elif _is_sharded(row_side):
             y = self._as_cut(row_side, y, lambda z: act(self.side, local(row_side), z))
         else:
             in_columns.append((self.side, row_side))
-        if column_side is not None and _spread(column_side):
+        if column_side is not None and _is_sharded(column_side):
             in_columns.append((other, column_side))
         elif column_side is not None and len(y):
             y = act(other, column_side, y.mT).mT
         return self._by_columns(y, in_columns, act) if in_columns else y
 
     def _by_columns(self, y: Tensor, sides: list[tuple[str, Factor]], act: Act) -> Tensor:
-        """What needs whole columns, or these spread: an all-to-all there and one back."""
-        widths = [part.stop - part.start for part in self.others.features(y.shape[1])]
-        z = self.others.reshard(y, self.counts)
+        """Sides that act on columns: an all-to-all there and one back."""
+        widths = [part.stop - part.start for part in self.exchange.features(y.shape[1])]
+        z = self.exchange.reshard(y, self.counts)
         for side, factor in sides:
-            if _spread(factor):
+            if _is_sharded(factor):
                 z = act(side, local(factor), z.mT).mT
             elif z.shape[1]:
                 z = act(side, factor, z)
-        return self.others.to_samples(z.contiguous(), 1, widths, self.counts)
+        return self.exchange.to_samples(z.contiguous(), 1, widths, self.counts)
 
     def joint(self, y: Tensor, p: float, first_jitter: float) -> Tensor:
-        """(G ⊗ A + λI)^p Y_p with G's rows spread as Y's are, A whole here. Collective."""
+        """(G ⊗ A + λI)^p Y_p with G's rows sharded as Y's are, A complete here. Collective."""
         damping = self.block.damping
         assert damping is not None
         block = replace(self.block, G=local(self.block.G))
         return self._as_cut(self.block.G, y, lambda z: block.power(z, p, damping, first_jitter))
 
     def _as_cut(self, factor: Factor, y: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-        """Something done with rows that lie as a spread factor's do."""
-        widths = [part.stop - part.start for part in self.others.features(factor.dim)]
-        return self.others.deal_rows(act(self.others.deal_rows(y, self.counts, widths)), widths, self.counts)
+        """`act` on rows that are sharded as a factor's rows are."""
+        widths = [part.stop - part.start for part in self.exchange.features(factor.dim)]
+        return self.exchange.redistribute_rows(
+            act(self.exchange.redistribute_rows(y, self.counts, widths)), widths, self.counts
+        )
 
     @property
     def _part(self) -> slice:
-        start = sum(self.counts[: self.others.rank])
-        return slice(start, start + self.counts[self.others.rank])
+        start = sum(self.counts[: self.exchange.rank])
+        return slice(start, start + self.counts[self.exchange.rank])
 
 
 def rows_of(
-    block: Block, places: Mapping[str, Tensor], power: float | None, others: Exchange | None
+    block: Block, places: Mapping[str, Tensor], power: float | None, exchange: Exchange | None
 ) -> tuple[ShardedRows | None, str]:
     """The rows of a block's gradient, if it can be applied to them; else why not ("" if nothing is sharded).
 
@@ -173,7 +175,7 @@ def rows_of(
     spec = block.spec
     if len(sharded) < len(places) or any(t.placements != (Shard(0),) for t in sharded.values()):
         return None, "it is not sharded by rows over one mesh dimension"
-    if others is None or any(_ranks(t.device_mesh.get_group()) != _ranks(others.group) for t in sharded.values()):
+    if exchange is None or any(_ranks(t.device_mesh.get_group()) != _ranks(exchange.group) for t in sharded.values()):
         return None, "its factors were not joined by the processes that share it"
     if any(tuple(t.shape) != spec.shapes[spec.parameters.index(name)] for name, t in sharded.items()):
         return None, "its shape is not that of the capture"
@@ -182,32 +184,32 @@ def rows_of(
     if spec.kind == "block":
         return None, "an exact block is applied whole"
     each = torch.Size(spec.shapes[0][1:]).numel() if spec.layout == "vector" else 1
-    counts = [rows * each for rows in _rows(spec.shapes[0][0], others.size)]
+    counts = [rows * each for rows in _rows(spec.shapes[0][0], exchange.size)]
     counts[-1] += spec.has_bias and spec.layout == "in_out"
-    return _fitting(ShardedRows(block, sharded, others, counts), power)
+    return _fitting(ShardedRows(block, sharded, exchange, counts), power)
 
 
 def _fitting(rows: ShardedRows, power: float | None) -> tuple[ShardedRows | None, str]:
-    block, others, damping = rows.block, rows.others, rows.block.damping
+    block, exchange, damping = rows.block, rows.exchange, rows.block.damping
     assert damping is not None
     for side, factor in block.factors.items():
-        if not _spread(factor):
+        if not _is_sharded(factor):
             continue
         assert isinstance(factor, LowRank | DiagonalLowRank) and isinstance(factor.columns, ShardedColumns)
-        if _ranks(factor.columns.others.group) != _ranks(others.group):
-            return None, f"{side} is spread over other processes"
+        if _ranks(factor.columns.others.group) != _ranks(exchange.group):
+            return None, f"{side} is sharded over other processes"
         value = damping.lambda_A if side == "A" else damping.lambda_G
         clipped = power is not None and not factor.clips_nothing(value, damping.max_condition)
         if isinstance(factor, DiagonalLowRank) and clipped:
             return None, f"{side} is written out for its clip"
     if power is not None and damping.joint and block.A is not None:
-        fits = not rows.turned and _spread(block.G) and isinstance(block.G, LowRank) and not _spread(block.A)
+        fits = not rows.turned and _is_sharded(block.G) and isinstance(block.G, LowRank) and not _is_sharded(block.A)
         return (rows, "") if fits else (None, "joint damping needs both sides' eigenvectors at once")
     return rows, ""
 
 
 def local(factor: Factor) -> Factor:
-    """The same factor for Y and results of which each process has its rows; what was factorised is shared."""
+    """The same factor for Y and results of which each process has its rows; factorisations are shared with it."""
     assert isinstance(factor, LowRank | DiagonalLowRank) and isinstance(factor.columns, ShardedColumns)
     factor.bound()
     twin = copy.copy(factor)
@@ -217,7 +219,7 @@ def local(factor: Factor) -> Factor:
     return twin
 
 
-def _spread(factor: Factor) -> bool:
+def _is_sharded(factor: Factor) -> bool:
     return isinstance(factor, LowRank | DiagonalLowRank) and factor.columns.others is not None
 
 

@@ -1,9 +1,9 @@
-"""Which parameters share a block of the Fisher, and what kind of block it is.
+"""Assign every trainable parameter of a model to exactly one block of the Fisher.
 
-Every trainable parameter is in exactly one block:
-- "kronecker": a weight that is a matrix between tokens in and tokens out, with the bias of its layer as one more input;
-- "block": a parameter of at most `SMALL` elements, exactly, sample by sample;
-- "diagonal": any other, its exact diagonal, sample by sample.
+Kinds of blocks:
+- "kronecker": a weight that maps input tokens to output tokens, with the bias of its layer as one more input;
+- "block": the exact Fisher, from per-sample gradients, of a parameter of at most `SMALL` elements;
+- "diagonal": the exact diagonal, from per-sample gradients, of any other parameter.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from gramian.taps.roles import ParameterInfo
 from gramian.taps.sites.site import LayerForm
 
 SMALL = 128
-"""Elements up to which a parameter outside K-FAC has its exact block."""
+"""The most elements of a parameter outside K-FAC that has its exact block."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One block of the Fisher, before any data."""
+    """The parameters, layers and shape of one block, without data."""
 
     name: str
-    """The layer, or the first of the layers, that it belongs to; the parameter itself where it is no K-FAC block."""
+    """The (first) layer that uses the parameters; the parameter's own name outside K-FAC."""
     kind: Literal["kronecker", "block", "diagonal"]
     parameters: tuple[str, ...]
-    """The weight, then the bias if it is part of the block."""
+    """Names of the weight and of the bias, if the block has one."""
     shapes: tuple[tuple[int, ...], ...]
     layers: tuple[str, ...]
     layout: Literal["out_in", "in_out", "kernel", "table", "vector"]
@@ -43,7 +43,7 @@ class Spec:
     tables: tuple[str, ...] = ()
     """Layers among `layers` that look the weight up by index."""
     why: str = ""
-    """Why it is no Kronecker block, where its layer might have been one."""
+    """Why it is not a Kronecker block although its layer could have one."""
 
     @property
     def has_bias(self) -> bool:
@@ -52,13 +52,13 @@ class Spec:
 
     @property
     def approximation(self) -> str:
-        """In words, for the coverage report."""
+        """The name of the approximation in the coverage report."""
         if self.kind == "kronecker":
             return f"K-FAC {self.name}"
         return "exact block" if self.kind == "block" else "diagonal"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The block's parameters as Y [o, m]; a bias that is missing counts as zero.
+        """The block's parameters as Y [o, m]; a missing weight or bias counts as zero.
 
         Raises:
             GramianError: for a tensor of another shape.
@@ -82,7 +82,7 @@ class Spec:
         return torch.cat([y, bias.to(y)[:, None]], dim=1)
 
     def tensors(self, y_OM: Tensor) -> dict[str, Tensor]:
-        """The parameters' own shapes out of Y."""
+        """{parameter: tensor of its shape} from Y [o, m]."""
         if self.layout == "vector":
             return {self.parameters[0]: y_OM.reshape(self.shapes[0])}
         weight = y_OM[:, :-1] if self.has_bias else y_OM
@@ -94,15 +94,7 @@ class Spec:
 
 
 def find_blocks(root: nn.Module, options: Options) -> dict[str, Spec]:
-    """Every block of a model, in the model's order.
-
-    Args:
-        root: the user's module, unwrapped.
-        options: for `min_layer_size`.
-
-    Returns:
-        {name: block}.
-    """
+    """{name: block} of an unwrapped model, in the model's order; layers narrower than `min_layer_size` have none of K-FAC's."""
     layers, parameters = discover(root)
     users: dict[str, list[FoundLayer]] = {}
     for found in layers:
@@ -128,7 +120,7 @@ def _kronecker(
     parameters: dict[str, ParameterInfo],
     options: Options,
 ) -> Spec | str:
-    """The block of a weight that all its layers use as a matrix; else why not ("" where it never could be)."""
+    """The block of a weight that all its layers use as a matrix; else the reason why not, "" where it could never be."""
     if any(found.parameters.get("weight") != name for found in used_by):
         return ""
     forms: list[LayerForm] = []
@@ -164,7 +156,7 @@ def _kronecker(
 
 
 def _oriented(form: LayerForm, main: LayerForm) -> tuple[int, int]:
-    """(in, out) of a use, a table seen through its tied head where there is one."""
+    """(inputs, outputs) of a use; those of a table tied to a head are the head's."""
     if form.layout == "table" and main.layout != "table":
         return (form.outputs, form.inputs) if main.layout == "out_in" else (0, 0)
     return (form.inputs, form.outputs)

@@ -1,10 +1,13 @@
-"""What must hold between a model and its factors, and between the processes that share them."""
+"""Checks between a model and its factors, and between the processes that share them.
+
+`agree` turns the reports of all processes on their part of a refresh into the totals of the refresh.
+"""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,13 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.parallel.data_parallel import DataParallel, reshard
+from gramian.parallel.data_parallel import reshard
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.model.user_names import named_parameters, unwrap
 
 
 def check_spec(before: Spec, now: Spec) -> None:
-    """Raise, naming the layer, if a block is not what it was.
+    """Raise if a block of the model differs from the block at the capture.
 
     Raises:
         GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
@@ -42,29 +46,25 @@ def module_of(model: Any) -> nn.Module:
     """The user's module inside its wrappers.
 
     Raises:
-        GramianError: if it is none.
+        GramianError: if `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
     return unwrap(model)
 
 
-def check_number(name: str, value: Any) -> None:
-    """Raise unless a value is a finite real number.
-
-    Raises:
-        GramianError: naming it.
-    """
+def check_number(name: str, value: Any, sign: Literal["any", "positive", "not negative"] = "any") -> None:
+    """Raise unless the argument `name` is a finite real number of this sign."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise GramianError(f"{name}: expected a finite number, got {value!r}")
+    if sign == "positive" and not value > 0:
+        raise GramianError(f"{name}: expected a number above 0, got {value!r}")
+    if sign == "not negative" and value < 0:
+        raise GramianError(f"{name}: expected a number of 0 or more, got {value!r}")
 
 
 def check_vector(name: str, vector: Any) -> None:
-    """Raise unless a value is {parameter: floating-point tensor}.
-
-    Raises:
-        GramianError: naming it, or the entry.
-    """
+    """Raise unless the argument `name` is {parameter: floating-point tensor}."""
     if not isinstance(vector, Mapping):
         raise GramianError(f"{name}: expected a mapping from parameter names to tensors, got {type(vector).__name__}")
     for key, value in vector.items():
@@ -80,20 +80,17 @@ def has_factors(layer: str, specs: Mapping[str, Spec]) -> bool:
 
 def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every parameter once, under its first name."""
-    seen: set[int] = set()
-    found = []
+    first: dict[int, tuple[str, nn.Parameter]] = {}
     for name, p in named_parameters(root):
-        if id(p) not in seen:
-            seen.add(id(p))
-            found.append((name, p))
-    return found
+        first.setdefault(id(p), (name, p))
+    return list(first.values())
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
 def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
-    """The group of the processes that share a model's data: the user's word, else that of DDP or FSDP2; None: the default.
+    """The group of the processes that share a model's data: the given one, else that of DDP or FSDP2; None: the default.
 
     Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included.
 
@@ -102,8 +99,8 @@ def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     """
     reshard(root)
     if TensorParallel.of(root) is None:
-        spread = DataParallel.of(model, root)
-        return spread.group if given is None else given
+        wrapped = ProcessGrid.of(model, root)
+        return wrapped.group if given is None else given
     meshes = [p.device_mesh for p in root.parameters() if isinstance(p, DTensor) and p.device_mesh.ndim > 1]
     if given is None and meshes and meshes[0].size() != world_size(None):
         raise GramianError(
@@ -114,13 +111,13 @@ def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
 
 
 def world_size(group: Any) -> int:
-    """Processes of a group, as they are now."""
+    """The number of processes of a group; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What holds for a refresh on all processes."""
+    """The totals of a refresh over all processes."""
 
     terms: float
     samples: int
@@ -128,54 +125,54 @@ class Agreed:
     head: str | None
     padded: dict[str, tuple[int, float]]
     problem: str
-    """Why the refresh comes to nothing; "" if it does not."""
+    """Why the refresh is rejected; "" if it is not."""
     free: int | None
-    """Bytes of device memory that are free on the process with the fewest."""
+    """Free bytes of device memory on the process with the fewest."""
 
 
 def fingerprint(specs: Mapping[str, Spec]) -> str:
-    """The same for processes whose models have the same blocks."""
-    told = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    """A hash that is equal for models with equal blocks."""
+    fields = [(s.name, s.kind, s.parameters, s.shapes, s.layers, s.layout, str(s.dtype)) for s in specs.values()]
+    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
 
 
-def agree(words: Sequence[Mapping[str, Any]]) -> Agreed:
-    """What all processes hold, from what each of them said; one process agrees with itself.
+def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
+    """The totals of a refresh from the report of each process.
 
     Raises:
-        GramianError: on every process, if they differ in what must be the same.
+        GramianError: on every process, if they differ in model, options, seed, step, estimate or head.
     """
-    first = words[0]
-    for rank, word in enumerate(words):
+    first = reports[0]
+    for rank, report in enumerate(reports):
         for name in ("model", "options", "seed", "step", "estimate"):
-            if word[name] != first[name]:
-                raise GramianError(_difference(name, first[name], word[name], rank))
-    heads = {word["head"]: rank for rank, word in enumerate(words) if word["head"] is not None}
+            if report[name] != first[name]:
+                raise GramianError(_difference(name, first[name], report[name], rank))
+    heads = {report["head"]: rank for rank, report in enumerate(reports) if report["head"] is not None}
     if len(heads) > 1:
         (one, at), (other, elsewhere), *_ = heads.items()
         raise GramianError(
             f"head: is {one!r} on process {at} and {other!r} on process {elsewhere}; expected the same, or head="
         )
     padded: dict[str, tuple[int, float]] = {}
-    for word in words:
-        for layer, (tokens, terms) in word["padded"].items():
+    for report in reports:
+        for layer, (tokens, terms) in report["padded"].items():
             before = padded.get(layer, (0, 0.0))
             padded[layer] = (before[0] + tokens, before[1] + terms)
-    problems = [f"process {rank}: {word['problem']}" for rank, word in enumerate(words) if word["problem"]]
-    free = [word["free"] for word in words if word["free"] is not None]
+    problems = [f"process {rank}: {report['problem']}" for rank, report in enumerate(reports) if report["problem"]]
+    free = [report["free"] for report in reports if report["free"] is not None]
     return Agreed(
-        terms=math.fsum(word["terms"] for word in words),
-        samples=sum(word["samples"] for word in words),
-        passes=sum(word["passes"] for word in words),
+        terms=math.fsum(report["terms"] for report in reports),
+        samples=sum(report["samples"] for report in reports),
+        passes=sum(report["passes"] for report in reports),
         head=next(iter(heads), None),
         padded=padded,
-        problem=(problems[0] if len(words) > 1 else first["problem"]) if problems else "",
+        problem=(problems[0] if len(reports) > 1 else first["problem"]) if problems else "",
         free=min(free) if free else None,
     )
 
 
 def _difference(name: str, first: Any, other: Any, rank: int) -> str:
-    """In words."""
+    """The error message for a field in which a process differs from process 0."""
     if name == "model":
         return f"model: trained layers of process {rank} are not those of process 0; expected the same model everywhere"
     if name == "seed":

@@ -1,9 +1,9 @@
-"""EK-FAC's eigenvalues of one block, and the basis that they belong to.
+"""EK-FAC's eigenvalues of one block, and their eigenbasis (George et al. 2018).
 
 Legend: Y [o, m] the block's parameters as a matrix, r and s directions of the bases of its outputs and inputs.
 
-F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ with S [r, s] in place of K-FAC's products σ_i α_j. The basis is kept beside S: another
-decomposition of the same factors may turn the eigenvectors of eigenvalues that are close to one another.
+F ≈ (Q_G ⊗ Q_A) diag(S) (Q_G ⊗ Q_A)ᵀ with S [r, s] in place of K-FAC's products σ_i α_j. The basis is stored with S, because
+another decomposition of the same factors may rotate the eigenvectors of close eigenvalues.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Basis:
 
     @classmethod
     def of(cls, factor: Factor) -> "Basis":
-        """The eigenvectors of a factor, as it was last decomposed; they share its memory.
+        """The eigenvectors of a factor from its last decomposition, whose memory they share.
 
-        Those whose eigenvalue is rounding error of 0 are left out: any other ones would do as well.
+        Eigenvectors whose eigenvalue is 0 up to rounding are left out, since they are arbitrary.
         """
         if isinstance(factor, Diagonal):
             return cls(factor.dim, None)
@@ -45,16 +45,16 @@ class Basis:
 
     @property
     def rank(self) -> int:
-        """Directions."""
+        """r, the number of directions."""
         return self.dim if self.matrix is None else self.matrix.shape[1]
 
     def nbytes_beside(self, factor: Factor) -> int:
-        """Of the matrix, where the factor does not hold it as well."""
+        """Bytes of the matrix, 0 where the factor stores it as well."""
         holder = factor._whole if isinstance(factor, DiagonalLowRank) else factor
-        held = holder._eigen if isinstance(holder, Dense | LowRank) else None
+        eigen = holder._eigen if isinstance(holder, Dense | LowRank) else None
         if self.matrix is None:
             return 0
-        if held is not None and held[1].untyped_storage().data_ptr() == self.matrix.untyped_storage().data_ptr():
+        if eigen is not None and eigen[1].untyped_storage().data_ptr() == self.matrix.untyped_storage().data_ptr():
             return 0
         return self.matrix.nbytes
 
@@ -73,7 +73,7 @@ class Basis:
         return mixed if self.columns is None else self.columns.times(mixed)
 
     def squared_cosines(self, other: "Basis", like: Tensor) -> Tensor | None:
-        """(QᵀQ')⊙² [r, r']: what diag(s) in the other basis has as diagonal in this one, per direction; None: identity."""
+        """(QᵀQ')⊙² [r, r'], which maps diag(s) in the other basis to its diagonal in this one; None: the identity."""
         if self.matrix is None and other.matrix is None:
             return None
         eye = torch.eye(other.rank, dtype=like.dtype, device=like.device)
@@ -82,14 +82,14 @@ class Basis:
 
 @dataclass(frozen=True)
 class Correction:
-    """S and its basis."""
+    """EK-FAC's eigenvalues S with their eigenbasis."""
 
     values_RS: Tensor
     """S, float32 or float64: second moments of per-sample gradients along q_G q_Aᵀ; 0 outside the basis."""
     G: Basis
     A: Basis
     outside: float
-    """Share of the per-sample gradients' squared norm that lies outside the basis, and is lost."""
+    """Share of the per-sample gradients' squared norm that is outside the basis, and lost."""
 
     @property
     def complete(self) -> bool:
@@ -97,13 +97,7 @@ class Correction:
         return self.G.rank == self.G.dim and self.A.rank == self.A.dim
 
     def apply(self, y_OM: Tensor, f_RS: Tensor, outside: float) -> Tensor:
-        """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ. 4·o·m·(r + s) FLOPs.
-
-        Args:
-            y_OM: Y.
-            f_RS: what every direction is multiplied by.
-            outside: f₀, for what is outside the basis.
-        """
+        """f₀Y + Q_G [(f − f₀) ⊙ Q_GᵀYQ_A] Q_Aᵀ, with f₀ = `outside` for directions outside the basis. 4·o·m·(r + s) FLOPs."""
         c_RS = self.A.coordinates(self.G.coordinates(y_OM).mT).mT
         out = self.A.combined(self.G.combined((f_RS.to(y_OM) - outside) * c_RS).mT).mT
         return out + outside * y_OM if outside else out

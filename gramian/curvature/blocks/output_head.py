@@ -1,4 +1,4 @@
-"""Which layer makes the logits."""
+"""Find the layer whose outputs are the logits."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from gramian.taps.model.user_names import named_modules
 
 
 def known_head(root: nn.Module, head: str | None) -> str | None:
-    """The head by name or by the model's own word; None: to be seen in the first forward."""
+    """The named head, or the model's `get_output_embeddings()`; None: unknown until the first forward."""
     names = {id(module): name for name, module in named_modules(root)}
     if head is not None:
         if head not in names.values():
@@ -23,11 +23,17 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
 
 
 def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-    """The layer whose output the first forward returned, if it has factors; an exact head needs one."""
+    """The layer whose output the first forward returned, if it has factors.
+
+    Raises:
+        GramianError: if it has none but `exact_head` needs them.
+    """
     if layer is not None and has_factors(layer, specs):
         return layer
     if exact_head and layer is not None:
-        raise GramianError(f"head: {layer!r} has no K-FAC factors (frozen, or no linear layer); expected a trained one")
+        raise GramianError(
+            f"head: {layer!r} has no K-FAC factors (frozen, or not a linear layer); expected a trained one"
+        )
     if exact_head:
         raise GramianError(
             "head: no trained layer was seen whose output the model returns as it is (a compiled model hides it); "

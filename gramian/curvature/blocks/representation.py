@@ -1,4 +1,4 @@
-"""Which representation a side of a block gets, decided from widths, token counts and options alone.
+"""Choose the representation of a side of a block (dense, low rank, diagonal) from widths, token counts and options alone.
 
 | policy       | G of width o is low rank                                 |
 |--------------|----------------------------------------------------------|
@@ -7,14 +7,14 @@
 | "hybrid"     | as "all" for the head and where o ≥ kfac_big_threshold   |
 | "small_only" | never; nor with kfac_use_woodbury=False                  |
 
-A of width m is low rank while T < m and T ≤ kfac_auto_t_max, unless low rank is off. Elsewhere a side is dense. A side wider
-than `WIDEST_DENSE` cannot be: it is low rank on a keyed, rescaled subset of kfac_auto_t_max tokens, or, with low rank off,
-its diagonal. `planning` may choose less than that where memory_budget asks for it; `representation` is the last word of both.
+A of width m is low rank while T < m and T ≤ kfac_auto_t_max, unless low rank is off. Otherwise a side is dense. A side wider
+than `WIDEST_DENSE` is never dense: it is low rank on a keyed, rescaled subset of kfac_auto_t_max tokens, or, with low rank
+off, its diagonal. `memory_budget` may reduce it further; `representation` then applies to the reduced `StoragePolicy`.
 """
 
 from typing import Literal
 
-from gramian.curvature.estimate.token_moments import Keep
+from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.options import Options
 from gramian.linalg import WIDEST_DENSE
 
@@ -22,15 +22,15 @@ Side = Literal["A", "G"]
 Representation = Literal["dense", "low rank", "diagonal"]
 
 
-def representation(keep: Keep, kept: int) -> Representation:
-    """What a side becomes of which so many tokens were kept: on all processes together, where there are several."""
+def representation(keep: StoragePolicy, kept: int) -> Representation:
+    """The representation of a side of which all processes together kept so many tokens."""
     if keep.diagonal:
         return "diagonal"
     return "low rank" if kept <= keep.rows_up_to else "dense"
 
 
 def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> int:
-    """Tokens up to which the side is low rank; 0: it is dense from the first."""
+    """The most tokens for which the side is low rank; 0: it is always dense."""
     if not options.low_rank:
         return 0
     if side == "G":
@@ -41,11 +41,11 @@ def low_rank_up_to(side: Side, width: int, is_head: bool, options: Options) -> i
     return min(width - 1, options.kfac_auto_t_max)
 
 
-def keep_for(side: Side, width: int, is_head: bool, options: Options) -> Keep:
-    """What to keep of a side while tokens arrive."""
+def keep_for(side: Side, width: int, is_head: bool, options: Options) -> StoragePolicy:
+    """What a side keeps of its tokens while they arrive."""
     if width > WIDEST_DENSE:
         if not options.low_rank:
-            return Keep(diagonal=True)
+            return StoragePolicy(diagonal=True)
         limit = min(options.max_tokens or options.kfac_auto_t_max, options.kfac_auto_t_max)
-        return Keep(rows_up_to=limit, limit=limit)
-    return Keep(rows_up_to=low_rank_up_to(side, width, is_head, options), limit=options.max_tokens)
+        return StoragePolicy(rows_up_to=limit, limit=limit)
+    return StoragePolicy(rows_up_to=low_rank_up_to(side, width, is_head, options), limit=options.max_tokens)

@@ -3,9 +3,9 @@
 Legend: B samples, T tokens, N loss terms, Y_b [o, m] the gradient of sample b, Q_G [o, r] and Q_A [m, s] the eigenvectors of
 K-FAC's sides.
 
-S = (1/N) Σ_b (Q_Gᵀ Y_b Q_A)⊙² is the diagonal of the Fisher of whole samples in that basis: of all F that are diagonal in it
-the closest one in the Frobenius norm. All uses of a weight by a sample and all its tokens are joined before anything is
-squared: Y_b = Σ_t g_t a_tᵀ. The basis is known only when all tokens were seen, so every token is kept until then.
+S = (1/N) Σ_b (Q_Gᵀ Y_b Q_A)⊙² is the diagonal of the per-sample Fisher in that basis: of all F that are diagonal in it the
+closest one in the Frobenius norm (George et al. 2018). All uses of a weight by a sample and all its tokens are added before
+anything is squared: Y_b = Σ_t g_t a_tᵀ. The basis exists only after the last token, so every token is stored until then.
 
 Of an exact softmax head, S = (1/N) Σ_t w_t (q_Gᵀ(diag p_t − p_t p_tᵀ)q_G)(q_Aᵀa_t)²: labels of different tokens are drawn
 apart. Where its weight is a table too, the table's part is added, as K-FAC adds its two products.
@@ -23,6 +23,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
+from gramian.curvature.estimate.token_moments import shared_copy
 from gramian.curvature.memory.block_footprint import EKFAC_CHUNK
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
@@ -41,18 +42,18 @@ class EKFACUse:
     gradients_BTO: Tensor
     """g [B, T, out]."""
     scale: float | Tensor
-    """What turns g into that of a sample's own loss."""
+    """The factor from g to the gradient of a sample's own loss."""
     is_table: bool
     owned: bool = False
-    """True if nobody else can write to its memory."""
+    """True if no one else can write to its memory."""
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """Copy what the user may write to after the pass; layers that share an input share its copy."""
+        """Copy memory that the user may write to after the pass; layers that share an input share its copy."""
         if self.owned:
             return
         self.owned = True
-        self.inputs_BT = _copied(self.inputs_BT, copies)
-        self.gradients_BTO = _copied(self.gradients_BTO, copies)
+        self.inputs_BT = shared_copy(self.inputs_BT, copies)
+        self.gradients_BTO = shared_copy(self.gradients_BTO, copies)
 
 
 @dataclass
@@ -66,7 +67,7 @@ class SoftmaxTokens:
 
 @dataclass
 class EKFACSamples:
-    """What EK-FAC needs of one block's passes."""
+    """The stored tokens of one block, from which EK-FAC measures its eigenvalues."""
 
     passes: dict[int, list[EKFACUse]] = field(default_factory=dict)
     """{pass: uses by the same samples}."""
@@ -75,7 +76,7 @@ class EKFACSamples:
     softmax: list[SoftmaxTokens] = field(default_factory=list)
 
     def add(self, number: int, use: EKFACUse, weights_BT: Tensor | None, borrowed: bool) -> None:
-        """One more use."""
+        """Add one use."""
         if borrowed:
             use.own({})
         self.passes.setdefault(number, []).append(use)
@@ -83,20 +84,10 @@ class EKFACSamples:
             self.weights[number] = weights_BT.amax(1)
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """A pass is over."""
+        """End a pass: copy memory that the user may write to."""
         for uses in self.passes.values():
             for use in uses:
                 use.own(copies)
-
-
-def _copied(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
-    place = (t.data_ptr(), *t.shape, *t.stride())
-    if place not in copies:
-        copies[place] = t.detach().clone()
-    return copies[place]
-
-
-# ---- the end of a refresh --------------------------------------------------------------------------------------------
 
 
 def correct(
@@ -104,38 +95,30 @@ def correct(
     fresh: Mapping[str, Block],
     samples: Mapping[str, EKFACSamples],
     before: Mapping[str, Block],
-    spread: SharedFactorisation,
+    factorisations: SharedFactorisation,
 ) -> None:
-    """Give every Kronecker block its S. Collective.
+    """Give every Kronecker block of a refresh its S, from the stored tokens {block: samples}. Collective.
 
-    Args:
-        options: for the moving average.
-        fresh: the blocks of this refresh, averaged with those from before.
-        samples: {block: what this process saw}; a block that is missing saw nothing here.
-        before: blocks from before.
-        spread: who makes which eigendecomposition.
-
-    Raises:
-        GramianError: on all processes, if one of them could not.
+    `fresh` are the new blocks, averaged with those from `before`. An error on one process is raised on all.
     """
     blocks = {name: block for name, block in fresh.items() if block.A is not None}
-    others = spread.others
+    exchange = factorisations.exchange
     with torch.no_grad(), exact_float32():
         for block in blocks.values():
             block.corrected, block.facts.reason_ekfac = _can_be_corrected(block)
         able = {name: block for name, block in blocks.items() if block.corrected}
-        spread.factorise(able, {name: _dtype(block) for name, block in able.items()}, -1.0, options.kfac_eps)
+        factorisations.factorise(able, {name: _dtype(block) for name, block in able.items()}, -1.0, options.kfac_eps)
         found, problem = {}, ""
         for name, block in able.items():
             bases = Basis.of(block.holder("G", "eigen")), Basis.of(block.holder("A", "eigen"))
-            found[name], said = _measured(block, bases, samples.get(name) or EKFACSamples(), others)
-            problem = problem or said
-        words = [problem] if others is None else others.tell(problem)
-        problem = next((f"process {rank}: {word}" for rank, word in enumerate(words) if word), "")
+            found[name], failure = _measured(block, bases, samples.get(name) or EKFACSamples(), exchange)
+            problem = problem or failure
+        problems = [problem] if exchange is None else exchange.gather_messages(problem)
+        problem = next((f"process {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if problem:
             raise GramianError(f"{problem}; expected every process to measure its samples (ekfac=True)")
         for name, block in able.items():
-            sums = found[name].summed(others)
+            sums = found[name].summed(exchange)
             block.correction = _averaged(sums.correction(block.facts.terms), block, before.get(name), options.ema_decay)
 
 
@@ -152,8 +135,8 @@ def _dtype(block: Block) -> torch.dtype:
 
 
 @dataclass
-class Sums:
-    """Σ over samples of one block."""
+class EigenbasisSums:
+    """Σ over the samples of one block, in its eigenbasis."""
 
     squares_RS: Tensor
     norm: Tensor
@@ -161,21 +144,21 @@ class Sums:
     G: Basis
     A: Basis
 
-    def summed(self, others: Exchange | None) -> "Sums":
-        """Over all processes. One all-reduce of S and one number."""
-        if others is None:
+    def summed(self, exchange: Exchange | None) -> "EigenbasisSums":
+        """Σ over all processes. One all-reduce of S and one of a number."""
+        if exchange is None:
             return self
-        return Sums(others.sum(self.squares_RS), others.sum(self.norm), self.G, self.A)
+        return EigenbasisSums(exchange.sum(self.squares_RS), exchange.sum(self.norm), self.G, self.A)
 
     def correction(self, terms: float) -> Correction:
-        """S."""
+        """S, and the share of the trace outside the basis."""
         inside, norm = float(self.squares_RS.double().sum()), float(self.norm)
         outside = max(0.0, 1.0 - inside / norm) if norm > 0 else 0.0
         return Correction(self.squares_RS / terms, self.G, self.A, outside)
 
 
 def _averaged(new: Correction, block: Block, old: Block | None, decay: float) -> Correction:
-    """The moving average of the refreshes, as of the factors: old values as they are seen in the new basis."""
+    """The moving average over refreshes, as of the factors, with the old values expressed in the new basis."""
     k = block.facts.refreshes
     if old is None or old.correction is None or k <= 1:
         return new
@@ -184,16 +167,13 @@ def _averaged(new: Correction, block: Block, old: Block | None, decay: float) ->
     return Correction((1 - share) * seen + share * new.values_RS, new.G, new.A, new.outside)
 
 
-# ---- sums over samples -----------------------------------------------------------------------------------------------
-
-
 def _measured(
-    block: Block, bases: tuple[Basis, Basis], samples: EKFACSamples, others: Exchange | None
-) -> tuple[Sums, str]:
-    """This process's sums, and what went wrong. Collective where a side's rows are spread."""
+    block: Block, bases: tuple[Basis, Basis], samples: EKFACSamples, exchange: Exchange | None
+) -> tuple[EigenbasisSums, str]:
+    """This process's sums, and the error that cost it a part of them. Collective where a side's rows are sharded."""
     (G, A), spec, dtype = bases, block.spec, _dtype(block)
     zero = torch.zeros(G.rank, A.rank, dtype=dtype, device=spec.device)
-    sums, problem = Sums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
+    sums, problem = EigenbasisSums(zero, torch.zeros((), dtype=torch.float64, device=spec.device), G, A), ""
     table = isinstance(block.A, Diagonal) and spec.layout == "table"
     passes: list[_Rows] = []
     heads, heads_TI = samples.softmax, []
@@ -202,15 +182,15 @@ def _measured(
             _Rows(spec, uses, samples.weights.get(number), dtype, table) for number, uses in samples.passes.items()
         ]
         heads_TI = [_with_one(head.inputs_TI, spec, dtype) for head in heads]
-    except Exception as error:  # of any kind: raised when all processes know of it, who go on with its part missing
-        problem, passes, heads = _told(spec, error), [], []
-    outputs = _in_basis(G, [rows.outputs_KN for rows in passes], spec.outputs, dtype, others)
+    except Exception as error:  # of any kind: raised when all processes know of it; until then its part is missing
+        problem, passes, heads = _one_line(spec, error), [], []
+    outputs = _in_basis(G, [rows.outputs_KN for rows in passes], spec.outputs, dtype, exchange)
     inputs = (
         [None for _ in passes]
         if table
-        else _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, others)
+        else _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, exchange)
     )
-    head_inputs = [] if table else _in_basis(A, heads_TI, spec.inputs, dtype, others)
+    head_inputs = [] if table else _in_basis(A, heads_TI, spec.inputs, dtype, exchange)
     try:
         for rows, g_KR, a_KS in zip(passes, outputs, inputs, strict=True):
             if a_KS is None:
@@ -220,11 +200,11 @@ def _measured(
         for head, a_TS in zip(heads, head_inputs, strict=True):
             _add_softmax(sums, head, a_TS)
     except Exception as error:
-        problem = _told(spec, error)
+        problem = _one_line(spec, error)
     return sums, problem
 
 
-def _told(spec: Spec, error: Exception) -> str:
+def _one_line(spec: Spec, error: Exception) -> str:
     """An error in one line."""
     return " ".join(f"{spec.name}: {type(error).__name__}: {error}".split())
 
@@ -235,15 +215,7 @@ class _Rows:
     def __init__(
         self, spec: Spec, uses: Sequence[EKFACUse], weights_B: Tensor | None, dtype: torch.dtype, table: bool
     ) -> None:
-        """Put them side by side.
-
-        Args:
-            spec: of the block.
-            uses: by the same samples.
-            weights_B: of these; None: 1.
-            dtype: of the sums.
-            table: whether the weight is a table only: inputs stay indices.
-        """
+        """Concatenate the tokens of `uses` by the same samples; `table`: the weight is a table only, inputs stay indices."""
         self.batch = len(uses[0].gradients_BTO)
         self.weights_B, self.width = weights_B, spec.inputs
         inputs, outputs = [], []
@@ -273,13 +245,13 @@ class _Rows:
         return self.inputs_BK.flatten(0, 1)
 
     def _roots_B(self, like: Tensor) -> Tensor | None:
-        """1/√w: a sample of weight 2 is one that is there twice."""
+        """1/√w: a sample of weight 2 counts as two samples."""
         if self.weights_B is None:
             return None
         top_B = self.weights_B.to(like)
         return torch.where(top_B > 0, top_B, 1.0).rsqrt()
 
-    def add(self, sums: Sums, g_KR: Tensor, a_KS: Tensor) -> None:
+    def add(self, sums: EigenbasisSums, g_KR: Tensor, a_KS: Tensor) -> None:
         """Σ_b (Q_GᵀY_bQ_A)⊙² and Σ_b ‖Y_b‖² = Σ_b ⟨out outᵀ, in inᵀ⟩."""
         tokens = self.outputs_BKO.shape[1]
         g_BKR, a_BKS = (c.reshape(self.batch, tokens, c.shape[1]) for c in (g_KR, a_KS))
@@ -297,7 +269,7 @@ class _Rows:
         for part in _chunks(self.batch, out.shape[1] ** 2):
             sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
 
-    def add_table(self, sums: Sums, g_KR: Tensor) -> None:
+    def add_table(self, sums: EigenbasisSums, g_KR: Tensor) -> None:
         """The same where inputs are rows of a table: tokens of one sample and one row are added up, then squared."""
         tokens = self.inputs_BK.shape[1]
         sample_K = torch.arange(self.batch, device=g_KR.device).repeat_interleave(tokens)
@@ -311,7 +283,7 @@ class _Rows:
         sums.norm += joined_UO.double().square().sum()
 
 
-def _add_softmax(sums: Sums, head: SoftmaxTokens, a_TS: Tensor) -> None:
+def _add_softmax(sums: EigenbasisSums, head: SoftmaxTokens, a_TS: Tensor) -> None:
     """Σ_t w_t (q_Gᵀ(diag p − p pᵀ)q_G)(q_Aᵀa)²; its trace is Σ_t w_t (1 − ‖p‖²)‖a‖²."""
     p_TV, w_T = head.probabilities_TV.to(a_TS), head.weights_T.to(a_TS)
     q_VR = sums.G.combined(torch.eye(sums.G.rank, dtype=a_TS.dtype, device=a_TS.device))
@@ -322,30 +294,30 @@ def _add_softmax(sums: Sums, head: SoftmaxTokens, a_TS: Tensor) -> None:
 
 
 def _with_one(inputs: Tensor, spec: Spec, dtype: torch.dtype) -> Tensor:
-    """Rows of inputs, with the bias's 1 where the block has one."""
+    """Rows of inputs, with a last entry of 1 where the block has a bias."""
     rows = wide(inputs).to(dtype)
     return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1) if spec.has_bias else rows
 
 
 def _in_basis(
-    basis: Basis, pieces: Sequence[Tensor], width: int, dtype: torch.dtype, others: Exchange | None
+    basis: Basis, pieces: Sequence[Tensor], width: int, dtype: torch.dtype, exchange: Exchange | None
 ) -> list[Tensor]:
-    """Rows [K, n] of several passes in a basis, [K, r] each. Collective where the rows of a basis are spread."""
+    """Rows [K, n] of several passes in a basis, [K, r] each. Collective where the rows of a basis are sharded."""
     sizes = [len(piece) for piece in pieces]
     columns = basis.columns
-    if not isinstance(columns, ShardedColumns) or others is None:
+    if not isinstance(columns, ShardedColumns) or exchange is None:
         return [basis.coordinates(piece.mT).mT for piece in pieces]
-    whole = torch.cat(list(pieces)) if pieces else torch.zeros(0, width, dtype=dtype, device=columns.stored.body.device)
-    counts = [int(count) for count in others.tell(len(whole))]
-    features = others.reshard(whole, counts)
+    rows = torch.cat(list(pieces)) if pieces else torch.zeros(0, width, dtype=dtype, device=columns.stored.body.device)
+    counts = [int(count) for count in exchange.gather_messages(len(rows))]
+    features = exchange.reshard(rows, counts)
     local = Basis(basis.dim, basis.matrix, columns.local())
-    start = sum(counts[: others.rank])
-    found = local.coordinates(features.mT)[:, start : start + len(whole)].mT
+    start = sum(counts[: exchange.rank])
+    found = local.coordinates(features.mT)[:, start : start + len(rows)].mT
     return list(found.split(sizes))
 
 
 def _chunks(batch: int, entries: int) -> Iterator[slice]:
-    """Samples whose matrices are formed together."""
+    """Slices of samples whose matrices are formed together."""
     step = max(1, EKFAC_CHUNK // max(entries, 1))
     for start in range(0, batch, step):
         yield slice(start, min(start + step, batch))

@@ -31,14 +31,10 @@ FISHER_TYPES = ("empirical", "mc", "true")
 
 
 def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
-    """Refuse what is no way to get labels.
-
-    Raises:
-        GramianError: naming the argument.
-    """
+    """Raise for the first argument that does not define where labels come from."""
     if fisher_type not in FISHER_TYPES:
-        words = ", ".join(f'"{word}"' for word in FISHER_TYPES)
-        raise GramianError(f"fisher_type: expected one of {words}, got {fisher_type!r}")
+        names = ", ".join(f'"{name}"' for name in FISHER_TYPES)
+        raise GramianError(f"fisher_type: expected one of {names}, got {fisher_type!r}")
     if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
         raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -46,13 +42,29 @@ def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the model is asked, and which of its answers count."""
+class LabelArguments:
+    """Where labels come from, as `collect_kfac_factors` takes it; there every field is explained."""
+
+    fisher_type: str
+    n_samples: int
+    generator: torch.Generator | None
+    sample_ids: Tensor | None
+    causal_shift: bool | None
+
+    @property
+    def drawn(self) -> bool:
+        """True if labels are drawn from the model."""
+        return self.fisher_type != "empirical"
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """A batch as arguments of the model, with the labels and the mask of its positions."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     labels: Tensor | None
-    """As the user has them, before any shift."""
+    """As the user gives them, before any shift."""
     mask_BT: Tensor | None
     """attention_mask."""
     inputs: Tensor
@@ -60,12 +72,8 @@ class Question:
     """True if position t predicts label t+1."""
 
 
-def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
-    """Read a batch: a mapping as Hugging Face models take it, or (inputs, labels).
-
-    Raises:
-        GramianError: for anything else.
-    """
+def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBatch:
+    """Read a batch: a mapping as Hugging Face models take it, or (inputs, labels)."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise GramianError("model: is an encoder and a decoder; expected kfac.capture(...) around your own loss for it")
     if shifted is not None and not isinstance(shifted, bool):
@@ -92,10 +100,8 @@ def question(model: nn.Module, batch: Any, shifted: bool | None) -> Question:
             f"batch: expected a mapping with input_ids and labels, or (inputs, labels), got {type(batch).__name__}"
         )
     if labels is not None and (not isinstance(labels, Tensor) or labels.is_floating_point()):
-        raise GramianError(
-            "labels: expected integer classes; expected kfac.capture(...) around your own loss for others"
-        )
-    return Question(args, kwargs, labels, mask, first, _is_causal(model) if shifted is None else shifted)
+        raise GramianError("labels: expected integer classes, or kfac.capture(...) around your own loss")
+    return LabelledBatch(args, kwargs, labels, mask, first, _is_causal(model) if shifted is None else shifted)
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -105,11 +111,7 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in what a model returned.
-
-    Raises:
-        GramianError: if there are none.
-    """
+    """The logits in the output of a model."""
     logits = getattr(output, "logits", output[0] if isinstance(output, tuple | list) else output)
     if not isinstance(logits, Tensor) or logits.dim() < 2 or not logits.is_floating_point():
         raise GramianError("model: returned no logits; expected a tensor [B, ..., V], alone, first, or as .logits")
@@ -118,7 +120,7 @@ def logits_of(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Positions:
-    """Which positions carry a loss term, and with which label."""
+    """The positions that have a loss term, and their labels."""
 
     counted: Tensor
     """bool, [B] or [B, T]."""
@@ -131,19 +133,19 @@ class Positions:
         return float(self.counted.sum())
 
 
-def positions(asked: Question, shape: torch.Size | None) -> Positions:
-    """Which positions count, from labels and mask; without either, from the shape of the logits."""
-    labels, mask, device = asked.labels, asked.mask_BT, asked.inputs.device
-    if labels is None and asked.shifted:
-        labels = asked.inputs if mask is None else asked.inputs.masked_fill(mask == 0, IGNORE)
+def positions(batch: LabelledBatch, shape: torch.Size | None) -> Positions:
+    """The positions with a loss term, from labels and mask; without either, from the shape of the logits."""
+    labels, mask, device = batch.labels, batch.mask_BT, batch.inputs.device
+    if labels is None and batch.shifted:
+        labels = batch.inputs if mask is None else batch.inputs.masked_fill(mask == 0, IGNORE)
     if labels is None:
         assert shape is not None
         counted = torch.ones(shape, dtype=torch.bool, device=device)
     else:
         labels, shape = labels.to(device), labels.shape
-        if asked.shifted and labels.dim() < 2:
+        if batch.shifted and labels.dim() < 2:
             raise GramianError(f"causal_shift: labels of shape {list(labels.shape)} have no positions; expected [B, T]")
-        if asked.shifted:
+        if batch.shifted:
             last = labels.new_full((*labels.shape[:-1], 1), IGNORE)
             labels = torch.cat([labels[..., 1:], last], dim=-1)
         counted = labels != IGNORE
@@ -152,11 +154,11 @@ def positions(asked: Question, shape: torch.Size | None) -> Positions:
     return Positions(counted, labels)
 
 
-def token_weights(asked: Question, found: Positions) -> Tensor | None:
-    """Which tokens of the layers count: those with a loss term, or, where a sample has one term, those of its mask."""
+def token_weights(batch: LabelledBatch, found: Positions) -> Tensor | None:
+    """[B, T], weights of the layers' tokens: those with a loss term, or, where a sample has one term, those of its mask."""
     if found.counted.dim() >= 2:
         return found.counted.flatten(1).double()
-    weights = None if asked.mask_BT is None or asked.mask_BT.dim() != 2 else asked.mask_BT.double()
+    weights = None if batch.mask_BT is None or batch.mask_BT.dim() != 2 else batch.mask_BT.double()
     if bool(found.counted.all()):
         return weights
     counted_B1 = found.counted.double()[:, None]
@@ -188,7 +190,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Ten
 
 def run_passes(
     root: nn.Module,
-    asked: Question,
+    batch: LabelledBatch,
     capture: Callable[[Positions, Tensor | None], KFACCapture],
     draws: int | None,
     seed: int,
@@ -198,33 +200,30 @@ def run_passes(
 
     Args:
         root: the user's module, unwrapped.
-        asked: the batch.
+        batch: inputs and labels, as `read_batch` read them.
         capture: opens a capture for these positions and token weights.
-        draws: how often labels are drawn; None: the batch's own labels.
+        draws: number of draws of labels; None: the batch's own labels.
         seed: of the draws.
-        sample_ids: [B], what draws and subsets are keyed by; None: the rows' numbers, dealt out over processes.
-
-    Raises:
-        GramianError: if labels and logits do not fit, or a gradient reaches a parameter past its layer.
+        sample_ids: [B], ids that draws and subsets are keyed by; None: `global_ids`.
     """
     with ExitStack() as around:
         around.enter_context(preserve_state(root))
         shape = None
-        if asked.labels is None and not asked.shifted:
+        if batch.labels is None and not batch.shifted:
             with torch.no_grad():
-                shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
-        found = positions(asked, shape)
-        weights = token_weights(asked, found)
+                shape = logits_of(root(*batch.args, **batch.kwargs)).shape[:-1]
+        found = positions(batch, shape)
+        weights = token_weights(batch, found)
         cap = capture(found, weights)
-        if not asked.inputs.shape[0]:
-            cap.batch_size = 0  # said, so that no row stands in for samples that are not there
-        samples = global_ids(sample_ids, 0, asked.inputs.shape[0], cap.dealt)
+        if not batch.inputs.shape[0]:
+            cap.batch_size = 0  # stated, so that no row is taken for a sample
+        samples = global_ids(sample_ids, 0, batch.inputs.shape[0], cap.sample_sharding)
         around.enter_context(hub_of(root).governed_by(Withheld()))
         around.enter_context(cap)  # after the rule: where no weight gradient is formed there is nothing to audit
         for draw in range(draws or 1):
             cap.draw = draw
             cap.next(num_terms=found.terms, token_weights=weights, sample_ids=samples)
-            logits = logits_of(root(*asked.args, **asked.kwargs))
+            logits = logits_of(root(*batch.args, **batch.kwargs))
             if logits.shape[:-1] != found.counted.shape:
                 raise GramianError(
                     f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
@@ -243,11 +242,7 @@ def run_passes(
 
 
 def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
-    """A tensor-parallel head may hand each process its own classes; labels want all of them.
-
-    Raises:
-        GramianError: naming the head.
-    """
+    """Raise if a tensor-parallel head returns only its own classes to each process: labels need all of them."""
     head = cap.kronecker.head or cap.output_layer()
     classes = next((spec.outputs for spec in cap.kronecker.specs.values() if head in spec.layers), logits.shape[-1])
     if logits.shape[-1] != classes:
@@ -258,11 +253,7 @@ def _refuse_part_of_classes(cap: KFACCapture, logits: Tensor) -> None:
 
 
 def refuse_unknown_classes(labels: Tensor, counted: Tensor, classes: int) -> None:
-    """Refuse labels that are no class where they count.
-
-    Raises:
-        GramianError: with the first of them.
-    """
+    """Raise if a label that counts is not a class."""
     wrong = counted & ((labels < 0) | (labels >= classes))
     if bool(wrong.any()):
         raise GramianError(

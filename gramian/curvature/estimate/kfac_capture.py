@@ -1,94 +1,135 @@
-"""A refresh on the user's own passes: one backward or several, each with its own terms and weights."""
+"""A refresh on the user's own passes: one backward or several, each with its own loss terms and token weights.
+
+`KFACCapture` is the context that `kfac.capture(...)` returns on a step that refreshes. Its two statistics (Kronecker sums
+over layers, exact sums over the remaining parameters) observe every backward inside the `with` block; leaving the block makes
+factors.
+"""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
-from gramian.curvature.estimate.refresh_sums import KroneckerSums, RefreshPass, RemainderSums
+from gramian.curvature.estimate.kronecker_sums import KroneckerSums
+from gramian.curvature.estimate.refresh_pass import RefreshPass
+from gramian.curvature.estimate.remainder_sums import RemainderSums
+from gramian.curvature.refresh.refresh_schedule import fail_refresh
+from gramian.curvature.state import CurvatureState
 from gramian.parallel.exchange import Exchange
-from gramian.parallel.tensor_parallel import Dealt, TensorParallel
-from gramian.taps.capture import Capture
+from gramian.parallel.tensor_parallel import SampleAssignment, TensorParallel
+from gramian.taps.capture import Capture, check_arguments
 from gramian.taps.model.user_names import is_compiled, unwrap
 from gramian.taps.records import PassInfo
-
-if TYPE_CHECKING:
-    from gramian.curvature.kfac import KFACNaturalGradient
 
 ONE_BACKWARD = "capture: got a second backward; expected cap.next(num_terms=...) before each further one's forward"
 
 
+@dataclass(frozen=True)
+class LossArguments:
+    """The user's description of a loss, as `kfac.capture` takes it; there every field is explained."""
+
+    loss_reduction: str | float
+    num_terms: float | None
+    token_weights: Tensor | None
+    loss_scale: "float | torch.amp.GradScaler" = 1.0
+    batch_size: int | None = None
+    sample_ids: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise for the first argument that cannot describe a loss."""
+        check_arguments(self.loss_reduction, self.batch_size, None, self.token_weights, self.loss_scale)
+        check_terms(self.num_terms, self.token_weights)
+
+
 class KFACCapture(Capture):
-    """What `kfac.capture(...)` gives on a step that refreshes."""
+    """The context of a refresh on the user's passes.
+
+    ```python
+    with kfac.capture(model, num_terms=y0.numel()) as cap:
+        loss(model(x0), y0).backward()
+        cap.next(num_terms=y1.numel())  # before each further forward and backward
+        loss(model(x1), y1).backward()
+    ```
+    """
 
     takes_shares = True
 
     def __init__(
         self,
-        kfac: "KFACNaturalGradient",
+        state: CurvatureState,
         model: nn.Module,
         kronecker: KroneckerSums,
         remainder: RemainderSums,
-        *,
-        loss_reduction: str | float,
-        num_terms: float | None,
-        token_weights: Tensor | None,
-        loss_scale: "float | torch.amp.GradScaler",
-        batch_size: int | None,
-        sample_ids: Tensor | None,
+        finish: "Callable[[CurvatureState, KFACCapture], None]",
+        loss: LossArguments,
         estimate: str,
-        others: Exchange | None,
+        exchange: Exchange | None,
     ) -> None:
-        """Check the arguments; the model is not touched before the block is entered."""
+        """Set up the statistics; the model is not touched before the block is entered. `finish` makes factors of the sums."""
         super().__init__(
             model,
             kronecker,
             remainder,
-            loss_reduction=loss_reduction,
-            batch_size=batch_size,
-            token_weights=token_weights,
-            loss_scale=loss_scale,
+            loss_reduction=loss.loss_reduction,
+            batch_size=loss.batch_size,
+            token_weights=loss.token_weights,
+            loss_scale=loss.loss_scale,
         )
-        self._kfac, self.kronecker, self.remainder, self.estimate = kfac, kronecker, remainder, estimate
-        self.others = others
+        self._curvature, self._finish = state, finish
+        self.kronecker, self.remainder, self.estimate = kronecker, remainder, estimate
+        self.exchange = exchange
         """The processes that share the refresh; None: this one alone."""
-        self.dealt = dealt_out(model, others)
-        """How the samples are dealt out to them; None: this process has all."""
+        self.sample_sharding = sample_sharding(model, exchange)
+        """How samples are numbered over them; None: this process has all."""
         self.draw = 0
-        """Number of the draw of labels that the next pass has."""
-        self.silence = ""
-        """What is to be said if no process had a backward."""
+        """Number of the draw of labels that the next pass uses."""
+        self.no_backward = ""
+        """The error to raise if no process had a backward."""
         self.terms = 0.0
-        self._told: tuple[float | None, Tensor | None, Tensor | None] | None = None
-        self._tellings = 0
-        self._counted: dict[int, int] = {}
-        self._samples = 0
+        """Loss terms of the backwards so far."""
         self.samples = 0
-        """Samples whose backward is over."""
-        self._tell(num_terms, token_weights, sample_ids)
+        """Samples whose backward has ended."""
+        self._next: tuple[float | None, Tensor | None, Tensor | None] | None = None
+        self._announcements = 0
+        self._counted: dict[int, int] = {}
+        self._started_samples = 0
+        self.next(num_terms=loss.num_terms, token_weights=loss.token_weights, sample_ids=loss.sample_ids)
 
     @property
     def passes(self) -> int:
-        """Backwards that are over."""
+        """Backwards that have ended."""
         return self._passes
 
-    def next(
-        self,
-        *,
-        num_terms: float | None = None,
-        token_weights: Tensor | None = None,
-        sample_ids: Tensor | None = None,
-    ) -> None:
-        """Say how many loss terms stand behind the next backward, which tokens count in it, and whose they are."""
-        self._tell(num_terms, token_weights, sample_ids)
+    @property
+    def problem(self) -> str:
+        """Why the sums cannot be used; "" if they can."""
+        return "a backward failed half-way inside the capture" if self._failed else ""
 
-    def _tell(self, num_terms: float | None, token_weights: Tensor | None, sample_ids: Tensor | None) -> None:
+    def next(
+        self, *, num_terms: float | None = None, token_weights: Tensor | None = None, sample_ids: Tensor | None = None
+    ) -> None:
+        """Announce the next backward: its number of loss terms, its token weights [B, T], the ids of its samples [B]."""
         check_terms(num_terms, token_weights)
-        self._told = (num_terms, token_weights, sample_ids)
-        self._tellings += 1
+        self._next = (num_terms, token_weights, sample_ids)
+        self._announcements += 1
+
+    def __enter__(self) -> Self:
+        """Install the taps."""
+        self._curvature.refuse_nested()
+        try:
+            super().__enter__()
+        except BaseException as error:  # other processes are inside theirs
+            self._fail(f"{type(error).__name__} on entering the capture", f" ({error})")
+            raise
+        if self._hub.tensor_parallel is not None and self.exchange is not None:
+            self._hub.tensor_parallel.exchange.sent = self.exchange.sent  # one account of bytes
+        self._curvature.capturing = True
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -102,61 +143,44 @@ class KFACCapture(Capture):
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """What went wrong here is told to the other processes, whatever it is: they wait for this one."""
+        """Announce any error to the other processes, which wait for this one."""
         try:
             super().__exit__(kind, error, trace)
         except BaseException as problem:
             expected = isinstance(problem, GramianError) and not self._passes
-            if not expected or not (
-                self._failed or self.others is not None
-            ):  # no backward ran: one failed, or others' did
-                self._kfac._fail(self, str(problem))
+            if not expected or not (self._failed or self.exchange is not None):
+                self._fail(str(problem))
                 raise
-            self.silence = str(problem)
+            self.no_backward = str(problem)  # none ran here: one failed, or other processes had some
         if kind is not None:
-            self._kfac._fail(self, f"{kind.__name__} inside the capture", f" ({error})")
+            self._fail(f"{kind.__name__} inside the capture", f" ({error})")
         else:
-            self._kfac._finish(self)
+            self._finish(self._curvature, self)
 
-    @property
-    def problem(self) -> str:
-        """Why the sums are of no use; "" if they are."""
-        return "a backward failed half-way inside the capture" if self._failed else ""
-
-    def __enter__(self) -> Self:
-        """Install the taps."""
-        self._kfac._refuse_nested()
-        try:
-            super().__enter__()
-        except BaseException as error:  # the others are inside theirs
-            self._kfac._fail(self, f"{type(error).__name__} on entering the capture", f" ({error})")
-            raise
-        if self._hub.tensor_parallel is not None and self.others is not None:
-            self._hub.tensor_parallel.exchange.sent = self.others.sent  # one account
-        self._kfac._open = True
-        return self
+    def _fail(self, reason: str, detail: str = "") -> None:
+        fail_refresh(self._curvature, self.exchange, reason, detail)
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """One term's coefficient in the loss of this pass."""
-        if self._told is None:
+        """The pass of a forward: its samples, token weights, and 1 / the coefficient of one term in its loss."""
+        if self._next is None:
             raise GramianError(ONE_BACKWARD)
-        terms, weights, ids = self._told
+        terms, weights, ids = self._next
         if weights is not None and (weights.dim() != 2 or weights.shape[0] != batch):
             raise GramianError(f"token_weights: expected shape [{batch}, T], got {list(weights.shape)}")
         if weights is not None and not bool(((weights >= 0) & weights.isfinite()).all()):
             raise GramianError(
-                "token_weights: hold a negative number or NaN, or infinity; expected weights of 0 or more"
+                "token_weights: contain a negative number, NaN or infinity; expected weights of 0 or more"
             )
         count = float(weights.sum()) if terms is None and weights is not None else float(terms or 0)
         mean = count if count > 0 else 1.0  # a pass without terms has no gradient either
         given = self._loss_reduction
         factor = {"mean": mean, "sum": 1.0}[given] if isinstance(given, str) else 1.0 / given
-        first, self._samples = self._samples, self._samples + batch
-        samples_B = global_ids(ids, first, batch, self.dealt)
-        forwards = self.kronecker.forwards
-        forwards[self._tellings] = forwards.get(self._tellings, 0) + 1
-        spread = self._hub.tensor_parallel
-        mine = slice(0, batch) if spread is None else spread.share(batch)
+        first, self._started_samples = self._started_samples, self._started_samples + batch
+        samples_B = global_ids(ids, first, batch, self.sample_sharding)
+        forwards = self.kronecker.selection.forwards
+        forwards[self._announcements] = forwards.get(self._announcements, 0) + 1
+        tensor_parallel = self._hub.tensor_parallel
+        mine = slice(0, batch) if tensor_parallel is None else tensor_parallel.share(batch)
         return RefreshPass(
             number=number,
             batch=mine.stop - mine.start,
@@ -168,36 +192,38 @@ class KFACCapture(Capture):
             num_terms=count,
             samples_B=samples_B[mine],
             draw=self.draw,
-            telling=self._tellings,
+            announcement=self._announcements,
             whole_batch=batch,
-            spread=spread,
+            tensor_parallel=tensor_parallel,
         )
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """One backward is over: count its terms, once if it went through several forwards."""
+        """Count the terms of a backward, once if it went through several forwards."""
         super().end_of_pass(info)
         assert isinstance(info, RefreshPass)
         backward = torch._C._current_graph_task_id()
-        if info.telling not in self._counted:
-            self._counted[info.telling] = backward
-            if info.spread is None or info.spread.first:  # one process of those that see the same terms
+        if info.announcement not in self._counted:
+            self._counted[info.announcement] = backward
+            if (
+                info.tensor_parallel is None or info.tensor_parallel.first
+            ):  # one of the processes that see the same terms
                 self.terms += info.num_terms
-        elif self._counted[info.telling] != backward:
+        elif self._counted[info.announcement] != backward:
             raise GramianError(ONE_BACKWARD)
         self.samples += info.batch
-        self._told = None
+        self._next = None
 
     def output_layer(self) -> str | None:
         """The layer whose output the model returns."""
         return self._hub.output_layer
 
     def collected(self) -> tuple[Any, Any]:
-        """The sums of both statistics; none if they are of no use."""
+        """The sums of both statistics; empty if they cannot be used."""
         return ({}, {}) if self.problem else (self._sums_of(self.kronecker), self._sums_of(self.remainder))
 
 
-class Idle:
-    """What `kfac.capture(...)` gives on a step that does not refresh: nothing happens."""
+class IdleCapture:
+    """The context that `kfac.capture(...)` returns on a step that does not refresh: it observes nothing."""
 
     def __enter__(self) -> Self:
         """Do nothing."""
@@ -207,53 +233,36 @@ class Idle:
         """Do nothing."""
 
     def next(
-        self,
-        *,
-        num_terms: float | None = None,
-        token_weights: Tensor | None = None,
-        sample_ids: Tensor | None = None,
+        self, *, num_terms: float | None = None, token_weights: Tensor | None = None, sample_ids: Tensor | None = None
     ) -> None:
-        """Check the arguments, as a refreshing capture would."""
+        """Check the arguments, as a refreshing capture does."""
         check_terms(num_terms, token_weights)
 
 
-def dealt_out(model: nn.Module, others: Exchange | None) -> Dealt | None:
-    """Who has which samples: each process its own, or all processes of a tensor-parallel group the same; None: this one all.
-
-    Raises:
-        GramianError: if a tensor-parallel model is compiled, or its group is not among the processes that join their sums.
-    """
-    spread = TensorParallel.of(unwrap(model))
-    if spread is not None and any(is_compiled(module) for module in model.modules()):
+def sample_sharding(model: nn.Module, exchange: Exchange | None) -> SampleAssignment | None:
+    """How samples are numbered: each process has its own, or a tensor-parallel group shares them; None: this one has all."""
+    tensor_parallel = TensorParallel.of(unwrap(model))
+    if tensor_parallel is not None and any(is_compiled(module) for module in model.modules()):
         raise GramianError("model: is tensor parallel and compiled, which K-FAC cannot see into; expected eager mode")
-    if spread is None or spread.size == 1:
-        return None if others is None else Dealt(others.rank, others.size)
-    if others is None:
+    if tensor_parallel is None or tensor_parallel.size == 1:
+        return None if exchange is None else SampleAssignment(exchange.rank, exchange.size)
+    if exchange is None:
         raise GramianError(
-            'kfac_distributed_reduce: is "none", but no process has whole features of a tensor-parallel layer; '
+            'kfac_distributed_reduce: is "none", but no process has all features of a tensor-parallel layer; '
             'expected "gram", "gather" or "dense"'
         )
-    return spread.dealt(others)
+    return tensor_parallel.assignment(exchange)
 
 
-def global_ids(given: Any, first: int, batch: int, others: Dealt | Exchange | None) -> Tensor:
+def global_ids(given: Any, first: int, batch: int, sharding: SampleAssignment | Exchange | None) -> Tensor:
     """Ids of a batch's samples among those of all processes, [B].
 
-    Where none are given, the i-th sample of process r of W is sample i·W + r: as a `DistributedSampler` deals them out, so
-    that one process which sees them in their order has the same ids.
-
-    Args:
-        given: the user's own ids, or None.
-        first: samples that came before.
-        batch: B.
-        others: how samples are dealt out; None: this process has all.
-
-    Raises:
-        GramianError: for ids that are none.
+    Where the user gives none, the i-th sample of process r of W is sample i·W + r, as a `DistributedSampler` numbers them, so
+    that one process which sees all samples in order has the same ids. `first` samples came before this batch.
     """
     if given is None:
         local_B = torch.arange(first, first + batch)
-        return local_B if others is None else local_B * others.size + others.rank
+        return local_B if sharding is None else local_B * sharding.size + sharding.rank
     if isinstance(given, Tensor) and given.shape == (batch,) and not given.is_floating_point():
         return given
     got = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
@@ -261,11 +270,7 @@ def global_ids(given: Any, first: int, batch: int, others: Dealt | Exchange | No
 
 
 def check_terms(num_terms: Any, token_weights: Any) -> None:
-    """Refuse a number of terms that is none, or none at all.
-
-    Raises:
-        GramianError: naming the argument.
-    """
+    """Check that the number of loss terms is stated, directly or by token weights."""
     if token_weights is not None and not isinstance(token_weights, Tensor):
         raise GramianError(f"token_weights: expected a tensor of shape [B, T], got {type(token_weights).__name__}")
     if num_terms is None:

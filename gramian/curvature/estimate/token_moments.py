@@ -2,8 +2,8 @@
 
 Legend: T tokens, N width of a token, w_t weights.
 
-Keeping the rows is exact and small while T < N (the factor is then of rank T); a matrix is exact and small from there on. A
-limit keeps the `limit` tokens with the smallest keys: a random subset that does not depend on how the tokens arrive.
+Storing the rows is exact and small while T < N (the factor is then of rank T); a matrix is exact and small from there on. A
+limit selects the `limit` tokens with the smallest keys: a random subset that does not depend on how the tokens arrive.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.linalg.factors.stored import MatrixSource
-from gramian.linalg.wide import wide, wide_dtype, wide_moments
+from gramian.linalg.wide import wide, wide_moments
 
 
 @dataclass(frozen=True)
-class Keep:
-    """What a moment keeps."""
+class StoragePolicy:
+    """How a moment stores its tokens."""
 
     rows_up_to: int = 0
     """Tokens up to which the rows become a low-rank factor; beyond, a matrix."""
     limit: int | None = None
-    """Tokens of the keyed subset, kept as rows; None: all."""
+    """Tokens of the keyed subset, stored as rows; None: all."""
     diagonal: bool = False
-    """Only Σ w x²."""
+    """True: only Σ w x² is stored."""
     why: str = ""
-    """What memory_budget has changed; empty: nothing."""
+    """The change that memory_budget made; empty: none."""
 
 
 @dataclass
@@ -38,21 +39,21 @@ class Tokens:
     weights_T: Tensor | None
     """w_t; None: 1."""
     keys_T: Tensor | None
-    """For a keyed subset."""
+    """Random keys, for a subset."""
     scale: float | Tensor = 1.0
-    """Every row is meant times this."""
+    """A factor that every row is still to be multiplied by."""
     borrowed: bool = False
     seen: int = 0
-    """Tokens that these rows stand for, before any subset was taken."""
+    """Tokens before any subset was taken."""
     owned: bool = False
-    """True if nobody else can write to the rows' memory."""
+    """True if no one else can write to the rows' memory."""
 
 
 class Products:
     """The last product of a side with itself: layers that share their input (q, k, v) share it and every sum it enters."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Begin without a product."""
         self._parts: Sequence[Tokens] = ()
         self._product: tuple[Tensor, Tensor] | None = None
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
@@ -69,22 +70,22 @@ class Products:
         return self._product
 
     def add(self, total: Tensor, product: Tensor) -> Tensor:
-        """Total + product as a new tensor, the same one for everybody who asks for the same sum."""
+        """Total + product as a new tensor, the same one for every layer that asks for the same sum."""
         if self._sum is None or self._sum[0] is not total or self._sum[1] is not product:
             self._sum = (total, product, total + product)
         return self._sum[2]
 
     def forget(self) -> None:
-        """Let the last ones go: at the end of a pass."""
+        """Free the last product, at the end of a pass."""
         self._parts, self._product, self._sum = (), None, None
 
     def _same(self, parts: Sequence[Tokens]) -> bool:
-        """True if these are the very numbers of the last call; that one's memory is held, so an address tells."""
+        """True if these are the numbers of the last call, whose memory is still referenced, so an address identifies it."""
         return len(parts) == len(self._parts) and all(map(same_tokens, self._parts, parts))
 
 
 def same_tokens(left: Tokens, right: Tokens) -> bool:
-    """True if both are the same memory, weighted alike; inputs, which are what is shared, have no scale."""
+    """True if both are the same memory, weighted alike; inputs, the only shared side, have no scale."""
     a, b = left.rows_TN, right.rows_TN
     same = a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
@@ -106,7 +107,7 @@ class TokenMoment:
     """The running sum of one side of one block."""
 
     width: int
-    keep: Keep
+    keep: StoragePolicy
     chunks: list[Tokens] = field(default_factory=list)
     matrix: Tensor | None = None
     first_N: Tensor | None = None
@@ -118,10 +119,10 @@ class TokenMoment:
     """Tokens over which the sum runs, before any subset was taken."""
 
     @property
-    def kept(self) -> int:
-        """Tokens that are in the sum."""
-        whole = self.matrix is not None or self.diagonal_N is not None
-        return self.seen if whole else sum(len(chunk.rows_TN) for chunk in self.chunks)
+    def stored(self) -> int:
+        """Number of tokens in the sum."""
+        summed = self.matrix is not None or self.diagonal_N is not None
+        return self.seen if summed else sum(len(chunk.rows_TN) for chunk in self.chunks)
 
     def add(self, tokens: Tokens, products: Products) -> None:
         """Add tokens."""
@@ -148,18 +149,10 @@ class TokenMoment:
         self.chunks.append(tokens)
 
     def own(self, copies: dict[tuple[int, ...], Tensor]) -> None:
-        """Copy rows that are the user's memory (an input, a gradient handed to `backward`), who may write to it after a pass.
-
-        Args:
-            copies: {place of rows: their copy}, shared by all moments, so that layers with one input go on sharing it.
-        """
+        """Copy rows in the user's memory (an input, a gradient given to `backward`), which may change after a pass."""
         for chunk in self.chunks:
             if not chunk.owned:
-                rows = chunk.rows_TN
-                place = (rows.data_ptr(), *rows.shape, *rows.stride())
-                if place not in copies:
-                    copies[place] = rows.clone()
-                chunk.rows_TN, chunk.owned = copies[place], True
+                chunk.rows_TN, chunk.owned = shared_copy(chunk.rows_TN, copies), True
 
     def _choose(self, limit: int) -> None:
         """Keep the tokens with the smallest keys."""
@@ -167,7 +160,7 @@ class TokenMoment:
             self.keep_keys(smallest(self.keys(), limit))
 
     def keys(self) -> Tensor:
-        """Of the tokens kept, [T]."""
+        """Keys of the stored tokens, [T]."""
         return torch.cat([chunk.keys_T for chunk in self.chunks if chunk.keys_T is not None])
 
     def keep_keys(self, bound: Tensor) -> None:
@@ -186,8 +179,8 @@ class TokenMoment:
         else:
             self.matrix, self.first_N = products.add(self.matrix, product), self.first_N + first
 
-    def kept_weight(self) -> float | Tensor:
-        """Σ w over the tokens kept."""
+    def stored_weight(self) -> float | Tensor:
+        """Σ w over the stored tokens."""
         if self.keep.limit is None:
             return self.weight
         total: float | Tensor = 0.0
@@ -195,14 +188,12 @@ class TokenMoment:
             total = total + (float(len(chunk.rows_TN)) if chunk.weights_T is None else chunk.weights_T.double().sum())
         return total
 
-    # ---- in the form of a factor -----------------------------------------------------------------------------------
-
     def columns(self, bias: bool) -> "WeightedColumns":
-        """√w_t [x_t, 1] (the 1 with a bias only) of the tokens kept, as columns, made when they are asked for."""
+        """√w_t [x_t, 1] (the 1 with a bias only) of the stored tokens, as columns that are computed on demand."""
         return WeightedColumns(self.chunks, bias)
 
     def row_matrix(self, bias: bool) -> tuple[Tensor, float]:
-        """The same written down as rows, [T, n], and what these are still to be multiplied by."""
+        """The same as rows in memory, [T, n], and the factor that they are still to be multiplied by."""
         columns = self.columns(bias)
         assert columns.factor == 1.0 or not bias  # inputs, which alone have a bias, come unscaled
         if columns.plain and len(self.chunks) == 1 and not bias:
@@ -226,7 +217,7 @@ class TokenMoment:
         return product if factor == 1.0 else product * factor**2
 
     def product_diagonal(self, bias: bool, softmax: bool) -> Tensor:
-        """The diagonal of `product`, [n], where nothing else was kept."""
+        """The diagonal of `product`, [n], where nothing else is stored."""
         assert self.diagonal_N is not None and self.first_N is not None
         if bias:
             return torch.cat([self.diagonal_N, self.diagonal_N.new_full((1,), float(self.weight))])
@@ -234,18 +225,13 @@ class TokenMoment:
 
 
 class WeightedColumns(MatrixSource):
-    """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens where they are, put together some at a time.
+    """U [n, T] = √w_t [x_t, 1] (the 1 with a bias only): tokens stay where they are and are combined some at a time.
 
     U is still to be multiplied by `factor`: the scale of all tokens where it is one known number.
     """
 
     def __init__(self, chunks: Sequence[Tokens], bias: bool) -> None:
-        """Copy nothing.
-
-        Args:
-            chunks: tokens of one width, at least one chunk.
-            bias: whether every token has a last entry of 1.
-        """
+        """Refer to at least one chunk of tokens of one width; `bias`: every token has a last entry of 1."""
         self._chunks, self._bias = chunks, bias
         first = chunks[0].scale
         alike = isinstance(first, float) and all(isinstance(c.scale, float) and c.scale == first for c in chunks)
@@ -267,7 +253,7 @@ class WeightedColumns(MatrixSource):
         return chunk.weights_T[tokens].to(self.dtype).clamp(min=0).sqrt()
 
     def piece(self, columns: slice) -> Tensor:
-        """Of these tokens, [n, c]: where they lie, or written down."""
+        """Columns of these tokens, [n, c]: a view where possible, else a copy."""
         if self.plain and len(self._chunks) == 1 and not self._bias:
             return self._chunks[0].rows_TN[columns].mT
         piece_CN = torch.empty(columns.stop - columns.start, self.shape[0], dtype=self.dtype, device=self.device)
@@ -275,7 +261,7 @@ class WeightedColumns(MatrixSource):
         return piece_CN.mT
 
     def write(self, into_CN: Tensor, first: int = 0) -> None:
-        """Write as many tokens as there are rows, beginning with one of them."""
+        """Write as many tokens as there are rows, beginning with token `first`."""
         at = -first
         for chunk in self._chunks:
             here = slice(max(-at, 0), min(len(chunk.rows_TN), len(into_CN) - at))
@@ -292,6 +278,14 @@ class WeightedColumns(MatrixSource):
             at += len(chunk.rows_TN)
 
 
+def shared_copy(t: Tensor, copies: dict[tuple[int, ...], Tensor]) -> Tensor:
+    """A copy of a tensor; `copies` {address, shape, strides: copy} lets layers that share an input share its copy."""
+    place = (t.data_ptr(), *t.shape, *t.stride())
+    if place not in copies:
+        copies[place] = t.detach().clone()
+    return copies[place]
+
+
 def smallest(keys_T: Tensor, limit: int) -> Tensor:
     """The largest of the `limit` smallest keys; tokens that share a key (a module called twice) stay or go together."""
     ascending = keys_T.sort().values
@@ -301,7 +295,7 @@ def smallest(keys_T: Tensor, limit: int) -> Tensor:
 
 
 def same_sums(left: TokenMoment, right: TokenMoment) -> bool:
-    """True if two sides hold the same numbers: the same tensors, or copies of them (a compiled graph lends no others)."""
+    """True if two sides are the same numbers: the same tensors, or copies of them (as a compiled graph lends them)."""
     if left is right:
         return True
     if left.keep != right.keep or left.width != right.width or left.seen != right.seen:

@@ -1,4 +1,8 @@
-"""How many tokens each layer of a model sees, and which layers share their input: one forward on the meta device."""
+"""How many tokens each layer of a model sees, and which layers share their input.
+
+`token_source` takes a number of tokens for all layers, one for each layer, or the arguments of a forward, which then runs on
+the meta device. From it follow the tokens of every block, the blocks that share an A, and the output layer.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,26 +15,29 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.memory.block_form import BlockTokens
+from gramian.curvature.memory.curvature_plan import Keeps
 from gramian.taps.model.user_names import named_modules
 from gramian.taps.sites.site import first_tensor
 
 
 @dataclass
 class Trace:
-    """What a forward shows."""
+    """The layer calls of one forward on the meta device."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     """{layer: tokens over all its calls}."""
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """{layer: places of its inputs}: equal for layers that read the same numbers."""
+    """{layer: memory places of its inputs}: equal for layers that read the same tensor."""
     samples: int = 0
     """B."""
     last: str | None = None
     """The layer that was called last."""
     _alive: list[Any] = field(default_factory=list)
 
-    def see(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """One call of a layer."""
+    def record(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record one call of a layer: a forward hook behind the layer's name."""
         x = first_tensor(args, kwargs)
         if isinstance(module, _ConvNd):
             tokens = output.numel() // output.shape[1]
@@ -42,30 +49,106 @@ class Trace:
         place = (storage._cdata, x.storage_offset(), x.shape, x.stride())
         self.inputs[name] = (*self.inputs.get(name, ()), place)
         self.last = name
-        self._alive.append(storage)  # so that its address stays its own
+        self._alive.append(storage)  # so that no other storage gets its address
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """Tokens of every layer: as given, or as traced; both None: any number."""
+
+    given: int | Mapping[str, int] | None = None
+    trace: Trace | None = None
+
+    def of_block(self, spec: Spec, separate: int, reduced: bool, exact: bool) -> BlockTokens | None:
+        """Tokens of a block on one of `separate` processes that do not join theirs; None: any number.
+
+        `reduced`: a sample's tokens become one, as far as a trace shows samples; `exact`: G takes the tokens of all positions.
+        """
+        if spec.kind != "kronecker":
+            return BlockTokens(0, 0, 0)
+        if self.given is None and self.trace is None:
+            return None
+        met = looked_up = samples = uses = lookups = 0
+        for layer in spec.layers:
+            calls, count = self._of_layer(layer)
+            share = -(-count // separate)
+            if layer in spec.tables:
+                looked_up, lookups = looked_up + share, lookups + calls
+            else:
+                met, uses = met + share, uses + calls
+                samples += 0 if self.trace is None else -(-calls * self.trace.samples // separate)
+        means = samples if reduced and self.trace is not None else met
+        return BlockTokens(means, met if exact else means, looked_up, max(uses, 1), max(lookups, 1))
+
+    def _of_layer(self, layer: str) -> tuple[int, int]:
+        """Calls and tokens of a layer."""
+        if self.trace is not None:
+            return len(self.trace.inputs.get(layer, ())), self.trace.tokens.get(layer, 0)
+        assert self.given is not None
+        return 1, self.given[layer] if isinstance(self.given, Mapping) else self.given
+
+    def last_linear(self, specs: Mapping[str, Spec]) -> str | None:
+        """The linear layer that was called last, or that comes last in the model."""
+        linear = [
+            layer
+            for spec in specs.values()
+            if spec.kind == "kronecker"
+            for layer in spec.layers
+            if layer not in spec.tables and spec.layout != "kernel"
+        ]
+        if self.trace is not None and self.trace.last in linear:
+            return self.trace.last
+        return linear[-1] if linear else None
+
+    def shared_inputs(self, specs: Mapping[str, Spec], keeps: Keeps) -> dict[str, str]:
+        """{block: the earlier block whose A it uses}: both have the same inputs, keep the same tokens, and a bias or none."""
+        if self.trace is None:
+            return {}
+        first: dict[Any, str] = {}
+        found: dict[str, str] = {}
+        for name, spec in specs.items():
+            single = spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel"
+            if single and not keeps[name]["A"].diagonal:
+                key = (self.trace.inputs.get(spec.layers[0]), spec.has_bias, keeps[name]["A"])
+                if key[0] is not None and first.setdefault(key, name) != name:
+                    found[name] = first[key]
+        return found
+
+
+def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any) -> TokenSource:
+    """Check the arguments of a plan, and trace a forward if its inputs are given.
+
+    Raises:
+        GramianError: for numbers of tokens that are not positive integers or do not fit the layers, or if both are given.
+    """
+    layers = [layer for spec in specs.values() if spec.kind == "kronecker" for layer in spec.layers]
+    counts = list(tokens.values()) if isinstance(tokens, Mapping) else [] if tokens is None else [tokens]
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise GramianError(f"tokens: expected an integer of at least 1, or {{layer: tokens}}, got {count!r}")
+    if isinstance(tokens, Mapping):
+        missing = [layer for layer in layers if layer not in tokens]
+        unknown = [layer for layer in tokens if layer not in layers]
+        if missing or unknown:
+            what = f"has no {missing[0]!r}" if missing else f"{unknown[0]!r} is not a layer with factors"
+            raise GramianError(f"tokens: {what}; expected every layer with factors, or one number for all")
+    if inputs is None:
+        return TokenSource(tokens)
+    if tokens is not None:
+        raise GramianError("tokens: were given beside inputs, which determine them; expected one of the two")
+    return TokenSource(trace=trace(model, layers, inputs))
 
 
 def trace(root: nn.Module, layers: Iterable[str], inputs: Any) -> Trace:
-    """Run a forward without numbers; nothing is allocated and the model is left as it is.
-
-    Args:
-        root: the model, on any device.
-        layers: whose calls are watched.
-        inputs: the arguments of one forward over a whole refresh, as a tensor, a tuple or a mapping; meta tensors do.
+    """Run a forward on the meta device and record the calls of `layers`; nothing is allocated.
 
     Raises:
-        GramianError: if the model cannot run without numbers.
+        GramianError: if the model cannot run on the meta device.
     """
     args, kwargs = _arguments(pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs))
     found = Trace(samples=first_tensor(args, kwargs).shape[0])
     modules = dict(named_modules(root))
-    hooks = []
-    for name in layers:
-
-        def hook(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.see(name, module, args, kwargs, output)
-
-        hooks.append(modules[name].register_forward_hook(partial(hook, name), with_kwargs=True))
+    hooks = [modules[name].register_forward_hook(partial(found.record, name), with_kwargs=True) for name in layers]
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     meta = {name: t.detach().to("meta") for name, t in tensors.items()}
     try:
@@ -75,7 +158,7 @@ def trace(root: nn.Module, layers: Iterable[str], inputs: Any) -> Trace:
         RuntimeError,
         TypeError,
         ValueError,
-    ) as error:  # shapes or numbers that are not there, arguments, a model's checks
+    ) as error:  # shapes or values that do not exist, arguments, model checks
         what = " ".join(str(error).split())[:200]
         raise GramianError(
             f"inputs: the model cannot run on them without numbers ({type(error).__name__}: {what}); "

@@ -1,8 +1,8 @@
-r"""What K-FAC sends over W processes, from shapes alone: the bytes that `Exchange.sent` counts, to the byte.
+r"""Bytes that K-FAC sends over W processes, from shapes alone: exactly the bytes that `Exchange.sent` counts.
 
-Legend: W processes; T tokens of all, T_r of process r; N width of a side (bias included), n_r ≈ N/W of its features on process
+Legend: W processes; T tokens of all, T_r of process r; N width of a side (bias included), n_r ≈ N/W features of it on process
 r; k columns of a gradient; s bytes of an entry of a row (2 for bfloat16 activations), S of a sum (4, or 8 in float64), v of a
-gradient (4 or 8). ring(B) = ⌊2·B·(W−1)/W⌋ leaves a process in an all-reduce of B bytes.
+gradient (4 or 8). A process sends ring(B) = ⌊2·B·(W−1)/W⌋ bytes in an all-reduce of B bytes.
 
 | one side | "gram" | "gather" | "dense" |
 |---|---|---|---|
@@ -10,21 +10,21 @@ gradient (4 or 8). ring(B) = ⌊2·B·(W−1)/W⌋ leaves a process in an all-re
 | refresh: storing in half precision | ring(8·T) + ring(16) | – | – |
 | refresh: its trace | ring(8) | – | – |
 | first use: the Gram matrix | ring(8·T²) | – | – |
-| first use: its factorisation, from the one that makes it | (W−1)·v·T², broadcast | (W−1)·v·T² | (W−1)·v·N² |
+| first use: its factorisation, sent by the process that computes it | (W−1)·v·T², broadcast | (W−1)·v·T² | (W−1)·v·N² |
 | every use with k columns | ring(v·T·k) + v·k·⌈N/W⌉·(W−1), all-gather | – | – |
-| held at rest, h bytes an entry | h·T·n_r | h·T·N | h·N² |
+| stored, h bytes an entry | h·T·n_r | h·T·N | h·N² |
 
-A use with a gradient whose rows stay where they lie (`local`) has no all-gather. The natural gradient of a weight [o, m] uses
-its output side with k = m columns and its input side with k = o.
+A use with a gradient whose rows stay sharded (`local`) has no all-gather. The natural gradient of a weight [o, m] uses its
+output side with k = m columns and its input side with k = o.
 
-Where two send as much, with the tokens spread evenly (T_r = T/W) and factorisations left out: these are shared out over the
-processes, v·n²·(W−1)/W for each, the same for "gram" and "gather" and most for "dense". Everything below is times (W−1)/W:
+Break-even points of two reductions, with evenly distributed tokens (T_r = T/W) and without factorisations, which cost each
+process v·n²·(W−1)/W, the same for "gram" and "gather" and most for "dense". All terms below have a factor (W−1)/W:
 
 - gather = dense: s·T·N = 2·S·N², so T = 2·N·S/s, for any W.
 - gram = dense, refresh alone: s·T·N/W = 2·S·N², so T = 2·W·N·S/s.
 - gram = dense, with the Gram matrix: s·T·N/W + 16·T² = 2·S·N², so T = N·(√((s/W)² + 128·S) − s/W)/32, towards N·√(S/8).
 - gram = gather, with the Gram matrix: s·T·N/W + 16·T² = s·T·N, so T = s·N·(1 − 1/W)/16.
-- Every use adds v·k·(2·T + N) to "gram" alone: what it saved on rows is spent after a number of uses (`uses_until`).
+- Every use adds v·k·(2·T + N) to "gram" alone, so its saving on rows is used up after a number of uses (`uses_until`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,25 @@ from dataclasses import dataclass
 from gramian.linalg import WIDEST_DENSE
 
 Sent = Mapping[str, int]
-"""{kind of collective: bytes that leave a process}, with the names of `Exchange.sent`."""
+"""{kind of collective: bytes that a process sends}, with the names of `Exchange.sent`."""
 GRAM_BYTES = 8
-"""Of an entry of UᵀU, of a column's scale and of a trace, which travel in float64."""
+"""Bytes of an entry of UᵀU, of a column's scale and of a trace, which are sent in float64."""
 
 
 @dataclass(frozen=True)
 class TrafficSide:
-    """One side of a block on several processes."""
+    """One side of a block on several processes.
+
+    ```python
+    side = TrafficSide.even(width=4096, tokens=8192, ranks=8)
+    side.join("gram"), side.gram("gram")  # {"all_to_all": …}, {"all_reduce": …}
+    ```
+    """
 
     width: int
     """N."""
     tokens: tuple[int, ...]
-    """T_r of every process: of those that are kept, where a subset is."""
+    """T_r of every process; of a subset its kept tokens."""
     row_bytes: int = 2
     """s."""
     sum_bytes: int = 4
@@ -57,7 +63,7 @@ class TrafficSide:
 
     @classmethod
     def even(cls, width: int, tokens: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4) -> TrafficSide:
-        """Tokens spread over ranks as evenly as they can be, those with one more first."""
+        """A side whose tokens are distributed over the ranks as evenly as possible, ranks with one more first."""
         each, more = divmod(tokens, ranks)
         return cls(width, (each + 1,) * more + (each,) * (ranks - more), row_bytes, sum_bytes)
 
@@ -72,25 +78,20 @@ class TrafficSide:
         return sum(self.tokens)
 
     def features(self, rank: int) -> int:
-        """n_r: even up to one, those with one more first."""
+        """n_r: as even as possible, ranks with one more first."""
         each, more = divmod(self.width, self.ranks)
         return each + (rank < more)
 
-    def taken(self, asked: str, low_rank_up_to: int) -> str:
-        """How processes join the side if `asked` is the option: sides with too many tokens for low rank are "dense".
-
-        Args:
-            asked: "gram", "gather" or "dense".
-            low_rank_up_to: tokens up to which it is low rank (`policy.low_rank_up_to`).
-        """
+    def taken(self, option: str, low_rank_up_to: int) -> str:
+        """How processes join the side under the option: "dense" above `representation.low_rank_up_to` tokens."""
         if self.total > low_rank_up_to:
             return "dense"
-        return "gather" if asked == "dense" and self.width > WIDEST_DENSE else asked
+        return "gather" if option == "dense" and self.width > WIDEST_DENSE else option
 
-    # ---- bytes that leave a process --------------------------------------------------------------------------------
+    # ---- bytes that a process sends --------------------------------------------------------------------------------
 
     def join(self, reduction: str, rank: int = 0) -> Sent:
-        """Rows or sums of a refresh."""
+        """Bytes of the rows or sums of a refresh."""
         own = self.tokens[rank]
         if reduction == "gram":
             return _sent(all_to_all=self.row_bytes * own * (self.width - self.features(rank)))
@@ -99,37 +100,30 @@ class TrafficSide:
         return _sent(all_reduce=self._ring(self.sum_bytes * self.width**2))
 
     def settle(self, reduction: str, half: bool = True) -> Sent:
-        """What else a refresh sends: the scales and the error of half precision, and the trace."""
+        """Other bytes of a refresh: the scales and the error of half precision, and the trace."""
         if reduction != "gram":
             return {}
         scales = self._ring(GRAM_BYTES * self.total) + self._ring(2 * GRAM_BYTES)
         return _sent(all_reduce=scales * half + self._ring(GRAM_BYTES))
 
     def gram(self, reduction: str) -> Sent:
-        """UᵀU, with the first use."""
+        """Bytes of UᵀU at the first use."""
         return _sent(all_reduce=self._ring(GRAM_BYTES * self.total**2)) if reduction == "gram" else {}
 
     def factorisation(self, reduction: str, value_bytes: int = 4) -> Sent:
-        """A Cholesky factor, with the first use: from the one process that makes it, the others send nothing."""
+        """Bytes of a Cholesky factor at the first use, sent by the process that computes it."""
         side = self.width if reduction == "dense" else self.total
         return _sent(broadcast=(self.ranks - 1) * value_bytes * side**2)
 
     def use(self, reduction: str, columns: int, value_bytes: int = 4, local: bool = False) -> Sent:
-        """A power of the damped side times [N, k].
-
-        Args:
-            reduction: how the side was joined.
-            columns: k.
-            value_bytes: v.
-            local: the [N, k] and the result stay spread by rows as the side is.
-        """
+        """Bytes of a power of the damped side times [N, k]; `local`: operand and result stay sharded by rows."""
         if reduction != "gram":
             return {}
         rows = 0 if local else value_bytes * columns * -(-self.width // self.ranks) * (self.ranks - 1)
         return _sent(all_reduce=self._ring(value_bytes * self.total * columns), all_gather=rows)
 
-    def held(self, reduction: str, rank: int = 0, storage_bytes: int = 2) -> int:
-        """Bytes at rest on a process; a matrix is as wide as it is long."""
+    def stored(self, reduction: str, rank: int = 0, storage_bytes: int = 2) -> int:
+        """Bytes of the stored factor on a process."""
         entries = {
             "gram": self.total * self.features(rank),
             "gather": self.total * self.width,
@@ -144,14 +138,9 @@ class TrafficSide:
 def natural_gradient(
     outputs: TrafficSide, inputs: TrafficSide, reductions: tuple[str, str], value_bytes: int = 4, local: bool = False
 ) -> Sent:
-    """(G + λ_G)⁻¹ Y (A + λ_A)⁻¹ for Y [o, m], once both Gram matrices are there.
+    """Bytes of (G + λ_G)⁻¹ Y (A + λ_A)⁻¹ for Y [o, m], without the Gram matrices.
 
-    Args:
-        outputs: of G, o wide.
-        inputs: of A, m wide.
-        reductions: how each of the two was joined.
-        value_bytes: v.
-        local: the output side's rows of Y stay where they lie, as FSDP2 shards them.
+    `reductions` of G and of A; `local`: the rows of Y stay sharded, as FSDP2 shards them.
     """
     return total(
         outputs.use(reductions[0], inputs.width, value_bytes, local),
@@ -160,7 +149,7 @@ def natural_gradient(
 
 
 def total(*parts: Sent) -> dict[str, int]:
-    """Added up by kind."""
+    """The sum of several amounts by kind of collective."""
     sums: Counter[str] = Counter()
     for part in parts:
         sums.update(part)
@@ -171,7 +160,7 @@ def _sent(**bytes_: int) -> Sent:
     return {kind: count for kind, count in bytes_.items() if count}
 
 
-# ---- where two send as much ------------------------------------------------------------------------------------------
+# ---- break-even points -----------------------------------------------------------------------------------------------
 
 
 def gather_meets_dense(width: int, row_bytes: int = 2, sum_bytes: int = 4) -> float:
@@ -182,15 +171,7 @@ def gather_meets_dense(width: int, row_bytes: int = 2, sum_bytes: int = 4) -> fl
 def gram_meets_dense(
     width: int, ranks: int, row_bytes: int = 2, sum_bytes: int = 4, with_gram_matrix: bool = True
 ) -> float:
-    """T below which "gram" sends less than "dense".
-
-    Args:
-        width: N.
-        ranks: W.
-        row_bytes: s.
-        sum_bytes: S.
-        with_gram_matrix: count UᵀU too, which the first use needs; False: the refresh alone, 2·W·N·S/s.
-    """
+    """T below which "gram" sends less than "dense"; without UᵀU, which the first use sends, it is 2·W·N·S/s."""
     if not with_gram_matrix:
         return 2 * ranks * width * sum_bytes / row_bytes
     share = row_bytes / ranks
@@ -203,13 +184,9 @@ def gram_meets_gather(width: int, ranks: int, row_bytes: int = 2) -> float:
 
 
 def uses_until(side: TrafficSide, other: str, columns: int, value_bytes: int = 4) -> float:
-    """Uses of one refresh after which "gram" has sent more than another reduction; below 0: before the first.
+    """Uses of one refresh, with k columns each, after which "gram" has sent more than "gather" or "dense".
 
-    Args:
-        side: with its tokens.
-        other: "gather" or "dense".
-        columns: k of every use.
-        value_bytes: v.
+    Below 0: "gram" sends more from the start.
     """
-    spared = sum(side.join(other).values()) - sum(total(side.join("gram"), side.gram("gram")).values())
-    return spared / sum(side.use("gram", columns, value_bytes).values())
+    saved = sum(side.join(other).values()) - sum(total(side.join("gram"), side.gram("gram")).values())
+    return saved / sum(side.use("gram", columns, value_bytes).values())

@@ -1,4 +1,4 @@
-"""Curvature matrices known by their products: Hessian, Gauss-Newton, empirical Fisher, K-FAC."""
+"""Curvature matrices as operators with matrix-vector products: Hessian, Gauss-Newton, empirical Fisher, K-FAC."""
 
 from gramian.curvature.operators.adapters import from_curvlinops, to_curvlinops
 from gramian.curvature.operators.empirical_fisher import EmpiricalFisherOperator

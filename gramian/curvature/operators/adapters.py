@@ -1,4 +1,4 @@
-"""To and from the linear operators of curvlinops; for those of SciPy there is `Operator.to_scipy`."""
+"""Conversion to and from the linear operators of curvlinops; for SciPy's there is `Operator.to_scipy`."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 def to_curvlinops(operator: Operator) -> Any:
-    """An operator as a `curvlinops` `PyTorchLinearOperator`.
+    """Convert an operator to a `curvlinops` `PyTorchLinearOperator`.
 
-    An operator over parameters takes and gives lists of tensors in their shapes, or flat ones; any other flat ones.
+    If it acts on parameters, the result multiplies lists of tensors in their shapes as well as flat tensors.
 
     Raises:
-        GramianError: for what is no operator, or if curvlinops is not installed.
+        GramianError: if it is not an operator, or curvlinops is not installed.
     """
     check_operator(operator)
     try:
@@ -40,10 +40,10 @@ def to_curvlinops(operator: Operator) -> Any:
 
 
 def from_curvlinops(operator: Any) -> Operator:
-    """A symmetric operator of curvlinops as one of ours.
+    """Convert a symmetric operator of curvlinops to an `Operator`.
 
     Raises:
-        GramianError: unless it is square.
+        GramianError: if it is not square.
     """
     rows, columns = operator.shape
     if rows != columns:

@@ -1,4 +1,4 @@
-"""The empirical Fisher: the data's own labels, no per-sample gradient held."""
+"""The empirical Fisher from the labels of the data, without storing per-sample gradients."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature.operators.jacobian import JacobianOperator
 from gramian.curvature.operators.loss_terms import LossName
-from gramian.curvature.operators.parameter_space import Which
+from gramian.curvature.operators.parameter_space import Selection
 from gramian.linalg.wide import pieces
 
 
@@ -20,31 +20,24 @@ class EmpiricalFisherOperator(JacobianOperator):
     a sequence's is g_i = Σ_t w_t g_t over its tokens. So g_tᵀ v = r_tᵀ (J v)_t comes from one forward in forward mode, and
     Σ_t c_t g_t from one backward that starts at c_t r_t. The matrix is (1/N) Σ_t w_t g_t g_tᵀ, or
     (1/N) Σ_i g_i g_iᵀ / max_t w_t, N the loss terms in both: a sequence of weight 2 counts as two, as in K-FAC.
+
+    ```python
+    fisher = EmpiricalFisherOperator(model, [(x, y)], per="token")
+    product_NK = fisher.matmat(torch.randn(fisher.dim, 2))
+    ```
     """
 
     def __init__(
         self,
         model: nn.Module,
         batches: Iterable[Any],
-        parameters: Which = None,
+        parameters: Selection = None,
         *,
         per: Literal["sequence", "token"] = "sequence",
         loss: LossName = "cross_entropy",
         causal_shift: bool | None = None,
     ) -> None:
-        """Read the batches.
-
-        Args:
-            model: as of `JacobianOperator`, and so are the others.
-            batches: with labels.
-            parameters: names, or what is asked of each (name, parameter); None: all that train.
-            per: whose gradients are multiplied: those of a row's whole "sequence", or of every "token".
-            loss: "cross_entropy" of classes, or "mse" of numbers.
-            causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
-
-        Raises:
-            GramianError: naming the argument.
-        """
+        """Read the batches, as `JacobianOperator` does; `per`: g is the gradient of a complete "sequence", or of a "token"."""
         if per not in ("sequence", "token"):
             raise GramianError(f'per: got {per!r}; expected "sequence" or "token"')
         super().__init__(model, batches, parameters, loss=loss, causal_shift=causal_shift)

@@ -10,6 +10,11 @@ class GGNOperator(JacobianOperator):
     """(1/N) Σ_t w_t J_tᵀ H_t J_t with H_t the Hessian of a term by its outputs; for cross entropy the Fisher of the model.
 
     Softmax cross entropy: H u = p ⊙ u − p (pᵀu), p = softmax(f). Squared error: H u = 2u.
+
+    ```python
+    ggn = GGNOperator(model, [(x, y)])
+    product_NK = ggn.matmat(torch.randn(ggn.dim, 2))
+    ```
     """
 
     def _curve(self, outputs_RV: Tensor, tangents_RV: Tensor, targets: Tensor, weights_R: Tensor, samples: int) -> None:

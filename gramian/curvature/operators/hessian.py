@@ -1,4 +1,4 @@
-"""The Hessian of a model's loss."""
+"""The Hessian of a model's loss, by products with vectors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -12,8 +12,8 @@ from gramian.curvature.blocks.consistency import check_number
 from gramian.curvature.estimate.fisher_labels import logits_of
 from gramian.curvature.operators.loss_terms import LossName, Terms, listed, read_all
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.parameter_space import Which
-from gramian.curvature.operators.traceless_passes import leaves, substituted, twice_differentiable
+from gramian.curvature.operators.parameter_space import Selection
+from gramian.curvature.operators.side_effect_free import leaves, substituted, twice_differentiable
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
@@ -23,6 +23,11 @@ class HessianOperator(ModelOperator):
 
     A product with k columns costs, per batch, a forward, a backward that keeps its graph, and k backwards through both: about
     3 + 6k forwards in FLOPs, and the memory of two ordinary backwards.
+
+    ```python
+    hessian = HessianOperator(model, "cross_entropy", [(x, y)])
+    product_NK = hessian.matmat(torch.randn(hessian.dim, 2))
+    ```
     """
 
     def __init__(
@@ -30,40 +35,39 @@ class HessianOperator(ModelOperator):
         model: nn.Module,
         loss_fn: LossFunction | LossName,
         batches: Iterable[Any],
-        parameters: Which = None,
+        parameters: Selection = None,
         *,
         loss_reduction: str | float = "mean",
         num_terms: Sequence[float] | None = None,
         causal_shift: bool | None = None,
     ) -> None:
-        """Keep the batches.
+        """Store the batches.
 
         Args:
-            model: whole on this process, in float32 or float64; it runs in evaluation mode.
-            loss_fn: "cross_entropy" or "mse", whose terms are counted here, or `loss_fn(model, batch)` with a scalar.
+            model: not sharded, in float32 or float64; it runs in evaluation mode.
+            loss_fn: "cross_entropy" or "mse", whose terms are counted here, or `loss_fn(model, batch)` that returns a scalar.
             batches: a list of batches, or a loader, which is read once.
-            parameters: names, or what is asked of each (name, parameter); None: all that train.
-            loss_reduction: how a loss_fn of the user's is written: "mean", "sum", or the coefficient of one term.
-            num_terms: loss terms behind every batch's loss, for a loss_fn of the user's; may be left out for the mean loss of
-                one batch.
+            parameters: names, or a predicate of (name, parameter); None: all trainable parameters.
+            loss_reduction: how a user's loss_fn reduces its terms: "mean", "sum", or the coefficient of one term.
+            num_terms: number of loss terms of every batch, for a user's loss_fn; optional for the mean loss of one batch.
             causal_shift: for a named loss, whether position t predicts label t+1; None: as Hugging Face does for this model.
 
         Raises:
-            GramianError: naming the argument.
+            GramianError: with the name of the argument that is invalid.
         """
         super().__init__(model, parameters)
         self._of_batch: list[tuple[Callable[[], Tensor], float]] = []
-        """What makes a batch's loss, and what turns it into the sum over its terms."""
+        """For each batch a function that returns its loss, and the factor that makes it the sum over its terms."""
         if not callable(loss_fn):
             if loss_reduction != "mean" or num_terms is not None:
                 raise GramianError("num_terms: terms of a named loss are counted; expected it for a function alone")
             terms, self.num_terms = read_all(self.model, batches, loss_fn, causal_shift)
             self._of_batch = [(partial(self._named, one), 1.0) for one in terms]
             return
-        kept = listed(batches)
-        counts = _counts(num_terms, len(kept), loss_reduction)
+        stored = listed(batches)
+        counts = _counts(num_terms, len(stored), loss_reduction)
         self.num_terms = sum(counts)
-        for batch, count in zip(kept, counts, strict=True):
+        for batch, count in zip(stored, counts, strict=True):
             scale = _factor(loss_reduction, count)
             self._of_batch.append((partial(self._given, loss_fn, batch), scale))
 
@@ -71,13 +75,13 @@ class HessianOperator(ModelOperator):
         return self._of_batch
 
     def _named(self, terms: Terms) -> Tensor:
-        asked = terms.asked
-        return terms.summed_loss(logits_of(self.model(*asked.args, **asked.kwargs)))
+        question = terms.question
+        return terms.summed_loss(logits_of(self.model(*question.args, **question.kwargs)))
 
     def _given(self, loss_fn: LossFunction, batch: Any) -> Tensor:
         loss = loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise GramianError("loss_fn: returned no number; expected a tensor with one element")
+            raise GramianError("loss_fn: did not return a number; expected a tensor with one element")
         return loss.reshape(())
 
     def _add(self, batch: tuple[Callable[[], Tensor], float], columns: list[Tensor], total_KN: Tensor) -> None:
@@ -89,7 +93,7 @@ class HessianOperator(ModelOperator):
             if not loss.requires_grad:
                 raise GramianError("loss_fn: its loss has no gradient; expected one that depends on the parameters")
             gradients = torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
-            curved = [i for i, g in enumerate(gradients) if g.requires_grad]  # a gradient that is constant has none
+            curved = [i for i, g in enumerate(gradients) if g.requires_grad]  # constant gradients have no derivative
             for column, total_N in zip(columns, total_KN, strict=True):
                 if curved:
                     vector = list(self.space.unflatten(column).values())
@@ -118,7 +122,7 @@ def _counts(num_terms: Sequence[float] | None, batches: int, loss_reduction: str
 
 
 def _factor(loss_reduction: str | float, count: float) -> float:
-    """What a batch's loss is multiplied by to be the sum over its terms."""
+    """The factor that turns a batch's loss into the sum over its terms."""
     if loss_reduction == "mean":
         return count
     if loss_reduction == "sum":

@@ -1,4 +1,4 @@
-"""Operators of the form Jᵀ C J: J takes parameters to outputs, and C, the curvature of the outputs, is known in closed form.
+"""Operators of the form Jᵀ C J: J is the Jacobian of the outputs, and C, the curvature of the loss by them, has a closed form.
 
 Legend: n parameters, R rows (positions of all samples), V outputs of a position, k columns.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gramian.curvature.operators.linearised import Linearised
 from gramian.curvature.operators.loss_terms import LossName, Terms, read_all
 from gramian.curvature.operators.model_operator import ModelOperator
-from gramian.curvature.operators.parameter_space import Which
+from gramian.curvature.operators.parameter_space import Selection
 
 
 class JacobianOperator(ModelOperator):
@@ -20,8 +20,8 @@ class JacobianOperator(ModelOperator):
 
     A product with k columns costs, per batch, k forwards in forward mode that keep no activations, one forward, and k
     backwards: about 1 + 5k forwards in FLOPs. Of tensors as large as the outputs [R, V] four are alive at most: while torch
-    forms the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which C turns into C J v in
-    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is kept, and with it one more. A model
+    computes the last layer's derivative, f, both halves of J v and their sum; then two, f and J v, which becomes C J v in
+    place, a chunk of rows at a time; in the backward two. For k > 1 the one forward is stored, and with it one more. A model
     without forward mode costs 1 + 8k forwards and the memory of two backwards instead (see `Linearised`).
     """
 
@@ -29,7 +29,7 @@ class JacobianOperator(ModelOperator):
         self,
         model: nn.Module,
         batches: Iterable[Any],
-        parameters: Which = None,
+        parameters: Selection = None,
         *,
         loss: LossName = "cross_entropy",
         causal_shift: bool | None = None,
@@ -37,16 +37,16 @@ class JacobianOperator(ModelOperator):
         """Read the batches.
 
         Args:
-            model: returns logits (or numbers) [*positions, V], alone, first, or as `.logits`; whole on this process, in float32
-                or float64; it runs in evaluation mode.
+            model: returns logits (or numbers) [*positions, V], alone, first, or as `.logits`; not sharded, in float32 or
+                float64; it runs in evaluation mode.
             batches: a list of batches, or a loader, which is read once. A batch is a mapping as Hugging Face models take it,
                 with "labels" and perhaps "token_weights", or (inputs, labels), or (inputs, labels, token_weights).
-            parameters: names, or what is asked of each (name, parameter); None: all that train.
+            parameters: names, or a predicate of (name, parameter); None: all trainable parameters.
             loss: "cross_entropy" of classes, or "mse" of numbers.
             causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
 
         Raises:
-            GramianError: naming the argument.
+            GramianError: with the name of the argument that is invalid.
         """
         super().__init__(model, parameters)
         self.loss = loss
@@ -64,12 +64,12 @@ class JacobianOperator(ModelOperator):
             outputs_RV: f.
             tangents_RV: U = J v, overwritten.
             targets: classes [R], or numbers [R, V].
-            weights_R: of the terms; 0 where there is none.
-            samples: B; R/B rows after one another belong to a sample.
+            weights_R: weights of the loss terms; 0 for rows without a term.
+            samples: B; R/B consecutive rows belong to a sample.
         """
 
     def _add(self, batch: Terms, columns: list[Tensor], total_KN: Tensor) -> None:
-        with Linearised(self.model, batch.asked, self.space, self._forward_mode) as model:
+        with Linearised(self.model, batch.question, self.space, self._forward_mode) as model:
             for column, total_N in zip(columns, total_KN, strict=True):
                 curved = self._curved(model, batch, column)
                 if curved is not None:
@@ -78,7 +78,7 @@ class JacobianOperator(ModelOperator):
             self._forward_mode = model.forward_mode
 
     def _curved(self, model: Linearised, batch: Terms, column_N: Tensor) -> Tensor | None:
-        """C J v, like the outputs; None where v reaches none."""
+        """C J v, of the shape of the outputs; None where no output depends on v's parameters."""
         outputs, tangents = model.push(column_N)
         if tangents is None:
             return None

@@ -1,4 +1,4 @@
-"""K-FAC's own Fisher as an operator."""
+"""The Fisher of K-FAC as an operator."""
 
 import torch
 from torch import Tensor
@@ -6,31 +6,33 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.operators.parameter_names import first_names
-from gramian.curvature.operators.parameter_space import ParameterSpace, Which, choose
+from gramian.curvature.operators.parameter_space import ParameterSpace, Selection, choose, first_names
 from gramian.linalg.spectra.operator import Operator, check_vector, seen
 
 
 class KFACOperator(Operator):
-    """F v block by block: G V A on [weight | bias] jointly, exact blocks and diagonals on the rest, as `kfac.coverage` says.
+    """F v block by block: G V A on [weight | bias] jointly, exact blocks and diagonals on the rest, as `kfac.coverage` reports.
 
-    It acts on the parameters that have curvature, in the model's order; one that no captured backward has reached has none, and
-    no place here. The factors are those of the time of a product. Half a layer (a weight without its bias) is the sub-block of
-    the layer's. A product costs 2(o²m + om²) FLOPs per layer with sides o and m, and less where a side is low rank. On several
-    processes with factors in rows it is collective.
+    It acts on the parameters that have factors, in the model's order, and uses the factors at the time of a product. A weight
+    without its bias has the sub-block of its layer. A product costs 2(o²m + om²) FLOPs per layer with sides o and m, and less
+    where a side is low rank. It is collective where processes shard the rows of factors.
+
+    ```python
+    operator = KFACOperator(kfac, damped=True)
+    product_NK = operator.matmat(torch.randn(operator.dim, 2))
+    ```
     """
 
-    def __init__(self, kfac: KFACNaturalGradient, damped: bool = False, parameters: Which = None) -> None:
-        """Find the space.
+    def __init__(self, kfac: KFACNaturalGradient, damped: bool = False, parameters: Selection = None) -> None:
+        """Collect the parameters that have factors.
 
         Args:
-            kfac: with factors.
-            damped: F + damping, clip included, in place of F.
-            parameters: names, any of a tied one's, or what is asked of each (name, tensor of its shape); None: all
-                with curvature.
+            kfac: a K-FAC object with factors.
+            damped: multiply by F + damping, clip included, in place of F.
+            parameters: names (any name of a tied parameter), or a predicate of (name, tensor of its shape); None: all.
 
         Raises:
-            GramianError: for what is no K-FAC, if there are no factors, or for a name without curvature.
+            GramianError: if `kfac` is not a KFACNaturalGradient, has no factors, or none for a name.
         """
         if not isinstance(kfac, KFACNaturalGradient):
             raise GramianError(f"kfac: {seen(kfac)}; expected a KFACNaturalGradient")
@@ -38,7 +40,7 @@ class KFACOperator(Operator):
             raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
         specs = [block.spec for block in kfac.kfac_factors.values()]
         shapes = {name: shape for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
-        model = None if kfac._model is None else kfac._model()
+        model = kfac.state.model
         order = [*shapes] if model is None else [name for name, _ in unique_parameters(model) if name in shapes]
         dtypes = {spec.dtype for spec in specs}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32

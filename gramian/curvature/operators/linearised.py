@@ -1,4 +1,4 @@
-"""A model's outputs as a linear function of its parameters around where they are: J v and Jᵀ u.
+"""Products J v and Jᵀ u with the Jacobian of a model's outputs by its parameters.
 
 Legend: n parameters, V outputs of a position.
 """
@@ -13,49 +13,44 @@ from torch.autograd import forward_ad
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
-from gramian.curvature.estimate.fisher_labels import Question, logits_of
+from gramian.curvature.estimate.fisher_labels import LabelledBatch, logits_of
 from gramian.curvature.operators.parameter_space import ParameterSpace
-from gramian.curvature.operators.traceless_passes import leaves, substituted, twice_differentiable
+from gramian.curvature.operators.side_effect_free import leaves, substituted, twice_differentiable
 
 
 class Linearised:
-    """f = f(θ) of one batch, with J = ∂f/∂θ; a context, outside of which nothing is kept.
+    """f = f(θ) of one batch, with J = ∂f/∂θ; a context that frees everything at its end.
 
-    J v is a forward in forward mode, about three times the FLOPs of a plain one, that keeps no activations. Where a layer knows
-    no forward mode (an autograd function without `jvp`, a kernel of one's own) it is the derivative of Jᵀ u by u, two backwards
-    on one forward, whose graph is kept: the same numbers, and those of the layer's own backward whatever that is.
+    J v is a forward in forward mode, about three times the FLOPs of a plain one, that stores no activations. Where a layer has
+    no forward mode (an autograd function without `jvp`, a custom kernel), J v is the derivative of Jᵀ u by u: two backwards on
+    one forward, whose graph is stored. The result is the same, and consistent with the layer's own backward.
     """
 
-    def __init__(self, root: nn.Module, asked: Question, space: ParameterSpace, forward_mode: bool = True) -> None:
-        """Run nothing yet.
-
-        Args:
-            root: the model, quiet.
-            asked: the batch.
-            space: the parameters; all others are constants.
-            forward_mode: False where it is known that a layer has none.
-        """
+    def __init__(
+        self, root: nn.Module, question: LabelledBatch, space: ParameterSpace, forward_mode: bool = True
+    ) -> None:
+        """Prepare leaves for the parameters of `space` of a model inside `side_effect_free`; nothing runs yet."""
         self.forward_mode = forward_mode
-        self._root, self._asked, self._space = root, asked, space
+        self._root, self._question, self._space = root, question, space
         self._theta = leaves(root, space)
         self._around = ExitStack()
         self._outputs: Tensor | None = None
         self._backwards: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
     def __enter__(self) -> Self:
-        """Let leaves stand where the parameters do."""
+        """Replace the parameters by leaves."""
         self._around.enter_context(substituted(self._root, self._theta))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put the parameters back, and forget."""
+        """Restore the parameters and free the graph."""
         self._around.close()
         self._outputs = self._backwards = None
 
     def push(self, vector_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        """f and J v, both [*positions, V]; None where v reaches no output."""
+        """f and J v, both [*positions, V]; J v is None where no output depends on v's parameters."""
         if self.forward_mode:
             try:
                 return self._push_forward(vector_N)
@@ -64,17 +59,17 @@ class Linearised:
         return self._push_backward(vector_N)
 
     def pull(self, cotangents: Tensor, last: bool) -> Tensor:
-        """Jᵀ u, [n], of u like the outputs; the graph goes with the last one."""
+        """Jᵀ u, [n], for u of the outputs' shape; the last call frees the graph."""
         pulled = torch.autograd.grad(
             self._answered(), tuple(self._theta.values()), cotangents, retain_graph=not last, materialize_grads=True
         )
         return torch.cat([t.reshape(-1) for t in pulled])
 
     def _answer(self) -> Tensor:
-        return logits_of(self._root(*self._asked.args, **self._asked.kwargs))
+        return logits_of(self._root(*self._question.args, **self._question.kwargs))
 
     def _answered(self) -> Tensor:
-        """f with its graph, made once."""
+        """f with its graph, computed once."""
         if self._outputs is None:
             with nullcontext() if self.forward_mode else twice_differentiable():
                 self._outputs = self._answer()

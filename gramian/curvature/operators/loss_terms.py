@@ -1,9 +1,9 @@
-"""What a batch asks of a model, and the loss terms behind its answers.
+"""Read a batch: the arguments of the model's forward, and the targets and weights of its loss terms.
 
 The loss is (1/N) Σ_t w_t ℓ_t over positions t with a target. Cross entropy has one term per position, N = Σ w_t; the squared
 error has one term per number, ℓ_t = |f_t − y_t|² and N = C Σ w_t, as `F.mse_loss` counts.
 
-Legend: V classes, C numbers of an output, R rows (positions of all samples).
+Legend: V classes, C numbers of an output, R rows (positions of all samples), w_t weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +24,14 @@ LOSSES = ("cross_entropy", "mse")
 
 @dataclass(frozen=True)
 class Terms:
-    """One batch, read."""
+    """The forward's arguments and the loss terms of one batch."""
 
-    asked: fisher_labels.Question
+    question: fisher_labels.LabelledBatch
     loss: LossName
     targets: Tensor
-    """Aligned with the outputs: classes [*positions], or numbers [*positions, C]."""
+    """Classes [*positions], or numbers [*positions, C], aligned with the outputs."""
     weights: Tensor
-    """[*positions], float64; 0 where there is no term."""
+    """[*positions], float64; 0 for positions without a term."""
 
     @property
     def num_terms(self) -> float:
@@ -39,10 +39,10 @@ class Terms:
         return float(self.weights.sum()) * (self.targets.shape[-1] if self.loss == "mse" else 1)
 
     def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype, row by row.
+        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype.
 
         Raises:
-            GramianError: unless they fit the outputs.
+            GramianError: if the targets do not have the shape of the outputs.
         """
         wanted = outputs.shape if self.loss == "mse" else outputs.shape[:-1]
         if self.targets.shape != wanted:
@@ -63,46 +63,40 @@ class Terms:
 
 
 def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool | None) -> Terms:
-    """Read a batch.
+    """Read a batch, in one of the forms that `JacobianOperator` lists.
 
-    Args:
-        root: the user's module, unwrapped.
-        batch: a mapping as Hugging Face models take it, with "labels" and perhaps "token_weights", or (inputs, labels), or
-            (inputs, labels, token_weights). Labels of -100 and positions outside `attention_mask` have no term.
-        loss: "cross_entropy" of classes, or "mse" of numbers.
-        causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model. Weights belong to
-            positions and are not shifted.
+    Labels of -100 and positions outside `attention_mask` have no term. Weights belong to positions and are not shifted.
 
     Raises:
-        GramianError: for anything else.
+        GramianError: for a batch in another form.
     """
     batch, token_weights = _without_weights(batch)
     if loss == "mse":
-        asked, targets = _numbers(root, batch)
+        question, targets = _numbers(root, batch)
         counted = torch.ones(targets.shape[:-1], dtype=torch.bool, device=targets.device)
-        if asked.mask_BT is not None and asked.mask_BT.shape == counted.shape:
-            counted &= asked.mask_BT.to(counted.device) != 0
+        if question.mask_BT is not None and question.mask_BT.shape == counted.shape:
+            counted &= question.mask_BT.to(counted.device) != 0
     else:
-        asked = fisher_labels.question(root, batch, causal_shift)
-        if asked.labels is None and not asked.shifted:
+        question = fisher_labels.read_batch(root, batch, causal_shift)
+        if question.labels is None and not question.shifted:
             raise GramianError("labels: expected them in the batch")
-        found = fisher_labels.positions(asked, None)
+        found = fisher_labels.positions(question, None)
         assert found.labels is not None
         targets, counted = found.labels, found.counted
     weights = counted.double()
     if token_weights is not None:
         _check_weights(token_weights, weights.shape)
         weights = weights * token_weights.to(weights)
-    return Terms(asked, loss, targets, weights)
+    return Terms(question, loss, targets, weights)
 
 
 def read_all(
     root: nn.Module, batches: Any, loss: LossName, causal_shift: bool | None
 ) -> tuple[tuple[Terms, ...], float]:
-    """Every batch read, and N of all of them.
+    """The loss terms of every batch, and N over all of them.
 
     Raises:
-        GramianError: for a loss that is none of the two, one batch in place of a list, no batches, or no loss term in any.
+        GramianError: for an unknown loss, one batch in place of a list, no batches, or batches without loss terms.
     """
     if loss not in LOSSES:
         raise GramianError(f"loss: got {loss!r}; expected {' or '.join(repr(name) for name in LOSSES)}")
@@ -118,10 +112,10 @@ def read_all(
 
 
 def listed(batches: Any) -> tuple[Any, ...]:
-    """The batches, kept: every product is one of the same data, whatever a loader would shuffle.
+    """The batches as a tuple, so that every product uses the same data, even of a shuffling loader.
 
     Raises:
-        GramianError: if there is none.
+        GramianError: if there are none.
     """
     if not isinstance(batches, Iterable):
         raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
@@ -147,16 +141,18 @@ def _check_weights(token_weights: Any, shape: torch.Size) -> None:
         raise GramianError("token_weights: hold negative or non-finite numbers; expected none")
 
 
-def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.Question, Tensor]:
-    """The question and the numbers that are wanted."""
+def _numbers(root: nn.Module, batch: Any) -> tuple[fisher_labels.LabelledBatch, Tensor]:
+    """The forward's arguments and the target numbers of a batch for the squared error."""
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
-        asked = fisher_labels.question(root, {name: v for name, v in batch.items() if name != "labels"}, shifted=False)
+        question = fisher_labels.read_batch(
+            root, {name: v for name, v in batch.items() if name != "labels"}, shifted=False
+        )
     elif isinstance(batch, Sequence) and len(batch) == 2 and isinstance(batch[0], Tensor):
         inputs, targets = batch
-        asked = fisher_labels.Question((inputs,), {}, None, None, inputs, shifted=False)
+        question = fisher_labels.LabelledBatch((inputs,), {}, None, None, inputs, shifted=False)
     else:
         raise GramianError(f"batch: expected a mapping with labels, or (inputs, labels), got {type(batch).__name__}")
     if not isinstance(targets, Tensor) or not targets.is_floating_point() or targets.dim() < 2:
         raise GramianError('labels: expected numbers [B, ..., C] for loss="mse"')
-    return asked, targets
+    return question, targets

@@ -1,4 +1,4 @@
-"""What all operators of a model have in common: the space they act on, and one sum over batches per product.
+"""The base of all operators of a model: the parameters they act on, and one sum over batches per product.
 
 Legend: n parameters, k columns.
 """
@@ -12,27 +12,26 @@ from torch.distributed.tensor import DTensor
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import module_of
-from gramian.curvature.operators.parameter_names import first_names
-from gramian.curvature.operators.parameter_space import ParameterSpace, Which
-from gramian.curvature.operators.traceless_passes import quiet
+from gramian.curvature.operators.parameter_space import ParameterSpace, Selection, first_names
+from gramian.curvature.operators.side_effect_free import side_effect_free
 from gramian.linalg.spectra.operator import Operator, check_vector
 
 
 class ModelOperator(Operator):
-    """M = Σ_b M_b / N at the parameters that the model has when a product is asked for."""
+    """M = Σ_b M_b / N at the parameters that the model has at the time of a product."""
 
     num_terms: float
     """N: loss terms of all batches."""
 
-    def __init__(self, model: nn.Module, parameters: Which) -> None:
-        """Find the space.
+    def __init__(self, model: nn.Module, parameters: Selection) -> None:
+        """Choose the parameters.
 
         Args:
-            model: the user's model, whole on this process, in float32 or float64.
-            parameters: names, any of a tied one's, or what is asked of each (name, parameter); None: all that train.
+            model: the user's model, not sharded, in float32 or float64.
+            parameters: names (any name of a tied parameter), or a predicate of (name, parameter); None: all trainable ones.
 
         Raises:
-            GramianError: for parameters that are neither, a model in half precision, or one that is sharded.
+            GramianError: for another selection, a model in half precision, or one that is sharded.
         """
         self.model = module_of(model)
         parameters = first_names(self.model, parameters)
@@ -44,13 +43,13 @@ class ModelOperator(Operator):
             raise GramianError(f"model: is in {self.dtype}, too coarse for spectra; expected float32 or float64")
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, [n, k]: one sum over all batches. What runs out of memory raises.
+        """M Y, [n, k]: one sum over all batches. Out-of-memory errors are raised, not handled.
 
         Raises:
-            GramianError: unless Y is [n, k].
+            GramianError: if Y is not [n, k].
         """
         check_vector(y_NK, self.dim, columns=True)
-        with quiet(self.model):
+        with side_effect_free(self.model):
             columns = self.space.columns(y_NK)
             total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)
             for batch in self._batches():
@@ -59,7 +58,7 @@ class ModelOperator(Operator):
 
     @abstractmethod
     def _batches(self) -> Any:
-        """What `_add` takes, one batch after another."""
+        """The batches, in the form that `_add` takes."""
 
     @abstractmethod
     def _add(self, batch: Any, columns: list[Tensor], total_KN: Tensor) -> None:

@@ -1,40 +1,46 @@
-"""The parameters that an operator acts on: {name: tensor} and one flat vector are two forms of the same thing.
+"""The parameters that an operator acts on, and the conversion between {name: tensor} and one flat vector.
 
 Legend: n numbers in all, k vectors at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.taps.model.user_names import named_parameters
 
-Which = Sequence[str] | Callable[[str, Tensor], bool] | None
-"""Some of the parameters: their names, or what is asked of each (name, parameter); None: all."""
+Selection = Sequence[str] | Callable[[str, Tensor], bool] | None
+"""A selection of parameters: names, or a predicate of (name, parameter); None: all."""
 
 
 class ParameterSpace:
-    """Named parameters in a fixed order; a tied one counts once, under its first name."""
+    """Named parameters in a fixed order; a tied one counts once, under its first name.
+
+    ```python
+    space = ParameterSpace.of(model)
+    flat_N = space.flatten({name: p.grad for name, p in model.named_parameters()})
+    ```
+    """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device) -> None:
-        """Remember what belongs where."""
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.sizes = [shape.numel() for shape in self.shapes.values()]
         self.dim = sum(self.sizes)
         self.dtype, self.device = dtype, device
 
     @classmethod
-    def of(cls, model: nn.Module, which: Which = None) -> "ParameterSpace":
-        """The trained parameters of a model, or some of them, in the model's order.
+    def of(cls, model: nn.Module, which: Selection = None) -> "ParameterSpace":
+        """The trainable parameters of a model, or a selection of them, in the model's order.
 
         Args:
-            model: on one device, in one dtype.
-            which: names, or what is asked of each (name, parameter); None: all that train.
+            model: a model on one device, in one dtype.
+            which: names, or a predicate of (name, parameter); None: all trainable parameters.
 
         Raises:
-            GramianError: for a name that no trained parameter has, if nothing is left, or if dtypes or devices differ.
+            GramianError: for a name that no trainable parameter has, an empty selection, or several dtypes or devices.
         """
         chosen = choose({name: p for name, p in unique_parameters(model) if p.requires_grad}, which, "that trains")
         kinds = {(p.dtype, p.device) for p in chosen.values()}
@@ -44,7 +50,7 @@ class ParameterSpace:
         return cls({name: p.shape for name, p in chosen.items()}, dtype, device)
 
     def flatten(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """[n] from {name: tensor like the parameter}, [n, k] from {name: [*shape, k]}; one that is missing is zero."""
+        """[n] from {name: tensor of its shape}, [n, k] from {name: [*shape, k]}; missing parameters are zero."""
         extra = {v.shape[len(self.shapes[name]) :] for name, v in vectors.items() if name in self.shapes}
         unknown = [name for name in vectors if name not in self.shapes]
         if unknown or len(extra) > 1:
@@ -61,10 +67,10 @@ class ParameterSpace:
         return torch.cat(pieces)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """{name: [*shape]} of [n], {name: [*shape, k]} of [n, k]; views.
+        """{name: [*shape]} from [n], {name: [*shape, k]} from [n, k]; views.
 
         Raises:
-            GramianError: if there are not n rows.
+            GramianError: if the tensor does not have n rows.
         """
         if not flat.dim() or len(flat) != self.dim:
             raise GramianError(f"vector: has shape {[*flat.shape]}; expected [{self.dim}] or [{self.dim}, k]")
@@ -75,10 +81,10 @@ class ParameterSpace:
         }
 
     def columns(self, y_NK: Tensor) -> list[Tensor]:
-        """Copies of the k columns of Y, each in one piece of memory, in this space's dtype and on its device.
+        """Contiguous copies of the k columns of Y, in this space's dtype and on its device.
 
         Raises:
-            GramianError: unless Y is [n, k].
+            GramianError: if Y is not [n, k].
         """
         if y_NK.dim() != 2 or len(y_NK) != self.dim:
             raise GramianError(f"vector: has shape {[*y_NK.shape]}; expected [{self.dim}, k]")
@@ -86,16 +92,11 @@ class ParameterSpace:
         return list(columns_KN.copy_(y_NK.detach().mT))
 
 
-def choose(named: Mapping[str, Tensor], which: Which, kind: str) -> dict[str, Tensor]:
-    """Those of the named tensors that are asked for, in their own order.
-
-    Args:
-        named: all there are.
-        which: names, or what is asked of each (name, tensor); None: all.
-        kind: what they have in common, for messages: "that trains".
+def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str, Tensor]:
+    """The selected tensors in their own order; error messages describe a tensor by `kind`, such as "that trains".
 
     Raises:
-        GramianError: for a name that is not there, or if nothing is left.
+        GramianError: for an unknown name, or an empty selection.
     """
     if isinstance(which, str):
         raise GramianError(f"parameters: is the text {which!r}; expected a list of names, [{which!r}]")
@@ -107,10 +108,30 @@ def choose(named: Mapping[str, Tensor], which: Which, kind: str) -> dict[str, Te
         unknown = [name for name in which if name not in named]
         if unknown:
             raise GramianError(
-                f"parameters: {unknown[0]} is no parameter {kind}; expected names such as {[*named][:3]}"
+                f"parameters: {unknown[0]} is not a parameter {kind}; expected names such as {[*named][:3]}"
             )
         wanted = set(which)
         chosen = {name: t for name, t in named.items() if name in wanted}
     if not chosen:
         raise GramianError(f"parameters: none is left; expected at least one {kind}")
     return chosen
+
+
+def first_names(root: nn.Module | None, which: Selection) -> Selection:
+    """The selection with every tied parameter of the model under its first name; `root` None: the model was freed.
+
+    Raises:
+        GramianError: if it is neither names, a predicate nor None.
+    """
+    if which is None or isinstance(which, str) or callable(which):
+        return which
+    names = [*which] if isinstance(which, Iterable) else [which]
+    if not all(isinstance(name, str) for name in names):
+        raise GramianError(
+            f"parameters: is {which!r}; expected a list of names, a function of (name, parameter), or None"
+        )
+    if root is None:
+        return names
+    first = {id(p): name for name, p in unique_parameters(root)}
+    tied = {name: first[id(p)] for name, p in named_parameters(root)}
+    return [tied.get(name, name) for name in names]

@@ -1,4 +1,4 @@
-"""An operator with a multiple of the identity added."""
+"""An operator plus a multiple of the identity."""
 
 from torch import Tensor
 
@@ -7,17 +7,18 @@ from gramian.linalg.spectra.operator import Operator, check_operator
 
 
 class ShiftedOperator(Operator):
-    """M + λI: damping, or the other end of a spectrum brought to the front."""
+    """M + λI with a λ of any sign: damping, or a shift that moves the other end of a spectrum to the front.
+
+    ```python
+    damped = ShiftedOperator(GGNOperator(model, batches), 1e-3)
+    ```
+    """
 
     def __init__(self, operator: Operator, shift: float) -> None:
-        """Add to an operator.
-
-        Args:
-            operator: M.
-            shift: λ, of any sign.
+        """Add λ = `shift` to the diagonal of an operator.
 
         Raises:
-            GramianError: for what is no operator, or a shift that is no finite number.
+            GramianError: if M is not an operator, or the shift is not a finite number.
         """
         check_operator(operator)
         check_number("shift", shift)

@@ -1,1 +1,1 @@
-"""Factors on disk, and the record and log lines of what was done."""
+"""Persistence: factors on disk, the record of a computation, and its log lines."""

@@ -1,76 +1,72 @@
-"""The record of what was done, and the log lines: both from the same facts, so neither can say what the other does not."""
-
-from __future__ import annotations
+"""The record of a computation and its log lines: both read the same facts of a `CurvatureState`, so they cannot disagree."""
 
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from gramian.core.errors import GramianError
+from gramian.core.version import VERSION
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.curvature.state import CurvatureState
 from gramian.linalg import Clip, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.factor import fetch_traces
 from gramian.parallel.tensor_parallel import TensorParallel
 from gramian.taps.coverage import Cover, Coverage
 
-if TYPE_CHECKING:
-    from gramian.curvature.kfac import KFACNaturalGradient
-
 logger = logging.getLogger("gramian.curvature")
 SCHEMA = 1
 
 
-def record(kfac: KFACNaturalGradient) -> dict[str, Any]:
-    """Everything a reader needs to repeat a computation."""
-    blocks = kfac.kfac_factors
+def record(state: CurvatureState) -> dict[str, Any]:
+    """All facts of a computation that a reader needs to repeat it, as a JSON-able dict."""
+    blocks = state.blocks
+    factors = {id(factor): factor for block in blocks.values() for factor in block.factors.values()}
     return {
         "schema": SCHEMA,
-        "options": {name: _finite(value) for name, value in asdict(kfac.options).items()},
-        "versions": {"torch": torch.__version__, "gramian": _version()},
-        "seed": kfac.options.seed,
-        "world_size": kfac.world_size,
-        "reduce": kfac.options.kfac_distributed_reduce,
-        "sent": dict(kfac._sent),
-        "factorised": {"here": kfac._spread.here, "all": kfac._spread.all},
-        "steps": kfac.steps,
-        "refreshes": kfac.refreshes,
-        "dropped": list(kfac.dropped),
-        "padding_counted": {layer: list(counts) for layer, counts in kfac.padding.items()},
-        "loss_coefficient": kfac._coefficient,
-        "head": kfac.head,
-        "shared_rows": _shared_rows(kfac),
-        "seconds": dict(kfac._seconds),
-        "identity": sorted(kfac._identity),
-        "bytes": sum(factor.nbytes for factor in _unique_factors(blocks.values()))
+        "options": {name: _finite(value) for name, value in asdict(state.options).items()},
+        "versions": {"torch": torch.__version__, "gramian": VERSION},
+        "seed": state.options.seed,
+        "world_size": state.world_size,
+        "reduce": state.options.kfac_distributed_reduce,
+        "sent": dict(state.sent),
+        "factorised": {"here": state.factorisations.here, "all": state.factorisations.all},
+        "steps": state.steps,
+        "refreshes": state.refreshes,
+        "dropped": list(state.dropped),
+        "padding_counted": {layer: list(counts) for layer, counts in state.padding.items()},
+        "loss_coefficient": state.loss_coefficient,
+        "head": state.head,
+        "shared_rows": _shared_rows(state),
+        "seconds": dict(state.seconds),
+        "identity": sorted(state.without_curvature),
+        "bytes": sum(factor.nbytes for factor in factors.values())
         + sum(block.correction_nbytes for block in blocks.values()),
-        "layers": {name: _layer(kfac, block) for name, block in blocks.items()},
+        "layers": {name: _layer(state, block) for name, block in blocks.items()},
     }
 
 
-def _shared_rows(kfac: KFACNaturalGradient) -> str | None:
-    """How it is known that a layer's single row stands for all samples; None before a capture."""
-    root = None if kfac._model is None else kfac._model()
-    if root is None:
+def _shared_rows(state: CurvatureState) -> str | None:
+    """How it was established that a layer's single row stands for all samples; None before a capture."""
+    if state.model is None:
         return None
-    return "proven" if TensorParallel.of(root) is None else "taken from shapes, as the model is tensor parallel"
+    return "proven" if TensorParallel.of(state.model) is None else "taken from shapes, as the model is tensor parallel"
 
 
-def coverage(kfac: KFACNaturalGradient) -> Coverage:
+def coverage(state: CurvatureState) -> Coverage:
     """How every parameter of the captured model is approximated."""
-    root = None if kfac._model is None else kfac._model()
-    if root is None:
+    if state.model is None:
         raise GramianError("coverage: no model was captured yet; expected a capture before")
-    specs = {p: spec for spec in kfac._specs.values() for p in spec.parameters}
+    specs = {p: spec for spec in state.specs.values() for p in spec.parameters}
     covers: dict[str, Cover] = {}
-    for name, p in unique_parameters(root):
+    for name, p in unique_parameters(state.model):
         spec = specs.get(name)
         if spec is None:
             covers[name] = Cover("frozen" if not p.requires_grad else "unused", "")
-        elif spec.name in kfac.kfac_factors:
+        elif spec.name in state.blocks:
             why = f" ({spec.why})" if spec.why else ""
             covers[name] = Cover("covered", spec.layout, spec.approximation + why, len(spec.layers))
         else:
@@ -78,13 +74,13 @@ def coverage(kfac: KFACNaturalGradient) -> Coverage:
     return Coverage(covers)
 
 
-def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
+def _layer(state: CurvatureState, block: Block) -> dict[str, Any]:
     spec, facts, damping = block.spec, block.facts, block.damping
     assert damping is not None
     sides: dict[str, Any] = {}
     for side, factor in block.factors.items():
         value = damping.lambda_A if side == "A" else damping.lambda_G
-        sides[side] = _side(side, factor, value, block, None if damping.joint else kfac.options.max_condition)
+        sides[side] = _side(side, factor, value, block, None if damping.joint else state.options.max_condition)
     return {
         "approximation": spec.approximation,
         "why_not_kfac": spec.why,
@@ -99,15 +95,15 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
         "T_global": facts.tokens,
         "N": facts.terms,
         "estimate": facts.estimate,
-        "age": kfac.steps - 1 - facts.step,
+        "age": state.steps - 1 - facts.step,
         "refreshes": facts.refreshes,
         "damping_mode": damping.mode,
         "pi": damping.pi,
         "lambda_A": damping.lambda_A if block.A is not None else None,
         "lambda_G": damping.lambda_G,
-        "kappa_max": kfac.options.max_condition,
-        "policy": kfac.options.kfac_policy,
-        "eps": kfac.options.kfac_eps,
+        "kappa_max": state.options.max_condition,
+        "policy": state.options.kfac_policy,
+        "eps": state.options.kfac_eps,
         "shares_A_with": facts.shares_A_with,
         "sent": dict(facts.sent),
         "gathered": block.gathered,
@@ -120,7 +116,7 @@ def _layer(kfac: KFACNaturalGradient, block: Block) -> dict[str, Any]:
 
 
 def _corrected(block: Block) -> dict[str, Any] | None:
-    """What EK-FAC did; None: it was not asked for."""
+    """The EK-FAC correction of a block; None: ekfac=False."""
     if block.correction is None:
         return {"corrected": False, "reason": block.facts.reason_ekfac} if block.facts.reason_ekfac else None
     correction = block.correction
@@ -167,16 +163,16 @@ def _clip(clip: Clip | None) -> dict[str, Any] | None:
 # ---- log -----------------------------------------------------------------------------------------------------------
 
 
-def log_refresh(kfac: KFACNaturalGradient) -> None:
+def log_refresh(state: CurvatureState) -> None:
     """One line per layer and one for all, at INFO."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    layers = {name: _layer(kfac, block) for name, block in kfac.kfac_factors.items()}
+    layers = {name: _layer(state, block) for name, block in state.blocks.items()}
     for name, facts in layers.items():
         logger.info("%s", layer_line(name, facts))
         logger.debug("%s: T_local=%d, T_global=%d", name, facts["T_local"], facts["T_global"])
-    options = kfac.options
-    blocks = [block for block in kfac.kfac_factors.values() if block.spec.kind == "kronecker"]
+    options = state.options
+    blocks = [block for block in state.blocks.values() if block.spec.kind == "kronecker"]
     woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
     damping = f"{options.damping_mode} {options.joint_lambda:.3g}"
     if options.damping_mode == "factored":
@@ -184,15 +180,15 @@ def log_refresh(kfac: KFACNaturalGradient) -> None:
     logger.info(
         "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
         "world_size=%d",
-        kfac.refreshes,
+        state.refreshes,
         len(blocks),
         woodbury,
         len(blocks) - woodbury,
-        len(kfac.kfac_factors) - len(blocks),
+        len(state.blocks) - len(blocks),
         options.update_freq,
         damping,
         options.kfac_distributed_reduce,
-        kfac.world_size,
+        state.world_size,
     )
 
 
@@ -216,8 +212,8 @@ def layer_line(name: str, facts: dict[str, Any]) -> str:
     return f"{name}: {', '.join(fields)}"
 
 
-def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
-    """What the clip did, at DEBUG, whenever a block is used."""
+def log_clips(blocks: Iterable[Block]) -> None:
+    """Log how many eigenvalues were clipped, at DEBUG, whenever a block is used."""
     if not logger.isEnabledFor(logging.DEBUG):
         return
     for block in blocks:
@@ -225,63 +221,42 @@ def log_clips(kfac: KFACNaturalGradient, blocks: Iterable[Block]) -> None:
             logger.debug("%s: clipped %d/%d eigenvalues (%s)", block.spec.name, clip.count, clip.total, side)
 
 
-def log_by_itself() -> None:
-    """Every process has factors of its own data alone."""
-    logger.warning(
-        'kfac_distributed_reduce="none": the factors of this process are those of its own data, of no other\'s'
-    )
+def log_separate_processes() -> None:
+    """Warn that every process has factors of its own data alone."""
+    logger.warning('kfac_distributed_reduce="none": the factors of this process are those of its own data alone')
 
 
 def log_dropped(step: int, reason: str, again: bool) -> None:
-    """A refresh came to nothing: a warning for the first of several in a row."""
+    """Log a refresh that made no factors: a warning for the first of several in a row."""
     level = logging.DEBUG if again else logging.WARNING
     logger.log(level, "K-FAC refresh at step %d dropped: %s; the factors are those from before", step, reason)
 
 
 def log_padding(layer: str, tokens: int, terms: float, again: bool, strict: bool) -> None:
-    """Tokens without a loss term are part of A: a warning for the first of several refreshes in a row.
-
-    Raises:
-        GramianError: if `strict`.
-    """
+    """Log that tokens without a loss term are part of A: a warning for the first of several refreshes in a row."""
     line = (
         f"token_weights: {layer} counts {tokens} tokens for {terms:g} loss terms, and which of them have none cannot be seen; "
         "expected token_weights=[B, T]"
     )
-    if strict:
-        raise GramianError(line + " (strict=True)")
-    logger.log(logging.DEBUG if again else logging.WARNING, "%s", line)
+    _warn(line, strict, again)
 
 
 def log_coefficient(seen: float, strict: bool) -> None:
-    """The head's gradients are those of a loss with another coefficient than was stated: a warning.
-
-    Raises:
-        GramianError: if `strict`.
-    """
+    """Warn that the head's gradients are those of a loss with another coefficient than was stated."""
     line = (
         f"loss_reduction: one loss term has {seen:.4g} times the coefficient that it, num_terms and loss_scale state, so "
         f"every G is {seen**2:.4g} times what it is; expected loss_reduction=<coefficient of one term>, such as "
         "1 / (num_terms * accumulation steps) for (loss / accumulation steps).backward()"
     )
+    _warn(line, strict)
+
+
+def _warn(line: str, strict: bool, again: bool = False) -> None:
     if strict:
         raise GramianError(line + " (strict=True)")
-    logger.warning("%s", line)
+    logger.log(logging.DEBUG if again else logging.WARNING, "%s", line)
 
 
 def log_no_step(reason: str) -> None:
-    """An optimizer was to step along a natural gradient before any refresh came to something."""
+    """Warn that an optimizer steps before any refresh has made factors."""
     logger.warning("K-FAC has no factors yet (%s): this step leaves the parameters as they are", reason)
-
-
-def _unique_factors(blocks: Iterable[Block]) -> list[Factor]:
-    return list({id(f): f for block in blocks for f in block.factors.values()}.values())
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("gramian")
-    except PackageNotFoundError:
-        return "unknown"

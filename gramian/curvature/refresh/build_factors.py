@@ -1,4 +1,10 @@
-"""From the sums of a refresh to stored factors."""
+"""From the joined sums of a refresh to stored factors: A and G of every block, averaged with the refreshes before, and damped.
+
+Legend: T tokens, N loss terms, o and m sides of a weight.
+
+A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w become low-rank, dense or diagonal factors as the joined sums have them; blocks
+outside K-FAC are exact. `Placement` decides on which device a factor is stored.
+"""
 
 import math
 import time
@@ -18,6 +24,7 @@ from gramian.curvature.refresh.join_sums import BlockTotals, Join, JoinedTotal
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors.eigendecomposition import free_bytes
 from gramian.linalg.factors.factor import fetch_traces
+from gramian.linalg.factors.merging import merge
 from gramian.linalg.factors.offload import Offload
 from gramian.linalg.wide import exact_float32
 from gramian.parallel.sharded_columns import ShardedColumns
@@ -29,7 +36,7 @@ class Builder:
     def __init__(
         self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
     ) -> None:
-        """Set what holds for all layers.
+        """Set what all layers share.
 
         Args:
             options: policy and storage.
@@ -37,7 +44,7 @@ class Builder:
             samples: B, samples of the refresh, on all processes.
             estimate: "empirical" or "mc".
             local_samples: samples of this process.
-            reduction: how sums that have one form only were joined: "dense", or "" for one process.
+            reduction: how sums outside K-FAC were joined: "dense", or "" for one process.
         """
         self.options, self.terms, self.samples = options, terms, samples
         self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction
@@ -100,8 +107,6 @@ class Builder:
         factor: Factor = Dense.of(mean, dtype) if spec.kind == "block" else Diagonal(mean)
         return Block(spec, None, place(factor), facts)
 
-    # ---- sides -----------------------------------------------------------------------------------------------------
-
     def _input_factor(
         self, spec: Spec, total: JoinedTotal, dtype: torch.dtype, place: "Placement"
     ) -> tuple[Factor, str, str]:
@@ -122,9 +127,9 @@ class Builder:
         if total.form == "dense":
             return Dense.of(total.data * scale, dtype)
         assert total.columns is not None
-        if total.others is None:
+        if total.exchange is None:
             return LowRank.of(total.columns, dtype, total.factor * scale**0.5)
-        return LowRank(_spread(total, dtype).scaled(total.factor * scale**0.5))
+        return LowRank(_sharded_columns(total, dtype).scaled(total.factor * scale**0.5))
 
     def _softmax_factor(self, total: JoinedTotal, dtype: torch.dtype) -> Factor:
         """(1/N) Σ w (diag p − p pᵀ): the diagonal and the subtracted part from the same tokens."""
@@ -132,32 +137,27 @@ class Builder:
         if total.form != "low rank":
             return self._moment_factor(total, dtype, scale)
         assert total.columns is not None
-        if total.others is None:
+        if total.exchange is None:
             return DiagonalLowRank.softmax(total.columns, dtype, total.factor * scale**0.5)
-        return DiagonalLowRank.softmax_of(_spread(total, dtype).scaled(total.factor * scale**0.5))
+        return DiagonalLowRank.softmax_of(_sharded_columns(total, dtype).scaled(total.factor * scale**0.5))
 
 
-def _spread(total: JoinedTotal, dtype: torch.dtype) -> ShardedColumns:
-    assert isinstance(total.columns, Tensor) and total.others is not None
-    return ShardedColumns.of(total.columns, total.width, total.others, dtype)
+def _sharded_columns(total: JoinedTotal, dtype: torch.dtype) -> ShardedColumns:
+    assert isinstance(total.columns, Tensor) and total.exchange is not None
+    return ShardedColumns.of(total.columns, total.width, total.exchange, dtype)
 
 
 class Placement:
-    """Puts factors where they are kept: as asked, or ("auto") beside the model while half of the memory free there allows."""
+    """Moves factors to their device: as the option says, or ("auto") beside the model while half of its free memory allows."""
 
     def __init__(self, options: Options, free: int | None) -> None:
-        """Set what there is.
-
-        Args:
-            options: for `woodbury_store_device`.
-            free: bytes of the model's device that are free, on the process with the fewest; None: they do not count.
-        """
+        """`free`: bytes free on the model's device, on the process with the fewest; None: no limit."""
         self._fixed = None if options.woodbury_store_device == "auto" else torch.device(options.woodbury_store_device)
         self._left = None if free is None or self._fixed is not None else free // 2
         self._offload = Offload()
 
     def __call__(self, factor: Factor) -> Factor:
-        """The factor in its place; what goes from a GPU to the CPU is there after `settle`."""
+        """The factor on its device; a copy from a GPU to the CPU is complete after `settle`."""
         if self._fixed is not None:
             return self._moved(factor, self._fixed)
         if self._left is None:
@@ -172,12 +172,12 @@ class Placement:
         return self._offload(factor) if away else factor.to(device)
 
     def settle(self) -> None:
-        """Wait until every factor is in its place: before anyone reads one."""
+        """Wait until every copy is complete, before a factor is read."""
         self._offload.settle()
 
 
 def _most_bytes(factor: Factor) -> int:
-    """Bytes on the process that holds most of it: the same number on all of them."""
+    """Bytes on the process with most of its rows: the same number on all of them."""
     columns = factor.columns if isinstance(factor, LowRank | DiagonalLowRank) else None
     if not isinstance(columns, ShardedColumns):
         return factor.nbytes
@@ -187,7 +187,7 @@ def _most_bytes(factor: Factor) -> int:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU, what the allocator keeps ready included; None: it is none."""
+    """Bytes that are free on a GPU, the allocator's cache included; None: the device is not a GPU."""
     return free_bytes(device) if device.type == "cuda" else None
 
 
@@ -195,15 +195,15 @@ def _tied(A: Factor, G: Factor, table_G: Factor, counts: Factor) -> tuple[Factor
     """One Kronecker product for a weight that is head and table: F ≈ G ⊗ A + diag(counts) ⊗ G_table.
 
     Both sides are means of the two uses' sides, each of trace 1, weighted by the traces t of the two products; the sum of
-    the traces is kept, and either use alone is exact. A sum of two Kronecker products is none, so this is an approximation.
+    the traces is preserved, and either use alone is exact. A sum of two Kronecker products is not one, so this approximates.
     """
     traces = [float(f.trace()) for f in (A, G, table_G, counts)]
     head, table = traces[0] * traces[1], traces[2] * traces[3]
     if not head > 0 or not table > 0:
         return (A, G) if head >= table else (table_G, counts)
     total = head + table
-    inputs = A.merge(table_G, head / total, table / total * traces[0] / traces[2])
-    outputs = G.merge(counts, 1.0, table / head * traces[1] / traces[3])
+    inputs = merge(A, table_G, head / total, table / total * traces[0] / traces[2])
+    outputs = merge(G, counts, 1.0, table / head * traces[1] / traces[3])
     return inputs, outputs
 
 
@@ -215,22 +215,9 @@ def make_blocks(
     place: Placement,
     before: Mapping[str, Block],
 ) -> dict[str, Block]:
-    """Blocks of one refresh, averaged with those from before, damping resolved: everything, or an error on all processes.
+    """{name: block} for every block that data reached, averaged with `before`, its damping resolved. Collective.
 
-    Args:
-        options: average and damping.
-        specs: the model's blocks.
-        builder: makes factors of sums.
-        join: brings the sums.
-        place: puts factors where they are kept.
-        before: blocks from before.
-
-    Returns:
-        {name: block} for every block that saw data.
-
-    Raises:
-        NotFinite: naming the first block whose sums are not finite.
-        GramianError: if another process could not make its factors.
+    An error on one process is raised on all; `NotFinite` names the first block whose sums are not finite.
     """
     fresh: dict[str, Block] = {}
     with torch.no_grad(), exact_float32():
@@ -239,21 +226,23 @@ def make_blocks(
         for name, spec in specs.items():
             totals = join.block(spec) if spec.kind == "kronecker" else None
             if problem is not None:
-                continue  # the others still join theirs
+                continue  # the other processes still join theirs
             try:
-                block = _made(builder, spec, totals, remainder.pop(name, None), place)
-            except (
-                Exception
-            ) as error:  # of any kind (no memory, a solver's): raised below, when all processes know of it
+                rest = remainder.pop(name, None)
+                if totals is not None:
+                    block = builder.kronecker(spec, totals, place)
+                else:
+                    block = None if rest is None else builder.remainder(spec, rest, place)
+            except Exception as error:  # of any kind (no memory, a solver's): raised when all processes know of it
                 problem = error
             else:
                 fresh.update({} if block is None else {name: block})
         place.settle()
-        said = join.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
+        anywhere = join.agree("" if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
-        if said:
-            raise GramianError(f"{said}; expected every process to make its factors")
+        if anywhere:
+            raise GramianError(f"{anywhere}; expected every process to make its factors")
         _refuse_not_finite(fresh)
         merged: Merged = {}
         decay, columns = options.ema_decay, options.kfac_auto_t_max
@@ -262,16 +251,8 @@ def make_blocks(
     return fresh
 
 
-def _made(
-    builder: Builder, spec: Spec, totals: BlockTotals | None, rest: Tensor | None, place: Placement
-) -> Block | None:
-    if totals is not None:
-        return builder.kronecker(spec, totals, place)
-    return None if rest is None else builder.remainder(spec, rest, place)
-
-
 class NotFinite(GramianError):
-    """A refresh whose sums hold NaN or infinity."""
+    """The sums of a refresh contain NaN or infinity."""
 
 
 def _refuse_not_finite(blocks: Mapping[str, Block]) -> None:
@@ -297,11 +278,11 @@ Merged = dict[tuple[int, int], tuple[Factor, float]]
 def average(old: Block | None, new: Block, decay: float, most_columns: int, merged: Merged) -> Block:
     """The debiased moving average: new weight (1-β)/(1-β^k) at the k-th refresh of this block, so nothing is scaled at k = 1.
 
-    The average starts anew where the kind of estimate changed (empirical, drawn, exact): it would be one of nothing.
+    The average starts anew where the kind of estimate changed (empirical, drawn, exact), which cannot be averaged.
     Low-rank sides grow by the columns of the new estimate while these are fewer than the rows and than `most_columns`, and are
     dense from there on. Sides too wide for that, or for memory_budget, keep `most_columns` of them, drawn anew at every
     refresh: of the old and of the new ones as many as their shares of the average, rescaled. So the average is unbiased and
-    no column's weight grows.
+    the weight of a column does not grow.
     """
     if old is not None and old.facts.estimate != new.facts.estimate:
         old = None
@@ -330,24 +311,24 @@ def _mixed(
     """(1-share)·before + share·factor, and the trace that taking a subset of columns cost it (in the mean none)."""
     thin = isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     if not thin or before.rank + factor.rank <= most_columns:
-        return before.merge(factor, 1 - share, share), 0.0
+        return merge(before, factor, 1 - share, share), 0.0
     if factor.dim <= WIDEST_DENSE and may_be_dense:
         return Dense.summed(before, factor, 1 - share, share, factor.storage_dtype), 0.0
     assert isinstance(before, LowRank | DiagonalLowRank) and isinstance(factor, LowRank | DiagonalLowRank)
     room = max(1, min(factor.rank, round(share * most_columns)))
     of_before = min(before.rank, most_columns - room)
     room = min(factor.rank, most_columns - of_before)
-    kept = before.thin(_subset(before.rank, of_before, key, before.device)) if of_before else None
+    old = before.thin(_subset(before.rank, of_before, key, before.device)) if of_before else None
     fresh = factor.thin(_subset(factor.rank, room, -key, factor.device))
-    total = fresh if kept is None else kept.merge(fresh, 1 - share, share)
+    total = fresh if old is None else merge(old, fresh, 1 - share, share)
     whole_trace = (1 - share) * float(before.trace()) + share * float(factor.trace())
     return total, whole_trace - float(total.trace())
 
 
-def _subset(columns: int, kept: int, key: int, device: torch.device) -> Tensor:
-    """Numbers of the columns that stay: a random choice that follows from the key."""
+def _subset(columns: int, count: int, key: int, device: torch.device) -> Tensor:
+    """Numbers of `count` random columns, which follow from the key."""
     keys = token_keys(key, torch.zeros(1, dtype=torch.long), columns)[0]
-    return keys.topk(kept, largest=False).indices.sort().values.to(device)
+    return keys.topk(count, largest=False).indices.sort().values.to(device)
 
 
 def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
@@ -362,9 +343,9 @@ def _most_columns(spec: Spec, sums: BlockTotals) -> dict[str, int]:
 
 
 def _count_tokens(facts: Facts, total: JoinedTotal) -> None:
-    facts.tokens, facts.kept_tokens, facts.local_tokens = total.seen, total.kept, total.local
+    facts.tokens, facts.kept_tokens, facts.local_tokens = total.seen, total.stored, total.local
 
 
 def _rescaling(total: JoinedTotal) -> float:
-    """What a sum over a subset is multiplied by to stand for all tokens."""
-    return total.seen / max(total.kept, 1) if total.keep.limit is not None else 1.0
+    """The factor by which a sum over a subset stands for all tokens."""
+    return total.seen / max(total.stored, 1) if total.keep.limit is not None else 1.0

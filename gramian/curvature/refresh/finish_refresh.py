@@ -1,11 +1,13 @@
-"""The end of a refresh: processes agree on what they saw, join their sums, and put new factors in place of the old ones."""
+"""The end of a refresh: processes agree on what they saw, join their sums, and replace the old factors all at once.
 
-from __future__ import annotations
+In come the sums of a capture on every process; out go new blocks in the state, or, if anything is wrong, a dropped refresh with
+the factors from before. Collective: all processes of the capture's exchange leave it together.
+"""
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,167 +17,141 @@ from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import agree, fingerprint
 from gramian.curvature.estimate import ekfac_sums
 from gramian.curvature.estimate.kfac_capture import KFACCapture
-from gramian.curvature.estimate.refresh_sums import BlockSums
+from gramian.curvature.estimate.kronecker_sums import BlockSums
 from gramian.curvature.persist import curvature_record
 from gramian.curvature.refresh.build_factors import Builder, NotFinite, Placement, free_memory, make_blocks
-from gramian.curvature.refresh.join_sums import Join, word_of
-from gramian.curvature.refresh.refresh_schedule import meeting
+from gramian.curvature.refresh.join_sums import Join
+from gramian.curvature.refresh.rank_report import sums_report
+from gramian.curvature.refresh.refresh_schedule import drop_refresh, fail_refresh, refresh_rendezvous
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
-
-if TYPE_CHECKING:
-    from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.state import CurvatureState
 
 
-def finish(kfac: KFACNaturalGradient, cap: KFACCapture) -> None:
+def finish(state: CurvatureState, cap: KFACCapture) -> None:
     """Join the sums, make factors of them, and put these in place of the old ones all at once. Collective."""
-    kfac._open = False
+    state.capturing = False
     started = time.perf_counter()
     kronecker, remainder = cap.collected()
-    words = _words(kfac, cap, kronecker, remainder)
+    reports = _reports(state, cap, kronecker, remainder)
     try:
-        agreed = agree(words)
+        agreed = agree(reports)
         if not agreed.passes and not agreed.problem:
-            raise GramianError(cap.silence)
+            raise GramianError(cap.no_backward)
         if cap.kronecker.exact_head and agreed.head is None and not agreed.problem and agreed.terms > 0:
             raise GramianError("head: was not found; expected head= with the name of the model's output layer")
     except GramianError as error:
-        abandon(kfac, str(error))
+        drop_refresh(state, str(error))
         raise
     if agreed.problem or not agreed.terms > 0:
-        abandon(kfac, agreed.problem or "no loss terms", lenient=True)
+        drop_refresh(state, agreed.problem or "no loss terms", lenient=True)
         return
-    _note_padding(kfac, agreed.padded)
-    _note_coefficient(kfac, next((word["coefficient"] for word in words if word["coefficient"] is not None), None))
-    reduction = "" if cap.others is None else "dense"
-    builder = Builder(kfac.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
-    place = Placement(kfac.options, agreed.free)
-    join = Join(kfac.options, kronecker, remainder, words, cap.others)
+    _note_padding(state, agreed.padded)
+    _note_coefficient(state, next((r["coefficient"] for r in reports if r["coefficient"] is not None), None))
+    reduction = "" if cap.exchange is None else "dense"
+    builder = Builder(state.options, agreed.terms, agreed.samples, cap.estimate, cap.samples, reduction)
+    join = Join(state.options, kronecker, remainder, reports, cap.exchange)
+    place = Placement(state.options, agreed.free)
+    factorisations = SharedFactorisation(cap.exchange)
+    activity = "factors were made"
     try:
-        fresh = make_blocks(kfac.options, kfac._specs, builder, join, place, kfac.kfac_factors)
+        fresh = make_blocks(state.options, state.specs, builder, join, place, state.blocks)
+        if state.options.ekfac:
+            activity = "eigenvalues were corrected"
+            samples = {name: sums.samples for name, sums in kronecker.items()}
+            ekfac_sums.correct(state.options, fresh, samples, state.blocks, factorisations)
+            _refuse_not_finite(fresh)
     except NotFinite as problem:
-        abandon(kfac, str(problem), lenient=True)
+        drop_refresh(state, str(problem), lenient=True)
         return
     except BaseException as error:
-        abandon(kfac, f"{type(error).__name__} while factors were made")
+        drop_refresh(state, f"{type(error).__name__} while {activity}")
         raise
-    _refuse_uncovered(kfac, fresh)
-    spread = SharedFactorisation(cap.others)
-    if kfac.options.ekfac:
-        try:
-            seen = {name: sums.samples for name, sums in kronecker.items()}
-            ekfac_sums.correct(kfac.options, fresh, seen, kfac.kfac_factors, spread)
-            _refuse_not_finite(fresh)
-        except NotFinite as problem:
-            abandon(kfac, str(problem), lenient=True)
-            return
-        except BaseException as error:
-            abandon(kfac, f"{type(error).__name__} while eigenvalues were corrected")
-            raise
-    kfac.head = agreed.head
-    kfac.refreshes += 1
-    kfac._last_refresh = kfac.steps - 1
+    _refuse_uncovered(state, fresh)
+    state.head = agreed.head
+    state.refreshes += 1
+    state.last_refresh = state.steps - 1
     for block in fresh.values():
-        block.facts.step = kfac._last_refresh
-    kfac.kfac_factors = {**kfac.kfac_factors, **fresh}
-    kfac._softmax_checked = kfac._softmax_checked or not cap.kronecker.check_softmax
-    kfac._seconds = {"build": time.perf_counter() - started}
-    kfac._spread = spread
-    kfac._sent = {} if cap.others is None else dict(cap.others.sent)
-    curvature_record.log_refresh(kfac)
+        block.facts.step = state.last_refresh
+    state.blocks = {**state.blocks, **fresh}
+    state.softmax_checked = state.softmax_checked or not cap.kronecker.check_softmax
+    state.seconds = {"build": time.perf_counter() - started}
+    state.factorisations = factorisations
+    state.sent = {} if cap.exchange is None else dict(cap.exchange.sent)
+    curvature_record.log_refresh(state)
 
 
-def _words(
-    kfac: KFACNaturalGradient, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
+def _reports(
+    state: CurvatureState, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
 ) -> list[Any]:
-    """What every process says of its part of the refresh.
-
-    Raises:
-        GramianError: if one of them does not come because of an error.
-    """
+    """The report of every process on its part of the refresh, in the order of ranks."""
     try:
-        word = _word(kfac, cap, kronecker, remainder)
-    except BaseException as error:  # of a device, for one: the others do not wait for this process
-        kfac._fail(cap, f"{type(error).__name__} while its sums were looked at", f" ({error})")
+        report = {
+            "model": fingerprint(state.specs),
+            "options": asdict(state.options),
+            "seed": cap.kronecker.seed,
+            "step": state.steps - 1,
+            "estimate": [cap.estimate, cap.kronecker.exact_head],
+            "problem": cap.problem,
+            "passes": cap.passes,
+            "terms": cap.terms,
+            "samples": cap.samples,
+            "head": cap.kronecker.head,
+            "padded": cap.kronecker.selection.padded,
+            "coefficient": cap.kronecker.coefficient,
+            "free": free_memory(next(iter(state.specs.values())).device),
+            **sums_report(kronecker, remainder),
+        }
+    except BaseException as error:  # of a device, for one: the other processes must not wait for this one
+        fail_refresh(state, cap.exchange, f"{type(error).__name__} while its sums were looked at", f" ({error})")
         raise
-    if cap.others is None:
-        return [word]
-    absent = meeting(kfac, cap.others).come(meeting(kfac, cap.others, back=1))
+    if cap.exchange is None:
+        return [report]
+    before = refresh_rendezvous(state, cap.exchange, back=1)
+    absent = refresh_rendezvous(state, cap.exchange).wait_for_all(before)
     if absent:
-        abandon(kfac, absent)
+        drop_refresh(state, absent)
         raise GramianError(f"{absent}; expected every process to leave the capture without an error")
-    return cap.others.tell(word)
+    return cap.exchange.gather_messages(report)
 
 
-def _word(
-    kfac: KFACNaturalGradient, cap: KFACCapture, kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """What this process says."""
-    return {
-        "model": fingerprint(kfac._specs),
-        "options": asdict(kfac.options),
-        "seed": cap.kronecker.seed,
-        "step": kfac.steps - 1,
-        "estimate": [cap.estimate, cap.kronecker.exact_head],
-        "problem": cap.problem,
-        "passes": cap.passes,
-        "terms": cap.terms,
-        "samples": cap.samples,
-        "head": cap.kronecker.head,
-        "padded": cap.kronecker.padded,
-        "coefficient": cap.kronecker.coefficient,
-        "free": free_memory(next(iter(kfac._specs.values())).device),
-        **word_of(kronecker, remainder),
-    }
-
-
-def _note_padding(kfac: KFACNaturalGradient, padded: Mapping[str, tuple[int, float]]) -> None:
-    """Say where padding is part of A because nobody knows which tokens it is."""
+def _note_padding(state: CurvatureState, padded: Mapping[str, tuple[int, float]]) -> None:
+    """Record and log the layers whose A contains padding because its tokens cannot be recognised."""
     if padded:
         layer, (tokens, terms) = next(iter(padded.items()))
-        if kfac.options.strict:
-            abandon(kfac, f"{layer} counts {tokens} tokens for {terms:g} loss terms")
-        curvature_record.log_padding(layer, tokens, terms, again=bool(kfac.padding), strict=kfac.options.strict)
-    kfac.padding = {layer: list(counts) for layer, counts in padded.items()}
+        if state.options.strict:
+            drop_refresh(state, f"{layer} counts {tokens} tokens for {terms:g} loss terms")
+        curvature_record.log_padding(layer, tokens, terms, again=bool(state.padding), strict=state.options.strict)
+    state.padding = {layer: list(counts) for layer, counts in padded.items()}
 
 
-def _note_coefficient(kfac: KFACNaturalGradient, coefficient: float | None) -> None:
-    """Say that the loss is multiplied by something else than was stated; once, since it is looked at once."""
-    kfac._coefficient_checked = True
+def _note_coefficient(state: CurvatureState, coefficient: float | None) -> None:
+    """Record and log, once, that loss terms have another coefficient than the arguments state."""
+    state.coefficient_checked = True
     if coefficient is None:
         return
-    kfac._coefficient = coefficient
-    if kfac.options.strict:
-        abandon(kfac, f"a loss term has {coefficient:.4g} times the stated coefficient")
-    curvature_record.log_coefficient(coefficient, kfac.options.strict)
+    state.loss_coefficient = coefficient
+    if state.options.strict:
+        drop_refresh(state, f"a loss term has {coefficient:.4g} times the stated coefficient")
+    curvature_record.log_coefficient(coefficient, state.options.strict)
 
 
-def _refuse_uncovered(kfac: KFACNaturalGradient, fresh: Mapping[str, Block]) -> None:
-    missing = [spec for name, spec in kfac._specs.items() if name not in fresh and name not in kfac.kfac_factors]
-    if missing and kfac.options.strict:
-        abandon(kfac, f"{missing[0].parameters[0]} took no part in it")
+def _refuse_uncovered(state: CurvatureState, fresh: Mapping[str, Block]) -> None:
+    missing = [spec for name, spec in state.specs.items() if name not in fresh and name not in state.blocks]
+    if missing and state.options.strict:
+        parameter = missing[0].parameters[0]
+        drop_refresh(state, f"{parameter} took no part in it")
         raise GramianError(
-            f"{missing[0].parameters[0]}: took no part in the captured backward; expected every trainable parameter to "
-            "(strict=True)"
+            f"{parameter}: took no part in the captured backward; expected every trainable parameter to (strict=True)"
         )
 
 
 def _refuse_not_finite(fresh: Mapping[str, Block]) -> None:
-    """A sample that no factor has seen (`max_tokens`), or a square beyond float32. One wait for the device for all blocks."""
+    """Raise for NaN or infinity from a sample outside the subset (`max_tokens`), or from a square beyond float32."""
     corrected = {name: block.correction.values_RS for name, block in fresh.items() if block.correction is not None}
     if not corrected:
         return
     device = next(iter(corrected.values())).device
-    finite = torch.stack([values.isfinite().all().to(device) for values in corrected.values()])
+    finite = torch.stack([values.isfinite().all().to(device) for values in corrected.values()])  # one wait for all
     for name, fine in zip(corrected, finite.tolist(), strict=True):
         if not fine:
             raise NotFinite(f"{name}: its corrected eigenvalues are not finite")
-
-
-def abandon(kfac: KFACNaturalGradient, reason: str, lenient: bool = False) -> None:
-    """A refresh came to nothing; the factors are those from before."""
-    kfac._open = False
-    again = bool(kfac.dropped) and kfac.dropped[-1]["step"] == kfac.steps - 2
-    kfac.dropped.append({"step": kfac.steps - 1, "reason": reason})
-    curvature_record.log_dropped(kfac.steps - 1, reason, again)
-    if lenient and kfac.options.strict:
-        raise GramianError(f"refresh: {reason}; expected none to be dropped (strict=True)")

@@ -1,6 +1,8 @@
-"""Steps of a K-FAC object: which of them refresh, with which seeds, and where its processes meet for it."""
+"""Steps of a K-FAC object: which of them refresh, with which seeds, and how its processes announce that they take part.
 
-from typing import TYPE_CHECKING
+Every capture and collection is one step, counted on all processes alike. A step refreshes if `update_freq` steps have passed
+since the last refresh, or if the user forces it.
+"""
 
 import torch
 from torch import nn
@@ -8,61 +10,77 @@ from torch import nn
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import group_of, module_of, world_size
 from gramian.curvature.persist import curvature_record
+from gramian.curvature.state import CurvatureState
 from gramian.parallel.exchange import Exchange, exchange_of
-from gramian.parallel.rendezvous import Rendezvous, number_in
-
-if TYPE_CHECKING:
-    from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.parallel.rendezvous import Rendezvous, next_number
 
 
-def others_of(kfac: "KFACNaturalGradient", model: nn.Module) -> Exchange | None:
-    """The processes that will join this one's sums, as they are now; None: nobody."""
+def model_exchange(state: CurvatureState, model: nn.Module) -> Exchange | None:
+    """The processes that will add their sums to this one's, as they are now; None: this one alone."""
     root = module_of(model)
-    group = group_of(model, root, kfac.process_group)
-    kfac.world_size = world_size(group)
-    if kfac.options.kfac_distributed_reduce != "none":
+    group = group_of(model, root, state.process_group)
+    state.world_size = world_size(group)
+    if state.options.kfac_distributed_reduce != "none":
         device = next((p.device for p in root.parameters()), torch.device("cpu"))
         return exchange_of(group, device)
-    if kfac.world_size > 1 and not kfac._warned:
-        kfac._warned = True
-        curvature_record.log_by_itself()
+    if state.world_size > 1 and not state.separate_processes_logged:
+        state.separate_processes_logged = True
+        curvature_record.log_separate_processes()
     return None
 
 
-def sharing(kfac: "KFACNaturalGradient") -> Exchange | None:
-    """The processes of the user's group, or all, where no model tells them; None: this one alone."""
-    joined = kfac.options.kfac_distributed_reduce != "none"
-    return exchange_of(kfac.process_group, torch.device("cpu")) if joined else None
+def default_exchange(state: CurvatureState) -> Exchange | None:
+    """The processes of the user's group, or all, where no model is known to find them by; None: this one alone."""
+    joined = state.options.kfac_distributed_reduce != "none"
+    return exchange_of(state.process_group, torch.device("cpu")) if joined else None
 
 
-def begin(kfac: "KFACNaturalGradient", force: bool, others: Exchange | None) -> bool:
+def begin_step(state: CurvatureState, force: bool, exchange: Exchange | None) -> bool:
     """Count a step; True if it refreshes. This is the only counter there is, and the same on all processes."""
-    step, kfac.steps = kfac.steps, kfac.steps + 1
-    due = kfac._last_refresh is None or step - kfac._last_refresh >= kfac.options.update_freq
+    step, state.steps = state.steps, state.steps + 1
+    due = state.last_refresh is None or step - state.last_refresh >= state.options.update_freq
     due = due or force
-    kfac._before_draws = kfac._generator.get_state()
+    state.generator_before_step = state.generator.get_state()
     if due:
-        kfac._seeds = (draw_seed(kfac._generator), draw_seed(kfac._generator))
-        kfac._meetings += others is not None
+        state.seeds = (draw_seed(state.generator), draw_seed(state.generator))
+        state.shared_refreshes += exchange is not None
     return due
 
 
-def refuse(kfac: "KFACNaturalGradient", due: bool, others: Exchange | None, error: GramianError) -> None:
-    """What was refused is no step, except where others take it: they are told, and all count it."""
-    if others is None:
-        kfac.steps -= 1
-        kfac._generator.set_state(kfac._before_draws)
+def reject_step(state: CurvatureState, due: bool, exchange: Exchange | None, error: GramianError) -> None:
+    """Undo a step whose arguments were refused, unless other processes counted it: then they learn why this one is absent."""
+    if exchange is None:
+        state.steps -= 1
+        assert state.generator_before_step is not None
+        state.generator.set_state(state.generator_before_step)
     elif due:
-        meeting(kfac, others).stay_away(str(error))
+        refresh_rendezvous(state, exchange).decline(str(error))
 
 
-def meeting(kfac: "KFACNaturalGradient", others: Exchange, back: int = 0) -> Rendezvous:
-    """Where the processes say that they come to join their sums; `back`: one of those before."""
-    if kfac._number is None or kfac._number[0] is not others.group:
-        kfac._number = (others.group, number_in(others.group))
-    return Rendezvous(others.group, f"K-FAC {kfac._number[1]}, refresh {kfac._meetings - back}")
+def drop_refresh(state: CurvatureState, reason: str, lenient: bool = False) -> None:
+    """Record that a refresh failed and the factors are those from before; `lenient`: an error under `strict` alone."""
+    state.capturing = False
+    again = bool(state.dropped) and state.dropped[-1]["step"] == state.steps - 2
+    state.dropped.append({"step": state.steps - 1, "reason": reason})
+    curvature_record.log_dropped(state.steps - 1, reason, again)
+    if lenient and state.options.strict:
+        raise GramianError(f"refresh: {reason}; expected none to be dropped (strict=True)")
+
+
+def fail_refresh(state: CurvatureState, exchange: Exchange | None, reason: str, detail: str = "") -> None:
+    """Drop a refresh because of an error that goes on to the user, and let all other processes raise as well."""
+    drop_refresh(state, reason)
+    if exchange is not None:
+        refresh_rendezvous(state, exchange).decline(reason + detail)
+
+
+def refresh_rendezvous(state: CurvatureState, exchange: Exchange, back: int = 0) -> Rendezvous:
+    """Where processes announce that they will join their sums; `back`: that of so many refreshes before."""
+    if state.group_number is None or state.group_number[0] is not exchange.group:
+        state.group_number = (exchange.group, next_number(exchange.group))
+    return Rendezvous(exchange.group, f"K-FAC {state.group_number[1]}, refresh {state.shared_refreshes - back}")
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """The next seed."""
+    """The next seed, in [0, 2⁶²)."""
     return int(torch.randint(2**62, (), generator=generator))

@@ -1,4 +1,4 @@
-r"""Capacity metrics: what the eigenvalues of the estimated Fisher say of a layer and of a model.
+r"""Capacity metrics of layers and of the model, from the eigenvalues of the estimated Fisher.
 
 The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over them are products of sums over each side:
 
@@ -10,16 +10,16 @@ The eigenvalues of a block G ⊗ A are all products α_j·σ_i, so sums over the
 | participation_ratio | tr²/‖F‖_F² | (Σtr)²/Σ‖·‖_F² |
 | entropy_rank | exp(H_A + H_G), H the entropy of λ/Σλ | exp(Σ_b w_b(H_b − log w_b)), w_b = tr_b/tr |
 | stable_rank | ‖F‖_F²/λ_max² | the same |
-| numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε, or the rounding of sides at rest | Σ |
+| numerical_rank | eigenvalues above rank_rtol·λ_max, rank_rtol = max(o, m)·ε, or the rounding of stored sides | Σ |
 | log_det | Σ_ij log(α_jσ_i + λ) | Σ |
 | effective_dimension | Σ_ij α_jσ_i/(α_jσ_i + λ) | Σ |
 | condition_number | (λ_max + λ)/(λ_min + λ) | the same |
 | pac_bayes | √(tr/n): a heuristic, no bound | the same |
 
-EK-FAC's eigenvalues are o·m numbers of their own, of which the same are taken: a block that is no product.
+The o·m eigenvalues of EK-FAC have the same metrics, as those of a block with one side.
 
-Nothing is damped, clipped or cut off but where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
-are 0. Cost beyond the spectra (`sides`): o·m logarithms and exponentials a block, `products.CHUNK` at a time.
+Nothing is damped, clipped or cut off except where λ is written, and nothing is added to a denominator. Ranks of a zero matrix
+are 0. Cost beyond the spectra (`side_spectra`): o·m logarithms and exponentials a block, `spectrum_products.CHUNK` at a time.
 """
 
 import math
@@ -48,7 +48,7 @@ HEURISTIC = "heuristic: √(trace/n), no bound"
 
 
 class SpectrumEstimate(NamedTuple):
-    """A number, and what it may be off by; 0: exact up to rounding."""
+    """A number and its error bound; 0: exact up to rounding."""
 
     value: float
     error: float = 0.0
@@ -56,14 +56,14 @@ class SpectrumEstimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Spectrum:
-    """All that the metrics need of the eigenvalues of a block, or of several: sums of them, apart from their scale."""
+    """Sums over the eigenvalues of one or several blocks, relative to the largest."""
 
     largest: float
     log_largest: float
-    """-inf: all of them are zero."""
+    """-inf: all eigenvalues are zero."""
     log_smallest: float
     log_smallest_bound: float
-    """What the logarithm of the smallest does not exceed; the same where that is exact."""
+    """Upper bound of `log_smallest`; equal to it where that is exact."""
     mass: float
     """Σ λ/λ_max."""
     squares: float
@@ -78,7 +78,7 @@ class Spectrum:
 
     @property
     def log_trace(self) -> float:
-        """Of the largest eigenvalue and the sum of all relative to it."""
+        """log Σ λ."""
         return self.log_largest + (math.log(self.mass) if self.mass else 0.0)
 
 
@@ -87,23 +87,16 @@ def capacity_metrics(
     damping: float,
     n: float | None,
     coverage: Mapping[str, float],
-    others: Exchange | None,
+    group: Exchange | None,
 ) -> dict[str, Any]:
-    """Metrics of every block and of all together. Collective.
+    """{"layers": {name: metrics}, "model": metrics and coverage} for F + λI. Collective.
 
-    Args:
-        blocks: {name: block}, the same on all processes.
-        damping: λ of F + λI.
-        n: samples, for pac_bayes; None: without it.
-        coverage: goes into the result.
-        others: the processes that hold the same factors; None: this one alone.
-
-    Returns:
-        {"layers": {name: metrics}, "model": metrics and coverage}.
+    `n` is the number of samples for pac_bayes (None: without it), `group` the processes that have the same factors.
     """
-    _agree(others, {"asked": "capacity metrics", "damping": damping, "n": n})
+    _check_same_request(group, {"asked": "capacity metrics", "damping": damping, "n": n})
     with torch.no_grad():
-        sides = _sides(blocks, others)
+        factors = _factors(blocks)
+        sides = sides_of(factors, group) | {id(one): estimate(one) for one in factors if is_estimated(one)}
         found = {
             name: _measure(*_pair(block, sides), damping, max(block.spec.outputs, block.spec.inputs), block.G.device)
             for name, block in blocks.items()
@@ -113,70 +106,66 @@ def capacity_metrics(
     return {"layers": layers, "model": {**model, "coverage": dict(coverage)}}
 
 
-def top_eigenvalues(blocks: Mapping[str, Block], k: int, others: Exchange | None) -> Tensor:
+def top_eigenvalues(blocks: Mapping[str, Block], k: int, group: Exchange | None) -> Tensor:
     """The k largest eigenvalues of all blocks together, [k], descending, float64 on the CPU. Collective.
 
-    Sorted spectra of both sides and a heap: O(k log k) beyond the spectra, no eigenvector, no Lanczos but for sides that are
-    too wide to be written out.
+    A heap over the sorted spectra of both sides: O(k log k) beyond the spectra, no eigenvectors. Lanczos is used only for sides
+    that are too wide for a dense matrix.
 
     Raises:
         GramianError: if there are fewer than k directions.
     """
-    _agree(others, {"asked": "top eigenvalues", "k": k})
+    _check_same_request(group, {"asked": "top eigenvalues", "k": k})
     directions = sum(block.G.dim * (1 if block.A is None else block.A.dim) for block in blocks.values())
     if k > directions:
         raise GramianError(f"k: the blocks have {directions} directions in all; expected at most that many, got {k}")
     with torch.no_grad():
         factors = _factors(blocks)
-        sides = sides_of(factors, others)
+        sides = sides_of(factors, group)
         sides |= {id(one): SideSpectrum.of(leading(one, k)) for one in factors if is_estimated(one)}
         found = [_pair(block, sides) for block in blocks.values()]
     pairs = [(G.parts[0], A.parts[0]) for A, G in found]
     return torch.tensor(largest_products(pairs, k), dtype=torch.float64)
 
 
-def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], others: Mapping[str, int]) -> dict[str, float]:
-    """Which share of the trained parameters has which kind of block, and how many parameters that is of.
+def coverage_of(specs: Mapping[str, Spec], blocks: Mapping[str, Block], rest: Mapping[str, int]) -> dict[str, float]:
+    """{"parameters": count, "kronecker", "block", "diagonal", "none": shares of the trained parameters}.
 
-    Args:
-        specs: of the blocks that the model has.
-        blocks: those that have factors.
-        others: {trained parameter that is in no block: its size}.
-
-    Returns:
-        {"parameters": count, "kronecker", "block", "diagonal", "none": shares that add up to 1}.
+    `specs` are all blocks, `blocks` those with factors, `rest` is {trained parameter in no block: its size}.
     """
     known = {**specs, **{name: block.spec for name, block in blocks.items()}}
-    sizes = {"kronecker": 0, "block": 0, "diagonal": 0, "none": sum(others.values())}
+    sizes = {"kronecker": 0, "block": 0, "diagonal": 0, "none": sum(rest.values())}
     for name, spec in known.items():
         sizes[spec.kind if name in blocks else "none"] += sum(math.prod(shape) for shape in spec.shapes)
     total = sum(sizes.values())
     return {"parameters": total, **{kind: size / total for kind, size in sizes.items()}}
 
 
-def _agree(others: Exchange | None, asked: Mapping[str, Any]) -> None:
-    """Raise, on all processes, if they do not ask for the same: they would wait for each other in different collectives."""
-    if others is None:
+def _check_same_request(group: Exchange | None, request: Mapping[str, Any]) -> None:
+    """Raise, on all processes, if requests differ: processes would wait for each other in different collectives."""
+    if group is None:
         return
-    first, *rest = others.tell(asked)
+    first, *rest = group.gather_messages(request)
     for rank, other in enumerate(rest, start=1):
         for name, value in other.items():
             if first.get(name) != value:
-                unlike = f"process {rank} asks for {value}, process 0 for {first.get(name)}"
-                raise GramianError(f"{name}: {unlike}; expected the same on all processes")
+                raise GramianError(
+                    f"{name}: process {rank} asks for {value}, process 0 for {first.get(name)}; "
+                    "expected the same on all processes"
+                )
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
 
 
 def _factors(blocks: Mapping[str, Block]) -> list[Factor]:
-    """Those whose spectra are asked for."""
+    """The factors of blocks without EK-FAC's own eigenvalues, each once."""
     plain = [block for block in blocks.values() if block.correction is None]
     return list({id(f): f for block in plain for f in block.factors.values()}.values())
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """The spectra whose products are the block's eigenvalues."""
+    """The two spectra whose products are the block's eigenvalues."""
     if block.correction is not None:
         values = block.correction.values_RS
         return ONE, SideSpectrum.of(
@@ -185,13 +174,8 @@ def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum
     return (ONE if block.A is None else sides[id(block.A)]), sides[id(block.G)]
 
 
-def _sides(blocks: Mapping[str, Block], others: Exchange | None) -> dict[int, SideSpectrum]:
-    factors = _factors(blocks)
-    return sides_of(factors, others) | {id(one): estimate(one) for one in factors if is_estimated(one)}
-
-
 def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, device: torch.device) -> Spectrum:
-    """The eigenvalues of G ⊗ A; `widest`: the wider side of the block."""
+    """Sums over the eigenvalues of G ⊗ A, whose wider side is `widest`."""
     rtol = max(widest * max(A.eps, G.eps), A.noise + G.noise)
 
     def sums(a: Values, g: Values) -> tuple[float, float, float]:
@@ -216,7 +200,7 @@ def _measure(A: SideSpectrum, G: SideSpectrum, damping: float, widest: int, devi
 
 
 def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[SpectrumEstimate]:
-    """A function of two spectra; where one of them is a quadrature, the mean over its probes."""
+    """A function of two spectra; where one is a quadrature, the mean over its probes."""
     fine = list(zip(*(function(a, g) for a, g in _pairs(A.parts, G.parts)), strict=True))
     if not (A.coarse or G.coarse):
         return [SpectrumEstimate(values[0]) for values in fine]
@@ -226,7 +210,7 @@ def _estimates(A: SideSpectrum, G: SideSpectrum, function: Any) -> list[Spectrum
 
 
 def _pairs(left: Sequence[Values], right: Sequence[Values]) -> list[tuple[Values, Values]]:
-    """Probe with probe; a spectrum without probes goes with each."""
+    """Spectra of equal probes; a spectrum without probes is paired with each."""
     count = max(len(left), len(right))
     return [(left[i % len(left)], right[i % len(right)]) for i in range(count)]
 
@@ -255,7 +239,7 @@ def _log(value: float) -> float:
 
 
 def _exp(value: float) -> float:
-    """Infinity beyond float64."""
+    """exp, infinity beyond float64."""
     return float(torch.tensor(value, dtype=torch.float64).exp())
 
 
@@ -268,7 +252,7 @@ def _log_sum(a: float, b: float) -> float:
 
 
 def _together(blocks: Sequence[Spectrum]) -> Spectrum:
-    """The eigenvalues of a block-diagonal matrix."""
+    """Sums over the eigenvalues of a block-diagonal matrix."""
     top = max(blocks, key=lambda block: block.log_largest)
     some = [block for block in blocks if block.log_largest > -math.inf]
     scales = [math.exp(block.log_largest - top.log_largest) for block in some]
@@ -300,7 +284,7 @@ def _sum(estimates: Sequence[SpectrumEstimate]) -> SpectrumEstimate:
 
 
 def _report(spectrum: Spectrum, damping: float, n: float | None) -> dict[str, Any]:
-    """The metrics by name; those that are not exact have an error beside them."""
+    """{metric: value}, with an entry "error" for metrics that are not exact."""
     zero = spectrum.log_largest == -math.inf
     trace = spectrum.largest * spectrum.mass
     entropy_rank = 0.0 if zero else math.exp(spectrum.entropy.value)

@@ -1,7 +1,7 @@
-"""Spectra of the sides of blocks: all eigenvalues in float64, one matrix at a time, shared out among processes.
+"""Spectra of the sides of blocks: all eigenvalues in float64, one matrix at a time, distributed over processes.
 
-Whatever was decomposed before, in whatever precision, has no part in it: a spectrum is that of the stored matrix. Eigenvectors
-are not formed. A matrix goes where there is room for it: to the CPU where its device has none.
+Spectra are those of the stored matrix; earlier decompositions in other precisions are not used. Eigenvectors are not computed.
+A matrix is decomposed on its device or, where that has too little memory, on the CPU.
 
 Legend: n side, r columns of a low-rank one, W processes.
 
@@ -11,7 +11,7 @@ Legend: n side, r columns of a low-rank one, W processes.
 | low rank | UᵀU [r, r] | 3·8·r² |
 | diagonal | none | 8·n |
 | diagonal ± low rank, n ≤ `WIDEST_DENSE` | M written out [n, n] | 3·8·n² + 8·n·r |
-| diagonal ± low rank, wider | none: estimated (`wide_sides`) | 8·n·64 |
+| diagonal ± low rank, wider | none: estimated (`wide_side_spectra`) | 8·n·64 |
 """
 
 from collections.abc import Sequence
@@ -31,27 +31,27 @@ from gramian.parallel.exchange import Exchange
 
 @dataclass(frozen=True)
 class SideSpectrum:
-    """The spectrum of one side, σ_max = 0 only if all of it is zero."""
+    """The spectrum of one side, relative to σ_max; σ_max = 0 only if all eigenvalues are zero."""
 
     dim: int
     largest: float
     """σ_max."""
     smallest: float
-    """σ_min, or a number that it does not fall below."""
+    """σ_min, or a lower bound."""
     mass: float
-    """Σ σ/σ_max: the trace apart from its scale."""
+    """Σ σ/σ_max."""
     squares: float
     """Σ (σ/σ_max)²."""
     parts: tuple[Values, ...]
-    """The eigenvalues; where they are estimated, one quadrature for each probe."""
+    """The eigenvalues; for an estimate one quadrature per probe."""
     coarse: tuple[Values, ...] = ()
-    """Quadratures of half the steps; empty where nothing is estimated."""
+    """Quadratures after half the steps; empty for exact eigenvalues."""
     largest_error: float = 0.0
     smallest_error: float = 0.0
     eps: float = torch.finfo(torch.float64).eps
-    """Rounding of what the matrix was summed in."""
+    """Machine epsilon of the dtype in which the matrix was summed."""
     noise: float = 0.0
-    """What rounding at rest may have made of an eigenvalue 0, relative to σ_max."""
+    """Bound on a zero eigenvalue after the rounding of the stored matrix, relative to σ_max."""
 
     @classmethod
     def of(cls, values: Values, eps: float = torch.finfo(torch.float64).eps) -> "SideSpectrum":
@@ -62,17 +62,13 @@ class SideSpectrum:
 
 
 ONE = SideSpectrum.of(Values.of(torch.ones(1, dtype=torch.float64)))
-"""What stands for A where a block is no Kronecker product."""
+"""The spectrum of A for a block that is not a Kronecker product."""
 
 
-def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, SideSpectrum]:
-    """{id of a factor: its spectrum}, each once, without those that `is_estimated`. Collective.
+def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, SideSpectrum]:
+    """{id of a factor: its spectrum}, without factors that `is_estimated`. Collective.
 
-    W at a time, the dearest first: every process decomposes one matrix and hands its eigenvalues to the others.
-
-    Args:
-        factors: the same on all processes.
-        others: the processes that hold them; None: each is decomposed here.
+    W matrices at a time, the largest first: every process of the group decomposes one and sends its eigenvalues to all.
 
     Raises:
         GramianError: on all processes, if one of them failed.
@@ -86,22 +82,22 @@ def sides_of(factors: Sequence[Factor], others: Exchange | None) -> dict[int, Si
             assert isinstance(one, Dense | LowRank | DiagonalLowRank)
             decomposed.append(one)
     decomposed.sort(key=lambda one: -_side(one))
-    size = 1 if others is None else others.size
+    size = 1 if group is None else group.size
     for start in range(0, len(decomposed), size):
         together = decomposed[start : start + size]
-        for one, values in zip(together, _round(together, others), strict=True):
-            told = torch.where(values > _cancelled(one), values, 0.0)
-            found[id(one)] = _with_noise(SideSpectrum.of(Values.of(told[: one.dim], one.dim), _rounding(one)), one)
+        for one, values in zip(together, _round(together, group), strict=True):
+            nonzero = torch.where(values > _cancelled(one), values, 0.0)
+            found[id(one)] = _with_noise(SideSpectrum.of(Values.of(nonzero[: one.dim], one.dim), _rounding(one)), one)
     return found
 
 
 def is_estimated(one: Factor) -> bool:
-    """True if a side is too wide to be written out and has no smaller matrix with the same eigenvalues."""
+    """True if a side is too wide for a dense matrix and no smaller matrix has the same eigenvalues."""
     return isinstance(one, DiagonalLowRank) and one.dim > factor.WIDEST_DENSE
 
 
 def estimate(one: Factor) -> SideSpectrum:
-    """The spectrum of such a side: trace and Frobenius norm exactly, the rest with an error. Collective if rows are spread."""
+    """The spectrum of such a side: trace and Frobenius norm exact, the rest with errors. Collective for sharded rows."""
     assert isinstance(one, DiagonalLowRank)
     trace, frobenius = float(one.trace()), float(one.frobenius())
     one.columns.forget()
@@ -126,23 +122,23 @@ def estimate(one: Factor) -> SideSpectrum:
 
 
 def leading(one: Factor, k: int) -> Values:
-    """The k largest eigenvalues of such a side; `work.error_bound` says how well. Collective if rows are spread."""
+    """The k largest eigenvalues of such a side, with `work.error_bound`. Collective for sharded rows."""
     assert isinstance(one, DiagonalLowRank)
     values, residual = wide_side_spectra.leading(one, min(k, one.dim))
     one.work.error_bound = residual / float(values[0]) if float(values[0]) else 0.0
     return Values.of(values, one.dim)
 
 
-def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], others: Exchange | None) -> list[Tensor]:
-    """Eigenvalues of as many factors as there are processes, descending."""
-    if others is None:
+def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], group: Exchange | None) -> list[Tensor]:
+    """Eigenvalues, descending, of at most as many factors as there are processes."""
+    if group is None:
         return [_eigenvalues(_matrix(one)) for one in together]
     mine: Tensor | None = None
-    for place, one in enumerate(together):
-        spread = isinstance(one, LowRank | DiagonalLowRank) and one.columns.others is not None
-        if spread or place == others.rank:
+    for rank, one in enumerate(together):
+        sharded = isinstance(one, LowRank | DiagonalLowRank) and one.columns.others is not None
+        if sharded or rank == group.rank:
             matrix = _matrix(one)
-            mine = matrix if place == others.rank else mine
+            mine = matrix if rank == group.rank else mine
             del matrix
     values, problem = torch.zeros(0, dtype=torch.float64), ""
     if mine is not None:
@@ -150,19 +146,19 @@ def _round(together: Sequence[Dense | LowRank | DiagonalLowRank], others: Exchan
             values = _eigenvalues(mine)
         except (GramianError, RuntimeError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
-    words = others.tell([problem, len(values)])
-    for rank, (said, _) in enumerate(words):
-        if said:
-            raise GramianError(f"process {rank}: {said}")
-    return [others.hand(values, [words[place][1]], values, place) for place in range(len(together))]
+    reports = group.gather_messages([problem, len(values)])
+    for rank, (failure, _) in enumerate(reports):
+        if failure:
+            raise GramianError(f"process {rank}: {failure}")
+    return [group.broadcast(values, [reports[rank][1]], values, rank) for rank in range(len(together))]
 
 
 def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
-    """The matrix whose eigenvalues are those of the factor, float64. Collective where rows are spread."""
+    """The float64 matrix with the factor's nonzero eigenvalues. Collective for sharded rows."""
     where, cpu = one.stored.home or one.stored.body.device, torch.device("cpu")
     roomy = _has_room(where, _side(one))
     if isinstance(one, LowRank):
-        return (one.columns if roomy else one.columns.to(cpu)).taken_gram()
+        return (one.columns if roomy else one.columns.to(cpu)).take_gram()
     where = where if roomy else cpu
     if isinstance(one, Dense):
         return one.stored.load(dtype=torch.float64, device=where)
@@ -172,7 +168,7 @@ def _matrix(one: Dense | LowRank | DiagonalLowRank) -> Tensor:
 
 
 def _eigenvalues(matrix_NN: Tensor) -> Tensor:
-    """All eigenvalues, descending, on the CPU: where the matrix is if there is room, else on the CPU. 4n³/3 FLOPs."""
+    """All eigenvalues, descending, on the CPU; computed on the matrix's device if it has room. 4n³/3 FLOPs."""
     if not bool(matrix_NN.isfinite().all()):
         raise GramianError("eigenvalues: the matrix holds NaN or infinity; expected finite numbers")
     here, cpu = matrix_NN.device, torch.device("cpu")
@@ -193,17 +189,17 @@ def _eigenvalues(matrix_NN: Tensor) -> Tensor:
 
 
 def _has_room(device: torch.device, n: int) -> bool:
-    """True if a decomposition of [n, n] in float64 takes no more than half of what a GPU has free."""
+    """True if a float64 decomposition of [n, n] takes at most half of a GPU's free memory; always on the CPU."""
     return device.type != "cuda" or fits(n, 8, free_bytes(device))
 
 
 def _side(one: Factor) -> int:
-    """n of the matrix that is decomposed."""
+    """The side of the matrix that is decomposed."""
     return one.rank if isinstance(one, LowRank) else one.dim
 
 
 def _cancelled(one: Factor) -> float:
-    """What rounding leaves where diag(d) − U Uᵀ is zero: n·ε·max d. Of a matrix that nothing was subtracted from: 0."""
+    """The rounding error of a zero eigenvalue of diag(d) − U Uᵀ, n·ε·max d; 0 for factors without a subtraction."""
     if not isinstance(one, DiagonalLowRank) or one.sign > 0:
         return 0.0
     return one.dim * torch.finfo(torch.float64).eps * float(one.values_N.max())
@@ -214,7 +210,7 @@ def _rounding(one: Factor) -> float:
 
 
 def _with_noise(side: SideSpectrum, one: Factor) -> SideSpectrum:
-    """‖E‖_F of a matrix that is stored off by E; ‖E‖_F² of columns, whose products lack a direction as they do."""
+    """The spectrum with the noise of storing: ‖E‖_F for a matrix stored with error E, ‖E‖_F² for columns."""
     error = float(one.quantisation_error)
     noise = (error / 2) ** 2 * side.mass if isinstance(one, LowRank) else error * side.squares**0.5
     return replace(side, noise=noise)

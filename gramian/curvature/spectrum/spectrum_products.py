@@ -1,8 +1,7 @@
-"""Sums over all products α_j·σ_i of two spectra, and the largest of them: what the eigenvalues of G ⊗ A are asked for.
+"""Sums over all products α_j·σ_i of two spectra, which are the eigenvalues of G ⊗ A, and the largest of them.
 
-Legend: R eigenvalues of one side, S of the other, λ damping. Products are never held: sums take `CHUNK` of them at a time, and
-zeros are counted in closed form. Everything is float64 and in logarithms, so that only what is no number of that range itself
-leaves it: σ = 1e300 and α = 1e-300 are as good as 1 and 1.
+Legend: R eigenvalues of one side, S of the other, λ damping. Sums form `CHUNK` products at a time, and zeros are counted in
+closed form. Products are formed as float64 logarithms, so factors such as σ = 1e300 and α = 1e-300 do not overflow.
 """
 
 import heapq
@@ -14,37 +13,31 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**20
-"""Products that exist at a time: 8 MB, and three tensors of that size."""
+"""Number of products that are formed at a time: three tensors of 8 MB."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """Eigenvalues of one side and how often each counts; directions that are not among them have the eigenvalue 0."""
+    """Positive eigenvalues of one side with their multiplicities; all other directions have the eigenvalue 0."""
 
     positive_R: Tensor
     """σ > 0, descending, float64 on the CPU."""
     dim: int
-    """n: all directions, zeros included."""
+    """n, the number of directions, zeros included."""
     weights_R: Tensor | None = None
-    """How often each counts (a quadrature has fractions), float64; None: once."""
+    """Multiplicities, float64 (fractions for a quadrature); None: 1."""
 
     @classmethod
     def of(cls, values_R: Tensor, dim: int | None = None, weights_R: Tensor | None = None) -> "Values":
-        """Sort, and leave out what is not above zero.
-
-        Args:
-            values_R: eigenvalues in any order; rounding below zero counts as zero.
-            dim: n; None: as many as there are values.
-            weights_R: how often each counts; None: once.
-        """
+        """The positive values, sorted; `dim` None: n is the number of values."""
         values, order = values_R.detach().to("cpu", torch.float64).sort(descending=True)
-        kept = int((values > 0).sum())
-        weights = None if weights_R is None else weights_R.to("cpu", torch.float64)[order[:kept]]
-        return cls(values[:kept].clone(), len(values_R) if dim is None else dim, weights)
+        count = int((values > 0).sum())
+        weights = None if weights_R is None else weights_R.to("cpu", torch.float64)[order[:count]]
+        return cls(values[:count].clone(), len(values_R) if dim is None else dim, weights)
 
     @property
     def count(self) -> float:
-        """How many are above zero."""
+        """The number of positive eigenvalues."""
         return float(len(self.positive_R)) if self.weights_R is None else float(self.weights_R.sum())
 
     @property
@@ -54,20 +47,14 @@ class Values:
 
     @property
     def smallest(self) -> float:
-        """σ_min: 0 where a direction is not among the values."""
+        """σ_min."""
         return float(self.positive_R[-1]) if len(self.positive_R) == self.dim else 0.0
 
 
 def damped_sums(left: Values, right: Values, damping: float, device: torch.device | None = None) -> tuple[float, float]:
     """Σ log(σα + λ) and Σ σα/(σα + λ) over all n·m products: log det and effective dimension of F + λI.
 
-    Cost: R·S logarithms and exponentials, 3·8·`CHUNK` bytes.
-
-    Args:
-        left: σ.
-        right: α.
-        damping: λ > 0.
-        device: where it is computed; None: on the CPU.
+    Computed on `device` (None: the CPU). Cost: R·S logarithms and exponentials, 3·8·`CHUNK` bytes.
     """
     log_damping = math.log(damping)
     log_sigma, log_alpha = (side.positive_R.log().to(device) for side in (left, right))
@@ -82,7 +69,7 @@ def damped_sums(left: Values, right: Values, damping: float, device: torch.devic
 
 
 def count_above(left: Values, right: Values, share: float) -> float:
-    """How many products exceed a share of the largest one. O((R + S) log S), no product is formed."""
+    """The number of products above a share of the largest one. O((R + S) log S), no product is formed."""
     if not (len(left.positive_R) and len(right.positive_R)):
         return 0.0
     sigma, alpha = (side.positive_R / side.positive_R[0] for side in (left, right))
@@ -94,14 +81,9 @@ def count_above(left: Values, right: Values, share: float) -> float:
 
 
 def largest_products(pairs: Sequence[tuple[Values, Values]], k: int) -> list[float]:
-    """The k largest σ_iα_j of several pairs of spectra, descending; zeros once nothing else is left.
+    """The k largest σ_iα_j of several pairs of spectra without weights, descending, padded with zeros.
 
-    A heap over sorted spectra: after (i, j) comes (i, j+1), and after (i, 0) also (i+1, 0). O(k log k), with k + the number of
-    pairs entries; at most k values of each spectrum are read.
-
-    Args:
-        pairs: spectra without weights.
-        k: how many; no more than there are directions in all.
+    A heap over sorted spectra: (i, j) is followed by (i, j+1), and (i, 0) also by (i+1, 0). O(k log k).
     """
     tops = [tuple(side.positive_R[:k].tolist() for side in pair) for pair in pairs]
     heap = [(-left[0] * right[0], pair, 0, 0) for pair, (left, right) in enumerate(tops) if left and right]
@@ -119,7 +101,7 @@ def largest_products(pairs: Sequence[tuple[Values, Values]], k: int) -> list[flo
 
 
 def _tiles(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Pieces of a matrix, of `CHUNK` entries at most."""
+    """Tiles of a matrix of at most `CHUNK` entries."""
     wide = max(1, min(columns, CHUNK))
     high = max(1, CHUNK // wide)
     for top in range(0, rows, high):

@@ -1,10 +1,10 @@
-"""Spectra of sides diag(d) ± U Uᵀ that are too wide to be written out: the exact softmax head, a tied head and embedding.
+"""Spectra of sides diag(d) ± U Uᵀ that are too wide for a dense matrix: the exact softmax head, a tied head and embedding.
 
 Sums Σ_i f(σ_i) come from stochastic Lanczos quadrature: for a random z of ±1, K steps of Lanczos give nodes θ and weights w
 with zᵀf(M)z ≈ Σ_k w_k f(θ_k), and E zᵀf(M)z = Σ_i f(σ_i). Single eigenvalues come from Lanczos.
 
-Legend: n side, r columns of U, P probes, K steps, k eigenvalues. Probes are drawn from a seed, the same everywhere: processes
-that share U by rows go through the same steps together.
+Legend: n side, r columns of U, P probes, K steps, k eigenvalues. All processes draw the same probes from a seed, so processes
+that shard the rows of U take the same steps.
 """
 
 from dataclasses import dataclass
@@ -19,44 +19,38 @@ from gramian.linalg.spectra.operator import Operator
 
 PROBES, STEPS, SEED = 16, 80, 0
 BLOCK, RESIDUAL = 4, 1e-7
-"""Of block Lanczos: columns of a product, and the residual, relative to σ_max, at which it ends."""
+"""Block Lanczos: columns of a product, and the residual relative to σ_max at which it stops."""
 
 
 @dataclass(frozen=True)
 class Quadrature:
-    """Estimates of one spectrum, one for each probe."""
+    """Gauss quadratures of one spectrum, one per probe."""
 
     parts: tuple[Values, ...]
     """Nodes and weights after K steps, by probe."""
     coarse: tuple[Values, ...]
-    """After K/2 steps: what the second half still changed says how far the sums have converged."""
-
-
-def product(factor: DiagonalLowRank, y_NK: Tensor) -> Tensor:
-    """M Y = d ⊙ Y ± U(UᵀY) in float64 on Y's device. 4·n·r·k FLOPs; collective where rows of U are spread over processes."""
-    image = factor.columns.times(factor.columns.transposed_times(y_NK))
-    return image.mul_(factor.sign).addcmul_(factor.values_N.to(y_NK)[:, None], y_NK)
+    """After K/2 steps; the change in the second half measures convergence."""
 
 
 class WideSide(Operator):
-    """M by its products."""
+    """M = diag(d) ± U Uᵀ as an operator."""
 
     def __init__(self, factor: DiagonalLowRank) -> None:
-        """Compute nothing."""
         self.factor, self.dim, self.dtype = factor, factor.dim, torch.float64
         self.device = factor.stored.home or factor.stored.body.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y."""
-        return product(self.factor, y_NK)
+        """M Y = d ⊙ Y ± U(UᵀY), float64 on Y's device. 4·n·r·k FLOPs; collective for sharded rows of U."""
+        image = self.factor.columns.times(self.factor.columns.transposed_times(y_NK))
+        return image.mul_(self.factor.sign).addcmul_(self.factor.values_N.to(y_NK)[:, None], y_NK)
 
 
 def quadrature(factor: DiagonalLowRank) -> Quadrature:
     """Stochastic Lanczos quadrature of M.
 
-    Unlike `linalg.quadrature`, no basis is kept for reorthogonalisation, since n is large: a node whose direction comes back
-    is split in two of the same sum. A probe whose Krylov space
-    ends early goes on with zeros, which get no weight. Cost: 4·n·r·P·K FLOPs, 4·8·n·P bytes.
+    Unlike `linalg.quadrature`, no basis is stored for reorthogonalisation, since n is large: a node whose direction recurs is
+    split into two with the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no weight.
+    Cost: 4·n·r·P·K FLOPs, 4·8·n·P bytes.
     """
     n, side = factor.dim, WideSide(factor)
     generator = torch.Generator().manual_seed(SEED)
@@ -90,14 +84,14 @@ def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:
 
 
 def leading(factor: DiagonalLowRank, k: int) -> tuple[Tensor, float]:
-    """The k largest eigenvalues, descending, float64 on the CPU, and what each of them is off by at most.
+    """The k largest eigenvalues, descending, float64 on the CPU, and a bound on their errors.
 
-    Block Lanczos, copies of an eigenvalue included. Cost: 4·n·r FLOPs a product, some 20 + 5k of them; 8·n·(2k + 44) bytes.
+    Block Lanczos, which finds repeated eigenvalues. Cost: 4·n·r FLOPs a product, some 20 + 5k of them; 8·n·(2k + 44) bytes.
     """
     found = lanczos(WideSide(factor), k, "LA", tol=RESIDUAL, block_size=BLOCK, max_basis=2 * k + 40)
     return found.eigenvalues.cpu().clamp(min=0), float(found.residual_bounds.max())
 
 
 def smallest_bound(factor: DiagonalLowRank) -> float:
-    """What σ_min does not exceed: the smallest diagonal entry of M."""
+    """An upper bound of σ_min: the smallest diagonal entry of M."""
     return max(0.0, float((factor.values_N.double() + factor.sign * factor.columns.squares_N()).min()))

@@ -1,1 +1,1 @@
-"""Uses of an estimated Fisher: merging, consolidation, importance, influence, Laplace, overlap."""
+"""Applications of an estimated Fisher: model averaging, EWC, importance, influence, Laplace approximation, task overlap."""

@@ -1,11 +1,11 @@
-"""One model out of several: an average of their parameters in which each counts where its Fisher says that it knows.
+"""Merge several models into one: an average of their parameters, weighted by each model's Fisher.
 
 Every model k with parameters θ_k and Fisher F_k is a Gaussian with precision w_k (F_k + λI); the mode of their product solves
 
     Σ_k w_k (F_k + λI) θ = Σ_k w_k (F_k + λI) θ_k.
 
-With diag F that is a weighted mean, entry by entry (Matena and Raffel 2022). With the Kronecker blocks of K-FAC it is a linear
-system, which conjugate gradients solve from the plain mean, preconditioned by Σ_k w_k (F_k + damping_k)⁻¹.
+With diag F this is an elementwise weighted mean (Matena and Raffel 2022). With the Kronecker blocks of K-FAC it is a linear
+system, solved by conjugate gradients from the plain mean with the preconditioner Σ_k w_k (F_k + damping_k)⁻¹.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.apply.apply_factors import inner
 from gramian.curvature.blocks.consistency import check_number, check_vector
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.uses.fisher_parameters import covered_parameters, parameters_of
+from gramian.curvature.uses.fisher_parameters import fisher_parameters, parameters_of
 from gramian.curvature.uses.importance import parameter_importance
 from gramian.linalg.spectra.operator import check_counts
 
@@ -28,16 +28,16 @@ Vector = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Average:
-    """The averaged parameters, and how well they solve the equation."""
+    """The averaged parameters, and the residual of their equation."""
 
     parameters: Vector
     """Every parameter of the models, under its first name; `model.load_state_dict(average.parameters, strict=False)`."""
     plain: tuple[str, ...]
-    """Those that no Fisher covers: their weighted mean was taken."""
+    """Parameters without any Fisher, for which the weighted mean was taken."""
     residual: float = 0.0
-    """‖b − Mθ‖/‖b‖ relative to the plain mean (the diagonal is solved directly)."""
+    """‖b − Mθ‖/‖b‖ relative to the plain mean; 0 for the diagonal, which is solved directly."""
     steps: int = 0
-    """Of conjugate gradients."""
+    """Number of steps of conjugate gradients."""
 
 
 def diagonal_average(
@@ -47,26 +47,31 @@ def diagonal_average(
     weights: Sequence[float] | None = None,
     damping: float = 0.0,
 ) -> Average:
-    """θ = Σ_k w_k (f_k + λ) ⊙ θ_k / Σ_k w_k (f_k + λ) with f_k = diag F_k. Cost: a few readings of every model.
+    """θ = Σ_k w_k (f_k + λ) ⊙ θ_k / Σ_k w_k (f_k + λ) with f_k = diag F_k. Cost: a few reads of every model.
 
-    Entries that no Fisher sees (Σ f = 0, λ = 0) are the weighted mean.
+    Entries without any Fisher (Σ f = 0, λ = 0) are the weighted mean.
+
+    ```python
+    merged = diagonal_average([model_a, model_b], [kfac_a, kfac_b])
+    model_a.load_state_dict(merged.parameters, strict=False)
+    ```
 
     Args:
-        models: of one architecture.
-        fishers: of each, K-FAC factors or {parameter: diag F}, as `DiagonalFisher` gives it.
+        models: models of one architecture.
+        fishers: for each model its K-FAC factors or {parameter: diag F}, as from `DiagonalFisher`.
         weights: w_k; None: 1.
-        damping: λ ≥ 0; the larger, the closer to the weighted mean.
+        damping: λ ≥ 0; a larger one moves the result towards the weighted mean.
 
     Raises:
         GramianError: if models or Fishers do not fit together.
     """
-    weights, thetas = _checked(models, fishers, weights, damping, zero_too=True)
+    weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=True)
     diagonals = [_diagonal(fisher) for fisher in fishers]
     for diagonal in diagonals:
         _fit("fishers", diagonal, thetas[0])
-        hollow = next((name for name, value in diagonal.items() if not bool(value.isfinite().all())), None)
-        if hollow is not None:
-            raise GramianError(f"fishers: {hollow} holds NaN or infinity; expected finite numbers")
+        bad = next((name for name, value in diagonal.items() if not bool(value.isfinite().all())), None)
+        if bad is not None:
+            raise GramianError(f"fishers: {bad} holds NaN or infinity; expected finite numbers")
     found: Vector = {}
     for name, like in thetas[0].items():
         total, weighted, plain = (torch.zeros_like(like, dtype=torch.float64) for _ in range(3))
@@ -88,28 +93,31 @@ def fisher_average(
     tolerance: float = 1e-6,
     max_steps: int = 200,
 ) -> Average:
-    """θ with Σ_k w_k (F_k + λI)(θ − θ_k) = 0, F_k the whole Kronecker blocks, undamped but for λ and unclipped.
+    """θ with Σ_k w_k (F_k + λI)(θ − θ_k) = 0, where F_k are the full Kronecker blocks, damped by λ alone and unclipped.
 
-    Cost: one product with every F_k and one natural gradient of each a step; six vectors in float64.
+    Cost: a product and a natural gradient with every F_k per step; six vectors in float64.
+
+    ```python
+    merged = fisher_average([model_a, model_b], [kfac_a, kfac_b], damping=1e-4)
+    model_a.load_state_dict(merged.parameters, strict=False)
+    ```
 
     Args:
-        models: of one architecture.
-        fishers: of each.
-        damping: λ > 0; the larger, the closer to the weighted mean.
+        models: models of one architecture.
+        fishers: the Fisher of each model.
+        damping: λ > 0; a larger one moves the result towards the weighted mean.
         weights: w_k; None: 1.
-        tolerance: of the residual, relative to that of the plain mean.
-        max_steps: after which what was reached is handed back, its residual with it.
+        tolerance: the residual, relative to that of the plain mean, at which the solver stops.
+        max_steps: number of steps after which the current iterate is returned, with its residual.
 
     Raises:
         GramianError: if models or Fishers do not fit together.
     """
-    weights, thetas = _checked(models, fishers, weights, damping, zero_too=False)
-    check_number("tolerance", tolerance)
-    if tolerance < 0:
-        raise GramianError(f"tolerance: expected a number of 0 or more, got {tolerance!r}")
+    weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=False)
+    check_number("tolerance", tolerance, "not negative")
     check_counts(max_steps=max_steps)
-    covered = [covered_parameters(fisher) for fisher in fishers]
-    for shapes in covered:
+    shapes_of = [fisher_parameters(fisher) for fisher in fishers]
+    for shapes in shapes_of:
         parameters_of(models[0], shapes)
     mean = {
         name: sum(
@@ -121,12 +129,12 @@ def fisher_average(
 
     def system(k: int, vector: Vector) -> Vector:
         """w_k (F_k + λI) v."""
-        known = {name: value for name, value in vector.items() if name in covered[k]}
+        known = {name: value for name, value in vector.items() if name in shapes_of[k]}
         return _scaled(weights[k], _sum(_scaled(damping, vector), fishers[k].compute_fisher_vector_product(known)))
 
     def preconditioner(k: int, vector: Vector) -> Vector:
-        """w_k (F_k + damping_k)⁻¹ v, and v/λ where there is no curvature."""
-        known = {name: value for name, value in vector.items() if name in covered[k]}
+        """w_k (F_k + damping_k)⁻¹ v, and v/λ for parameters without a Fisher block."""
+        known = {name: value for name, value in vector.items() if name in shapes_of[k]}
         natural = fishers[k].compute_natural_gradient(models[k], gradients=known)
         return _scaled(weights[k], {name: natural.get(name, value / damping) for name, value in vector.items()})
 
@@ -136,11 +144,11 @@ def fisher_average(
             total = _sum(total, function(k, vector))
         return total
 
-    moving = [name for name in mean if any(name in names for names in covered)]
+    moving = [name for name in mean if any(name in shapes for shapes in shapes_of)]
     right: Vector = {name: torch.zeros_like(mean[name]) for name in moving}
     for k, theta in enumerate(thetas):
-        away = {name: theta[name].to(mean[name]) - mean[name] for name in moving}
-        right = _sum(right, system(k, away))
+        offset = {name: theta[name].to(mean[name]) - mean[name] for name in moving}
+        right = _sum(right, system(k, offset))
     step, residual, steps = _conjugate_gradients(
         lambda v: over_all(system, v), lambda v: over_all(preconditioner, v), right, tolerance, max_steps
     )
@@ -158,7 +166,7 @@ def _conjugate_gradients(
     tolerance: float,
     max_steps: int,
 ) -> tuple[Vector, float, int]:
-    """x with ‖b − Mx‖ ≤ tolerance·‖b‖, its residual as it is (not as the recurrence has it), and the steps."""
+    """x with ‖b − Mx‖ ≤ tolerance·‖b‖, its recomputed residual (not the recurrence's), and the number of steps."""
     x, rest = _scaled(0.0, right), right
     size, steps = inner(right, right) ** 0.5, 0
     if not size:
@@ -173,8 +181,8 @@ def _conjugate_gradients(
         before, energy = energy, inner(rest, conditioned)
         direction = _sum(conditioned, _scaled(energy / before, direction))
         steps += 1
-    off = _sum(right, _scaled(-1.0, system(x)))
-    return x, inner(off, off) ** 0.5 / size, steps
+    error = _sum(right, _scaled(-1.0, system(x)))
+    return x, inner(error, error) ** 0.5 / size, steps
 
 
 def _scaled(factor: float, vector: Vector) -> Vector:
@@ -190,42 +198,34 @@ def _diagonal(fisher: KFACNaturalGradient | Mapping[str, Tensor]) -> Mapping[str
 
 
 def _there(diagonal: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    """diag F of a parameter, zeros where there is none."""
+    """diag F of a parameter; zeros without a Fisher."""
     if name not in diagonal:
         return torch.zeros_like(like, dtype=torch.float64)
     return diagonal[name].to(like.device).double()
 
 
 def _checked(
-    models: Any, fishers: Any, weights: Any, damping: Any, zero_too: bool
+    models: Any, fishers: Any, weights: Any, damping: Any, zero_allowed: bool
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Weights, and the parameters of every model.
-
-    Raises:
-        GramianError: naming what does not fit.
-    """
+    """The checked weights, and the parameters of every model."""
     if not isinstance(models, Sequence) or not models:
         raise GramianError("models: expected a list of at least one")
     if not isinstance(fishers, Sequence) or len(fishers) != len(models):
         raise GramianError(f"fishers: expected one for each of {len(models)} models")
-    check_number("damping", damping)
-    if damping < 0 or not (damping or zero_too):
-        raise GramianError(f"damping: expected a number {'of 0 or more' if zero_too else 'above 0'}, got {damping!r}")
+    check_number("damping", damping, "not negative" if zero_allowed else "positive")
     weights = [1.0] * len(models) if weights is None else weights
     if not isinstance(weights, Sequence) or len(weights) != len(models):
         raise GramianError(f"weights: is {weights!r}; expected one for each of {len(models)} models")
     for weight in weights:
-        check_number("weights", weight)
-        if not weight > 0:
-            raise GramianError(f"weights: expected numbers above 0, got {weight!r}")
+        check_number("weights", weight, "positive")
     for fisher in fishers:
-        if isinstance(fisher, Mapping) and zero_too:
+        if isinstance(fisher, Mapping) and zero_allowed:
             check_vector("fishers", fisher)
             negative = next((name for name, value in fisher.items() if bool((value < 0).any())), None)
             if negative is not None:
                 raise GramianError(f"fishers: {negative} holds numbers below 0; expected means of squares")
         else:
-            covered_parameters(fisher)
+            fisher_parameters(fisher)
     thetas = [{name: p.detach() for name, p in parameters_of(model).items()} for model in models]
     for theta in thetas[1:]:
         _fit("models", theta, thetas[0])
@@ -236,5 +236,5 @@ def _checked(
 def _fit(what: str, tensors: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:
     for name, value in tensors.items():
         if name not in first or value.shape != first[name].shape:
-            got = "a name that others lack" if name not in first else f"of shape {list(value.shape)}"
+            got = "not in every model" if name not in first else f"of shape {list(value.shape)}"
             raise GramianError(f"{what}: {name} is {got}; expected models of one architecture and their Fishers")

@@ -1,6 +1,6 @@
-"""Elastic weight consolidation: what a model has learnt is held where its Fisher says that it matters.
+"""Elastic weight consolidation (Kirkpatrick et al. 2017): a quadratic penalty on leaving the solution of an earlier task.
 
-Task k leaves a snapshot θ_k and a Fisher F_k. Later training adds ½·s_k·δᵀF_kδ with δ = θ − θ_k, whose gradient is s_k·F_kδ.
+Each task k has a snapshot θ_k and a Fisher F_k. Later training adds ½·s_k·δᵀF_kδ with δ = θ − θ_k, whose gradient is s_k·F_kδ.
 For a layer F = G ⊗ A, so δᵀFδ = tr(δᵀGδA) = Σ (GδA ⊙ δ) with δ [o, m], the bias its last column.
 """
 
@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import check_number
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.uses.fisher_parameters import covered_parameters, parameters_of
-from gramian.linalg.wide import wide, wide_dtype
+from gramian.curvature.uses.fisher_parameters import fisher_parameters, parameters_of
+from gramian.linalg.wide import wide
 
 
 @dataclass(frozen=True)
 class ConsolidatedTask:
-    """What a task left behind."""
+    """The Fisher and parameters of a finished task."""
 
     kfac: KFACNaturalGradient
     snapshot: dict[str, Tensor]
-    """θ_k of the parameters that have curvature."""
+    """θ_k of the parameters that have a Fisher block."""
     strength: float
     blocks: Mapping[str, Block]
-    """Of the Fisher when it was handed over; a refresh or a load puts others in their place."""
+    """The Fisher's blocks when the task was added; a refresh or a load replaces them."""
 
 
 class EWCPenalty:
@@ -42,38 +43,35 @@ class EWCPenalty:
     (loss + penalty(model)).backward()  # in the second
     ```
 
-    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and keeps the gradient until the backward.
+    A call costs one product with every F_k (2·o·m·(o + m) FLOPs of a dense layer), and stores the gradient until the backward.
     """
 
     def __init__(self) -> None:
-        """No task yet."""
         self.tasks: list[ConsolidatedTask] = []
 
     def add_task(self, kfac: KFACNaturalGradient, model: nn.Module, strength: float = 1.0) -> None:
-        """Hold the model where it is now, as firmly as a Fisher says.
+        """Add a penalty on leaving the model's current parameters.
 
         Args:
-            kfac: the task's Fisher; undamped and unclipped it is. The object itself is kept, so it must not be refreshed any
-                more: another task wants another object.
-            model: its parameters are copied; those without curvature stay free.
-            strength: s_k; the task's number of loss terms makes the penalty the second-order expansion of its summed loss.
+            kfac: the task's Fisher, used undamped and unclipped. The object is stored, not copied, so it must not be refreshed
+                any more: every task needs its own object.
+            model: its parameters are copied; those without a Fisher block are not penalised.
+            strength: s_k; with the task's number of loss terms the penalty is the second-order expansion of its summed loss.
 
         Raises:
-            GramianError: if there is no Fisher, it is another model's, or the strength is negative.
+            GramianError: if there is no Fisher, it belongs to another model, or the strength is negative.
         """
-        check_number("strength", strength)
-        if strength < 0:
-            raise GramianError(f"strength: expected a number of 0 or more, got {strength!r}")
-        held = covered_parameters(kfac)
-        there = parameters_of(model, held)
-        snapshot = {name: there[name].detach().clone() for name in held}
+        check_number("strength", strength, "not negative")
+        shapes = fisher_parameters(kfac)
+        parameters = parameters_of(model, shapes)
+        snapshot = {name: parameters[name].detach().clone() for name in shapes}
         self.tasks.append(ConsolidatedTask(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """The penalty where the model is now: 0-dim, differentiable once.
+        """The penalty at the model's parameters: 0-dim, differentiable once.
 
         Raises:
-            GramianError: if there is no task, a parameter is missing or has another shape, or a Fisher is another one since.
+            GramianError: if there is no task, a parameter is missing or has another shape, or a Fisher was refreshed since.
         """
         if not self.tasks:
             raise GramianError("tasks: there is none; expected add_task before")
@@ -81,19 +79,19 @@ class EWCPenalty:
             raise GramianError(
                 "kfac: was refreshed or loaded after its task was added; expected an object of its own for every task"
             )
-        held = {name: was.shape for task in self.tasks for name, was in task.snapshot.items()}
-        there = parameters_of(model, held)
-        value: Tensor = _Quadratic.apply(self.tasks, [*held], *(there[name] for name in held))  # type: ignore[no-untyped-call]
+        shapes = {name: theta.shape for task in self.tasks for name, theta in task.snapshot.items()}
+        found = parameters_of(model, shapes)
+        value: Tensor = _Quadratic.apply(self.tasks, [*shapes], *(found[name] for name in shapes))  # type: ignore[no-untyped-call]
         return value
 
     def free_parameters(self, model: nn.Module) -> list[str]:
-        """Trained parameters that no task holds: nothing keeps them from moving."""
-        held = {name for task in self.tasks for name in task.snapshot}
-        return [name for name, p in parameters_of(model).items() if p.requires_grad and name not in held]
+        """Trained parameters that no task penalises."""
+        penalised = {name for task in self.tasks for name in task.snapshot}
+        return [name for name, p in parameters_of(model).items() if p.requires_grad and name not in penalised]
 
 
 class _Quadratic(torch.autograd.Function):
-    """The penalty; its gradient is found with it, and waits for the backward."""
+    """The penalty; its gradient is computed in the forward and stored for the backward."""
 
     @staticmethod
     def forward(ctx: Any, tasks: Sequence[ConsolidatedTask], names: Sequence[str], *parameters: Tensor) -> Tensor:
@@ -118,6 +116,6 @@ def _penalty(tasks: Sequence[ConsolidatedTask], there: dict[str, Tensor]) -> tup
         product = task.kfac.compute_fisher_vector_product(delta)
         for name, value in delta.items():
             gradient[name].add_(product[name], alpha=task.strength)
-            terms.append(0.5 * task.strength * whole((value.double() * product[name].double()).sum()))
+            terms.append(0.5 * task.strength * full_vector((value.double() * product[name].double()).sum()))
     total = torch.stack([term.to(terms[0].device) for term in terms]).sum()
     return total.to(wide_dtype(*there.values())), gradient

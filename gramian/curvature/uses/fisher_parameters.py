@@ -1,4 +1,4 @@
-"""Which parameters a Fisher speaks of, for those who use one."""
+"""The parameters that have a Fisher block, and checks of models and gradients against them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,41 +6,37 @@ from typing import Any
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import check_vector, module_of, unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.linalg.wide import wide
 
 
-def blocks_of(kfac: Any) -> dict[str, Block]:
+def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
     """The blocks of a Fisher.
 
     Raises:
-        GramianError: if it is none, or has none yet.
+        GramianError: if `kfac` is not a KFACNaturalGradient, or has no factors yet.
     """
     if not isinstance(kfac, KFACNaturalGradient):
-        raise GramianError(f"kfac: expected a KFACNaturalGradient, got {type(kfac).__name__}")
+        raise GramianError(f"{argument}: expected a KFACNaturalGradient, got {type(kfac).__name__}")
     if not kfac.kfac_factors:
-        raise GramianError("kfac: has no factors yet; expected a capture or collect_kfac_factors before")
+        raise GramianError(f"{argument}: has no factors yet; expected a capture or collect_kfac_factors before")
     return kfac.kfac_factors
 
 
-def covered_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of the parameters with curvature; raises as `blocks_of` does."""
+def fisher_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
+    """{name: shape} of the parameters that have a Fisher block; raises as `blocks_of` does."""
     specs = [block.spec for block in blocks_of(kfac).values()]
     return {name: tuple(shape) for spec in specs for name, shape in zip(spec.parameters, spec.shapes, strict=True)}
 
 
 def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
-    """Every parameter once, under its first name.
-
-    Args:
-        model: the user's model, or any wrapper of it.
-        wanted: {name: shape} of those that have to be there; None: no matter.
+    """Every parameter of a model or its wrapper once, under its first name.
 
     Raises:
-        GramianError: naming one that is not there, or has another shape.
+        GramianError: if one of `wanted`, {name: shape}, is missing or has another shape.
     """
     found = dict(unique_parameters(module_of(model)))
     for name, shape in (wanted or {}).items():
@@ -54,16 +50,13 @@ def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None)
     return found
 
 
-def completed(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
-    """A gradient, wide, with zeros for what it lacks of a block: (F + damping)⁻¹ g is not zero there.
+def completed_gradient(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
+    """{parameter: gradient} in float32 or float64, with zeros for missing parameters of a block.
 
-    Args:
-        kfac: the Fisher.
-        what: name of the argument.
-        gradient: {parameter: tensor}.
+    (F + damping)⁻¹ g is not zero for these parameters. Error messages call the argument `what`.
 
     Raises:
-        GramianError: if it is none, is empty, is not finite, or has a part without curvature.
+        GramianError: if the gradient is not a mapping, is empty, is not finite, or has a parameter without a Fisher block.
     """
     blocks = blocks_of(kfac)
     check_vector(what, gradient)
@@ -71,10 +64,10 @@ def completed(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
     if not gradient:
         raise GramianError(f"{what}: has no gradient; expected loss.backward() before")
     found = {name: wide(value.detach()) for name, value in gradient.items()}
-    strange = next((name for name in found if name not in covered_parameters(kfac)), None)
+    strange = next((name for name in found if name not in fisher_parameters(kfac)), None)
     if strange is not None:
         raise GramianError(f"{what}: {strange} has a gradient but no curvature; expected it in the captured backward")
-    bad = next((name for name, value in found.items() if bool(whole((~value.isfinite()).sum()))), None)
+    bad = next((name for name, value in found.items() if bool(full_vector((~value.isfinite()).sum()))), None)
     if bad is not None:
         raise GramianError(f"{what}: {bad} holds NaN or infinity; expected a finite gradient")
     for block in blocks.values():

@@ -1,4 +1,4 @@
-"""How much each parameter, and each token, matters by the Fisher: diag F, and whose tokens its trace comes from.
+"""Importance of parameters and tokens by the Fisher: diag F, and the share of each token in its trace.
 
 Legend: B samples, T tokens, o outputs, m inputs.
 """
@@ -17,12 +17,13 @@ from gramian.curvature.estimate.fisher_labels import (
     draw_labels,
     logits_of,
     positions,
-    question,
+    read_batch,
     refuse_unknown_classes,
     summed_cross_entropy,
 )
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_seed
+from gramian.curvature.uses.fisher_parameters import blocks_of
 from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces
 from gramian.taps import Capture
 from gramian.taps.hub import hub_of
@@ -31,17 +32,21 @@ from gramian.taps.roles import Withheld
 
 
 def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -> dict[str, Tensor]:
-    """diag F of every parameter that has curvature, undamped: {parameter: tensor of its shape}.
+    """diag F of every parameter that has a Fisher block, undamped: {parameter: tensor of its shape}.
 
-    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter. Of
-    EK-FAC it is that of its own eigenvalues, Q_G⊙² S Q_A⊙²ᵀ.
-    K-FAC's F is that of one loss term, a diagonal estimate's that of one sample: compare entries of one source.
+    For F = G ⊗ A it is G_ii·A_jj, from the diagonals of both sides: o·m products, and nothing larger than the parameter. For
+    EK-FAC it is Q_G⊙² S Q_A⊙²ᵀ, from its own eigenvalues.
+    K-FAC's F is that of one loss term, a diagonal estimate's that of one sample: compare entries of one source only.
+
+    ```python
+    importance = parameter_importance(kfac)["blocks.0.fc.weight"]
+    ```
 
     Args:
-        source: K-FAC factors (collective where they are spread over processes), or an estimate of the diagonal itself.
+        source: K-FAC factors (collective where processes shard them), or an estimate of the diagonal itself.
 
     Raises:
-        GramianError: if it has seen nothing.
+        GramianError: if the source has no data yet.
     """
     if isinstance(source, DiagonalFisherEstimate):
         if not source.samples:
@@ -49,17 +54,15 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
         return source.diagonal()
     if not isinstance(source, KFACNaturalGradient):
         raise GramianError(f"source: expected K-FAC factors or a diagonal estimate, got {type(source).__name__}")
-    if not source.kfac_factors:
-        raise GramianError("source: has no factors yet; expected a capture or collect_kfac_factors before")
     found: dict[str, Tensor] = {}
     with torch.no_grad():
-        for block in source.kfac_factors.values():
+        for block in blocks_of(source, "source").values():
             found.update(_diagonal(block))
     return found
 
 
 def _diagonal(block: Block) -> dict[str, Tensor]:
-    """diag F of a block's parameters."""
+    """{parameter: diag F} of a block."""
     spec = block.spec
     if block.correction is not None:
         return {name: t.clone() for name, t in spec.tensors(block.correction.diagonal().to(spec.device)).items()}
@@ -77,24 +80,24 @@ def _diagonal(block: Block) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class TokenImportance:
-    """Squared norms of gradients of the summed loss, told apart by token and by row.
+    """Squared norms of gradients of the summed loss, by token and by row of a weight.
 
     Divided by the number of loss terms they are shares of the trace of the Fisher that K-FAC's expand setting approximates.
     """
 
     layers: dict[str, Tensor]
-    """{layer: [B, T]}: ‖g_t‖²‖a_t‖², the bias counted as one more input; [B, 1] where a layer cannot tell tokens apart."""
+    """{layer: [B, T]}: ‖g_t‖²‖a_t‖², the bias counted as one more input; [B, 1] where a layer does not separate tokens."""
     rows: dict[str, Tensor]
-    """{parameter of two axes or more: [its rows]}, summed over all tokens: words, for a table and for a head."""
+    """{parameter with two axes or more: [its rows]}, summed over all tokens; rows of a table or head are vocabulary entries."""
 
     @property
     def tokens(self) -> Tensor:
-        """[B, T]: Σ over the layers that tell the batch's tokens apart."""
+        """[B, T]: the sum over the layers that separate the batch's tokens."""
         return torch.stack([t for t in self.layers.values() if t.shape[1] == self._length]).sum(0)
 
     @property
     def untold(self) -> list[str]:
-        """Layers that are not part of `tokens`, because they see another number of them."""
+        """Layers that are not part of `tokens`, because they have another number of tokens."""
         return [layer for layer, t in self.layers.items() if t.shape[1] != self._length]
 
     @property
@@ -111,45 +114,50 @@ def token_importance(
     seed: int = 0,
     causal_shift: bool | None = None,
 ) -> TokenImportance:
-    """Which tokens of a batch, and which rows of its tables and heads, the Fisher's trace comes from.
+    """The contribution of each token of a batch, and of each row of tables and heads, to the trace of the Fisher.
 
-    Passes of its own: the user's gradients, buffers and random state stay as they are. Cost: a forward and a backward without
-    weight gradients, and one read of each layer's inputs and output gradients; nothing larger than these is held.
+    It runs its own passes; the user's gradients, buffers and random state are preserved. Cost: a forward and a backward without
+    weight gradients, and one read of each layer's inputs and output gradients; nothing larger than these is stored.
+
+    ```python
+    found = token_importance(model, {"input_ids": ids, "labels": ids})
+    found.tokens, found.rows["lm_head.weight"]
+    ```
 
     Args:
         model: a model that returns logits, alone or as `.logits`.
         batch: a mapping as Hugging Face models take it, or (inputs, labels).
         fisher_type: "empirical" (the batch's labels) or "mc" (drawn from the model).
-        n_samples: draws of labels, of which the mean is taken.
-        seed: of the draws, keyed by row and position.
+        n_samples: number of draws of labels, which are averaged.
+        seed: seed of the draws, keyed by row and position.
         causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
 
     Raises:
-        GramianError: for another batch or type, or a model inside an open capture.
+        GramianError: for another batch or Fisher type, or a model inside an open capture.
     """
     root = module_of(model)
     check_draws(fisher_type, n_samples, None)
     check_seed(seed)
     if fisher_type == "true":
         raise GramianError('fisher_type: expected "empirical" or "mc", got "true"')
-    drawn, asked = fisher_type == "mc", question(root, batch, causal_shift)
-    if not drawn and asked.labels is None and not asked.shifted:
+    drawn, request = fisher_type == "mc", read_batch(root, batch, causal_shift)
+    if not drawn and request.labels is None and not request.shifted:
         raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
     if hub_of(root).live:
         raise GramianError("model: is inside an open capture; expected token_importance outside of it")
     traces, rows, draws = TokenTraces(), RowTraces(), n_samples if drawn else 1
-    size = asked.inputs.shape[0]
+    size = request.inputs.shape[0]
     if not size:
         raise GramianError("batch: has no rows; expected at least one")
     with preserve_state(root), hub_of(root).governed_by(Withheld()):
         shape = None
-        if asked.labels is None and not asked.shifted:
+        if request.labels is None and not request.shifted:
             with torch.no_grad():
-                shape = logits_of(root(*asked.args, **asked.kwargs)).shape[:-1]
-        found = positions(asked, shape)
+                shape = logits_of(root(*request.args, **request.kwargs)).shape[:-1]
+        found = positions(request, shape)
         with Capture(root, traces, rows, loss_reduction="sum", batch_size=size) as seen:
             for draw in range(draws):
-                logits = logits_of(root(*asked.args, **asked.kwargs))
+                logits = logits_of(root(*request.args, **request.kwargs))
                 if logits.shape[:-1] != found.counted.shape:
                     raise GramianError(
                         f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"

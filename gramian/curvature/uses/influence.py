@@ -1,12 +1,12 @@
-"""Influence of training samples on a query: what one more copy of sample i in the training set would do to a loss.
+"""Influence of training samples on a query: the change of its loss if sample i were weighted more in training.
 
     score_i = −g_queryᵀ (F + damping)⁻¹ g_i
 
-To first order that is the change of the query's loss per unit of weight that sample i gains in the mean training loss (Koh
-and Liang 2017, with F for the Hessian). Below zero: the sample helps, the query's loss falls. Above zero: it harms.
+To first order this is the change of the query's loss per unit of weight that sample i gains in the mean training loss (Koh
+and Liang 2017, with F for the Hessian). Below zero the sample helps (the query's loss falls), above zero it harms.
 
-d = (F + damping)⁻¹ g_query is found once. After that an ordinary backward over training batches does: every layer has
-⟨d, g_i⟩ = Σ_t g_tᵀ D a_t from the tokens that its tap sees, and no gradient of a sample is kept.
+d = (F + damping)⁻¹ g_query is computed once. An ordinary backward over training batches then gives every layer's
+⟨d, g_i⟩ = Σ_t g_tᵀ D a_t from the tokens of its tap; no per-sample gradient is stored.
 
 Legend: B samples, T tokens, Q queries, M×N a parameter.
 """
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.curvature.apply.apply_factors import whole
+from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.uses.fisher_parameters import blocks_of, completed, parameters_of
-from gramian.linalg.wide import wide, wide_dtype, wide_mm
+from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient, parameters_of
+from gramian.linalg.wide import wide, wide_mm
 from gramian.taps import Capture
 from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient
 from gramian.taps.gradients.joined import Joined
@@ -31,25 +32,28 @@ from gramian.taps.roles import Needs, ParameterInfo
 
 Queries = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 ScoresByPass = dict[int, Tensor]
-"""{number of the pass: scores [B, Q]}: a sum over parameters; samples stay apart."""
+"""{number of the pass: scores [B, Q]}, summed over parameters."""
 
 
 class Influence:
-    """−g_qᵀ (F + damping)⁻¹ g_i of every sample that a capture sees, for one query or several."""
+    """The statistic −g_qᵀ (F + damping)⁻¹ g_i of every captured sample, for one query or several.
+
+    `influence_scores` is the context manager around it.
+    """
 
     needs: Needs = "parameter"
     per_sample = True
 
     def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None) -> None:
-        """Find (F + damping)⁻¹ g of every query: Q natural gradients, and Q copies of the parameters.
+        """Compute (F + damping)⁻¹ g of every query: Q natural gradients, and Q copies of the parameters.
 
         Args:
-            kfac: the Fisher, damped and clipped as its options say.
-            model: that it belongs to.
-            queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: what is in `p.grad` now.
+            kfac: the Fisher, damped and clipped by its options.
+            model: the Fisher's model.
+            queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
 
         Raises:
-            GramianError: if a query has a gradient where there is no curvature, or none at all.
+            GramianError: if a query has no gradient, or one for a parameter without a Fisher block.
         """
         blocks_of(kfac)
         if queries is None:
@@ -61,8 +65,8 @@ class Influence:
             raise GramianError("queries: expected {parameter: gradient}, or a list of them")
         found = []
         for query in queries:
-            natural = kfac.compute_natural_gradient(model, gradients=completed(kfac, "queries", query))
-            found.append({name: whole(value) for name, value in natural.items()})
+            natural = kfac.compute_natural_gradient(model, gradients=completed_gradient(kfac, "queries", query))
+            found.append({name: full_vector(value) for name, value in natural.items()})
         self.queries = len(found)
         self.directions = {
             name: torch.stack([d[name] if name in d else torch.zeros_like(like) for d in found])
@@ -71,14 +75,14 @@ class Influence:
         """{parameter: (F + damping)⁻¹ g of every query, [Q, *shape]}."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
-        """No pass yet.
+        """Empty sums.
 
         Raises:
-            GramianError: if a parameter that a query depends on does not train.
+            GramianError: if a parameter that a query depends on is not trainable.
         """
-        strange = next((name for name in self.directions if name not in parameters), None)
-        if strange is not None:
-            raise GramianError(f"queries: {strange} does not train now; expected it to, as for the query")
+        frozen = next((name for name in self.directions if name not in parameters), None)
+        if frozen is not None:
+            raise GramianError(f"queries: {frozen} does not train now; expected it to, as for the query")
         return {}
 
     def update(self, sums: ScoresByPass, record: ParameterRecord) -> None:
@@ -93,19 +97,19 @@ class Influence:
             sums[number] = scores_BQ
 
     def count(self, sums: ScoresByPass, samples: int) -> None:
-        """Samples count themselves."""
+        """Nothing to count: scores are per sample."""
 
     def forget(self, sums: ScoresByPass, number: int) -> None:
-        """Take a pass out whose backward failed half-way."""
+        """Remove a pass whose backward failed."""
         sums.pop(number, None)
 
     def merge(self, left: ScoresByPass, right: ScoresByPass) -> ScoresByPass:
-        """Samples of the left, then samples of the right."""
+        """The samples of the left, followed by those of the right."""
         behind = max(left, default=0) + 1
         return {**left, **{behind + number: scores for number, scores in right.items()}}
 
     def finish(self, sums: ScoresByPass) -> Tensor:
-        """Scores in the order of the samples: [B], of several queries [B, Q]."""
+        """Scores in the order of the samples: [B], or [B, Q] for several queries."""
         scores = [sums[number] for number in sorted(sums)]
         found = torch.cat(scores) if scores else torch.zeros(0, self.queries)
         return found[:, 0] if self.single else found
@@ -115,13 +119,12 @@ class InfluenceCapture(Capture):
     """The capture behind `influence_scores`."""
 
     def __init__(self, model: nn.Module, influence: Influence, **options: Any) -> None:
-        """One statistic."""
         self._influence = influence
         super().__init__(model, influence, **options)
 
     @property
     def values(self) -> Tensor:
-        """Scores of all samples seen so far, [B] or [B, Q].
+        """Scores of all samples so far, [B] or [B, Q].
 
         Raises:
             GramianError: before the first backward.
@@ -143,7 +146,7 @@ def influence_scores(
     loss_scale: "float | torch.amp.GradScaler" = 1.0,
     audit: bool = True,
 ) -> InfluenceCapture:
-    """Scores of training samples from ordinary backwards over them.
+    """Compute the influence of training samples during ordinary backwards over them.
 
     ```python
     F.cross_entropy(model(query_x), query_y).backward()
@@ -154,17 +157,17 @@ def influence_scores(
     ```
 
     Args:
-        kfac: the Fisher; its options say how it is damped.
-        model: that it belongs to.
-        queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: what is in `p.grad` now.
+        kfac: the Fisher, damped by its options.
+        model: the Fisher's model.
+        queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
         loss_reduction: "mean" or "sum" over the samples of the batch, or the coefficient of one sample's loss.
         batch_size: B, if it is not the first axis of the model's first tensor argument.
         sample_ids: [B] or [B, T]: the unit that each row or token belongs to; None: row i is sample i.
-        loss_scale: what the loss was multiplied by before `backward`, or the `GradScaler` that does it.
+        loss_scale: the factor of the loss before `backward`, or the `GradScaler` that applies it.
         audit: compare with autograd's gradients in every backward.
 
     Returns:
-        A context manager with `values` ([B], or [B, Q] for a list of queries; passes one after another) and `coverage`.
+        A context manager with `values` ([B], or [B, Q] for a list of queries; passes in order) and `coverage`.
     """
     return InfluenceCapture(
         model,
@@ -181,15 +184,15 @@ def influence_scores(
 
 
 def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
-    """⟨d_q, g_i⟩ of every sample and direction, [B, Q], without keeping any g_i.
+    """⟨d_q, g_i⟩ of every sample and direction, [B, Q], without storing all g_i.
 
     | gradient | way | FLOPs |
     |---|---|---|
     | linear, one query or one token | Σ_t l_tᵀ D r_t: one product and one reading | 2·B·T·M·N·Q |
-    | linear, otherwise | g_i written out, some samples at a time | 2·B·M·N·(T + Q) |
+    | linear, otherwise | g_i of some samples at a time | 2·B·M·N·(T + Q) |
     | embedding | rows of D looked up | 2·B·T·D·Q |
     | convolution | its own forward with D for the weight | that of the forward, Q times |
-    | anything else | as it is, some samples at a time | 2·B·N·Q |
+    | anything else | g_i of some samples at a time | 2·B·N·Q |
 
     Args:
         gradient: g_i of one parameter.
@@ -211,7 +214,7 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
 
 
 def _outer(gradient: Outer, d_MN: Tensor) -> Tensor:
-    """Σ_t l_tᵀ D r_t, [B]; D meets the side that leaves the smaller result."""
+    """Σ_t l_tᵀ D r_t, [B]; D multiplies the side that gives the smaller product."""
     left, right = gradient.left_BTM, gradient.right_BTN
     d_MN = d_MN.to(wide_dtype(left, right))
     if left.shape[2] < right.shape[2]:
@@ -228,7 +231,7 @@ def _indexed(gradient: Indexed, d_VD: Tensor) -> Tensor:
 
 
 def _convolved(gradient: Convolved, d: Tensor) -> Tensor:
-    """Σ over places of g ⊙ (D * x), [B]."""
+    """Σ over positions of g ⊙ (D * x), [B]."""
     images, gradients = wide(gradient.images_BK).flatten(0, 1), wide(gradient.gradients_BK).flatten(0, 1)
     if not len(images):
         return images.new_zeros(gradient.batch)

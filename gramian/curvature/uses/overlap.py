@@ -1,4 +1,4 @@
-"""Do two tasks want the same parameters? Overlaps of two Fishers, and the conflict of two gradients.
+"""Compare two tasks: the overlap of their Fishers, and the conflict of their gradients.
 
 Legend: n side of a factor, r columns of a low-rank one, k eigenvectors, o×m the matrix of a block.
 """
@@ -15,7 +15,7 @@ from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.spectrum.wide_side_spectra import WideSide
-from gramian.curvature.uses.fisher_parameters import blocks_of, completed
+from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.stored import LoadedMatrix
@@ -25,20 +25,25 @@ from gramian.linalg.wide import pieces
 
 @dataclass(frozen=True)
 class Overlap:
-    """A number for every layer and for the model."""
+    """A number between tasks for every layer and for the model."""
 
     model: float
     layers: dict[str, float]
     """{block: number}, by the names of `kfac_factors`."""
     unshared: tuple[str, ...]
-    """Blocks that only one of the two has."""
+    """Blocks that only one of the two tasks has."""
 
 
 def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Overlap:
-    """tr(F₁F₂)/(‖F₁‖‖F₂‖): 1 where both Fishers are the same up to a factor, 0 where no direction matters to both.
+    """tr(F₁F₂)/(‖F₁‖‖F₂‖): 1 for Fishers that are equal up to a factor, 0 for Fishers of orthogonal ranges.
 
-    F₁ and F₂ are undamped. For Kronecker blocks tr(F₁F₂) = tr(A₁A₂)·tr(G₁G₂); of the model it is the sum over the blocks that
-    both have, and so are the squared norms. 0 where a Fisher is zero. Nothing of side o·m is formed.
+    F₁ and F₂ are undamped. For Kronecker blocks tr(F₁F₂) = tr(A₁A₂)·tr(G₁G₂); traces and squared norms of the model are sums
+    over the blocks that both have. 0 where a Fisher is zero. Nothing of side o·m is formed.
+
+    ```python
+    overlap = fisher_overlap(kfac_of_task_1, kfac_of_task_2)
+    overlap.model, overlap.layers["blocks.0.fc"]
+    ```
 
     | sides | tr(M₁M₂) | FLOPs |
     |---|---|---|
@@ -53,7 +58,7 @@ def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Over
         other: F₂, of a model with the same layers; representations may differ.
 
     Raises:
-        GramianError: if one of them has no factors, or a block is not the same in both.
+        GramianError: if one of them has no factors, or a block differs in its parameters.
     """
     shared, unshared = _shared(one, other)
     with torch.no_grad():
@@ -67,11 +72,11 @@ def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Over
 
 
 def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: int = 10) -> Overlap:
-    """‖V₁ᵀV₂‖²/k of the eigenvectors of the k largest eigenvalues: 1 for the same space, 0 for orthogonal ones.
+    """‖V₁ᵀV₂‖²/k of the eigenvectors of the k largest eigenvalues: 1 for equal spaces, 0 for orthogonal ones.
 
-    Two random spaces have about k/(o·m). A layer's k are the largest of its own; the model's those of all layers together.
-    Where a Fisher has fewer positive eigenvalues, those are compared, and the smaller number stands for k. Where the k-th is
-    repeated (words that are equally frequent) the space is not unique, and neither is the number.
+    Two random spaces have about k/(o·m). The k of a layer are its own largest, those of the model the largest of all layers.
+    Where a Fisher has fewer positive eigenvalues, these are compared, and the smaller number replaces k. Where the k-th is
+    repeated (equally frequent vocabulary entries), neither the space nor the result is unique.
 
     Eigenvectors of G ⊗ A are q_i ⊗ a_j, and ⟨q_i ⊗ a_j, q'_i' ⊗ a'_j'⟩ = ⟨q_i, q'_i'⟩⟨a_j, a'_j'⟩: cost beyond the eigenvectors
     of both sides is 2·k²·(o + m) FLOPs, and no vector has the length o·m.
@@ -79,10 +84,10 @@ def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: in
     Args:
         one: F₁.
         other: F₂, of a model with the same layers.
-        k: eigenvectors of each.
+        k: number of eigenvectors of each.
 
     Raises:
-        GramianError: if one of them has no factors, a block is not the same in both, or k is no number of vectors.
+        GramianError: if one of them has no factors, a block differs in its parameters, or k is not a positive integer.
     """
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise GramianError(f"k: expected an integer of at least 1, got {k!r}")
@@ -98,23 +103,23 @@ def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: in
 def gradient_conflict(
     kfac: KFACNaturalGradient, model: nn.Module, left: Mapping[str, Tensor], right: Mapping[str, Tensor]
 ) -> Overlap:
-    """cos = gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h), F damped: below 0 a natural step for one loss raises the other.
+    """cos = gᵀF⁻¹h/√(gᵀF⁻¹g·hᵀF⁻¹h) with damped F: below 0, a natural gradient step for one loss raises the other.
 
     To first order a step −ηF⁻¹g changes the loss of h by −η·hᵀF⁻¹g. Cost: two natural gradients.
 
     Args:
-        kfac: the metric, damped and clipped as its options say.
-        model: that it belongs to.
+        kfac: the metric, damped and clipped by its options.
+        model: the metric's model.
         left: g, {parameter: tensor}.
         right: h.
 
     Returns:
-        Cosines of every layer that one of them touches, and of the whole; 0 where one of them is zero.
+        Cosines of every layer with a gradient, and of the model; 0 where one of the two is zero.
 
     Raises:
-        GramianError: if a gradient has a part without curvature.
+        GramianError: if a gradient has a parameter without a Fisher block.
     """
-    gradients = [completed(kfac, "left", left), completed(kfac, "right", right)]
+    gradients = [completed_gradient(kfac, "left", left), completed_gradient(kfac, "right", right)]
     natural = [kfac.compute_natural_gradient(model, gradients=gradient) for gradient in gradients]
     products, unshared = {}, []
     for name, block in blocks_of(kfac).items():
@@ -129,18 +134,14 @@ def gradient_conflict(
 
 
 def _normalised(left: float, across: float, right: float) -> float:
-    """across/√(left·right), 0 where one of them is zero; roots first, whose product stays in range."""
+    """across/√(left·right), 0 where one of them is zero; the product of roots does not overflow."""
     return across / (left**0.5 * right**0.5) if left > 0 and right > 0 else 0.0
 
 
 def _shared(
     one: KFACNaturalGradient, other: KFACNaturalGradient
 ) -> tuple[dict[str, tuple[Block, Block]], tuple[str, ...]]:
-    """The blocks that both have, and the names of the others.
-
-    Raises:
-        GramianError: if a block has other parameters, or none is shared.
-    """
+    """The blocks that both have, and the names of those that only one has."""
     mine, theirs = blocks_of(one), blocks_of(other)
     shared = {name: (block, theirs[name]) for name, block in mine.items() if name in theirs}
     for name, (left, right) in shared.items():
@@ -155,7 +156,7 @@ def _shared(
 
 
 def _block_trace(left: Block, right: Block) -> float:
-    """tr(F₁F₂) of two blocks of the same parameters; of EK-FAC Σ S ⊙ diag of the other in the basis of S."""
+    """tr(F₁F₂) of two blocks of the same parameters; for EK-FAC Σ S ⊙ (diagonal of the other in the basis of S)."""
     if left.correction is None and right.correction is not None:
         left, right = right, left
     if left.correction is not None:
@@ -168,7 +169,7 @@ def _block_trace(left: Block, right: Block) -> float:
 
 
 def _seen_in(basis: Correction, block: Block) -> Tensor:
-    """The diagonal of a block's F in another's basis, [r, s]."""
+    """The diagonal of a block's F in another basis, [r, s]."""
     if block.correction is not None:
         return block.correction.seen_in(basis.G, basis.A)
     assert block.A is not None
@@ -182,7 +183,7 @@ def _diagonal_in(basis: Basis, factor: Factor) -> Tensor:
 
 
 def product_trace(one: Factor, other: Factor) -> float:
-    """tr(M₁M₂) of any two representations, in float64. Collective where rows are spread over processes."""
+    """tr(M₁M₂) of any two representations, in float64. Collective for sharded rows."""
     if isinstance(one, Diagonal):
         return float(one.values_N.double() @ _diagonal(other).to(one.device))
     if isinstance(one, LowRank):
@@ -200,7 +201,7 @@ def product_trace(one: Factor, other: Factor) -> float:
 
 
 def _diagonal(factor: Factor) -> Tensor:
-    """diag M [n], float64; what is left of d is little where U is subtracted, and must not be rounded before."""
+    """diag M [n], float64; a difference d − Σu² is computed before rounding, since it may cancel."""
     if isinstance(factor, DiagonalLowRank):
         return factor.values_N.double() + factor.sign * factor.columns.squares_N()
     return factor.diagonal().double()
@@ -241,14 +242,14 @@ class _Space:
     A_MK: Tensor | None
 
     def above(self, floor: float) -> "_Space":
-        """Those that are not below a number."""
-        kept = int((self.values_K >= floor).sum())
-        A_MK = None if self.A_MK is None else self.A_MK[:, :kept]
-        return _Space(self.values_K[:kept], self.G_OK[:, :kept], A_MK)
+        """The eigenvectors whose eigenvalue is at least `floor`."""
+        count = int((self.values_K >= floor).sum())
+        A_MK = None if self.A_MK is None else self.A_MK[:, :count]
+        return _Space(self.values_K[:count], self.G_OK[:, :count], A_MK)
 
 
 def _leading(block: Block, k: int) -> _Space:
-    """The k largest eigenvalues that rounding lets one tell from zero, with their vectors; fewer where there are fewer."""
+    """The k largest eigenvalues that are nonzero up to rounding, or fewer, with their vectors."""
     if block.correction is not None:
         values_RS = block.correction.values_RS.double()
     else:
@@ -257,12 +258,12 @@ def _leading(block: Block, k: int) -> _Space:
         values_RS = torch.outer(sigma_R, alpha_S.to(sigma_R))
     values, chosen = values_RS.flatten().sort(descending=True, stable=True)
     noise = max(block.spec.outputs, block.spec.inputs) * torch.finfo(torch.float64).eps
-    kept = min(k, int((values > noise * values[:1]).sum()))
-    rows, columns = chosen[:kept] // values_RS.shape[1], chosen[:kept] % values_RS.shape[1]
+    count = min(k, int((values > noise * values[:1]).sum()))
+    rows, columns = chosen[:count] // values_RS.shape[1], chosen[:count] % values_RS.shape[1]
     if block.correction is not None:
         q_RK, a_SK = _one_hot(rows, values_RS.shape[0]), _one_hot(columns, values_RS.shape[1])
-        return _Space(values[:kept], block.correction.G.combined(q_RK), block.correction.A.combined(a_SK))
-    return _Space(values[:kept], G_OR[:, rows], None if A_MS is None else A_MS[:, columns.to(A_MS.device)])
+        return _Space(values[:count], block.correction.G.combined(q_RK), block.correction.A.combined(a_SK))
+    return _Space(values[:count], G_OR[:, rows], None if A_MS is None else A_MS[:, columns.to(A_MS.device)])
 
 
 def _one_hot(chosen_K: Tensor, size: int) -> Tensor:
@@ -287,13 +288,13 @@ def _leading_of_side(factor: Factor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _kth_largest(values: list[Tensor], k: int) -> float:
-    """The smallest of the k largest of all; 0 where there are fewer."""
+    """The k-th largest of all values; 0 where there are fewer."""
     together = torch.cat([v.cpu() for v in values]).sort(descending=True).values
     return float(together[k - 1]) if len(together) >= k else 0.0
 
 
 def _compared(pairs: list[tuple[_Space, _Space]]) -> float:
-    """Σ ‖V₁ᵀV₂‖² over blocks, whose spaces are orthogonal to each other's, over the smaller dimension."""
+    """Σ ‖V₁ᵀV₂‖² over blocks, whose spaces are mutually orthogonal, divided by the smaller dimension."""
     counts = [sum(len(pair[side].values_K) for pair in pairs) for side in range(2)]
     if not min(counts):
         return 0.0

@@ -1,37 +1,39 @@
-"""Building a cache: shards over processes, each written by one of them, none begun twice.
+"""Build a cache: processes take shards in turn, and each shard is written by one of them.
 
 Legend: B windows of a forward, T tokens.
 """
 
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gramian.core.durable_files import replace_file
 from gramian.core.errors import GramianError
-from gramian.distill.cache.cache_files import FileRecord, damage, refuse_damage, told_in_one_line, write_whole
-from gramian.distill.cache.cache_kind import Kind
+from gramian.distill.cache.builder_group import all_or_none, folder_lock
+from gramian.distill.cache.cache_files import damage, refuse_damage
+from gramian.distill.cache.cache_kind import CacheKind
 from gramian.distill.cache.hidden_cache import Hidden, stored_dtype
+from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.cache.layout import CacheLayout, shard_windows_for
-from gramian.distill.cache.manifest import HEAD, Identity, Manifest, read_json, read_manifest
-from gramian.distill.cache.shard_writer import ShardWriter
-from gramian.distill.cache.storage_errors import Errors, added
+from gramian.distill.cache.manifest import HEAD, CacheIdentity, Manifest, read_manifest
+from gramian.distill.cache.shard_writer import ShardWriter, read_shard_record
+from gramian.distill.cache.storage_errors import StorageErrors
+from gramian.distill.loss.head import Head
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teacher.signal import DenseSignal
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 
-ALONE = World(0, 1, torch.device("cpu"), "one")
+SINGLE_PROCESS = ProcessGrid()
 Progress = Callable[[int, int], None]
-"""Called with windows done, over all processes, and their number."""
+"""Called with the windows done so far, over all processes, and their total."""
 
 
 class _Stream(Protocol):
@@ -39,19 +41,19 @@ class _Stream(Protocol):
 
 
 class WindowRows(Protocol):
-    """What a builder asks of training windows; `gramian.data.Windows` is such."""
+    """The training windows that a builder reads; `gramian.data.Windows` is one implementation."""
 
     length: int
 
     @property
     def stream(self) -> _Stream:
-        """Of tokens."""
+        """The token stream; `stream.tokenizer` is the digest of its tokenizer."""
 
     def __len__(self) -> int: ...
 
     @property
     def digest(self) -> str:
-        """Of the tokens and the way they are cut."""
+        """Digest of the tokens and of how they are cut into windows."""
 
     def stack(self, index: npt.NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Windows as rows: "tokens" [B, T], maybe "documents" [B, T]."""
@@ -59,18 +61,22 @@ class WindowRows(Protocol):
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What is stored, and how it is computed."""
+    """What a cache stores, and how it is computed.
 
-    kind: Kind = field(default_factory=Hidden)
+    Example:
+        >>> CacheOptions(TopK(k=16), batch=4)  # doctest: +SKIP
+    """
+
+    kind: CacheKind = field(default_factory=Hidden)
     """`Hidden`, `TopK` or `Samples`."""
     layer_dtype: str = "auto"
-    """Of the teacher's `layers`, as of `Hidden.dtype`."""
+    """Dtype of the teacher's `layers`, with the values of `Hidden.dtype`."""
     batch: int = 8
-    """Windows of a forward; the same on any number of processes."""
+    """Windows per forward; the same on any number of processes."""
     shard_windows: int | None = None
-    """None: 256 MiB or 2²⁰ tokens, whichever is less."""
+    """Windows per shard; None: 256 MiB or 2²⁰ tokens, whichever is less."""
     measure_every: int = 1
-    """The error of every so-many-th window is measured; 1: the worst of all is known."""
+    """The errors of every n-th window are measured; 1: of all."""
 
 
 def build_cache(
@@ -78,66 +84,65 @@ def build_cache(
     teacher: LiveTeacher,
     windows: WindowRows,
     options: CacheOptions | None = None,
-    world: World = ALONE,
+    world: ProcessGrid = SINGLE_PROCESS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write a teacher's signal of all windows to disk, or what is missing of it.
+    """Write a teacher's signal for all windows to disk, or the missing shards of it.
 
-    Processes take shards in turn and go on batch by batch together, so a failure of one is told by all within a batch, and a
-    sharded teacher works. A shard's files get their names after they are synced, its record after them, the manifest's last
-    word after all: a builder killed at any moment loses the shards under way, one per process, and the next call goes on. A
-    file that is missing or short is made again, with the shard it belongs to. The folder comes out the same, byte by byte, for
-    any number of processes.
+    Processes take shards in turn and advance batch by batch together, so a failure of one is raised by all within a batch, and
+    a sharded teacher works. A shard's files get their names after they are synced, then its record is written, and the manifest
+    is marked complete after all shards: a builder that is killed loses only the shards in progress, one per process, and the
+    next call continues. A file that is missing or short is written again, with its shard. The folder is the same, byte by byte,
+    for any number of processes.
 
-    Cost: a forward per window, and what the kind does per token; bytes as of `CacheLayout.bytes_per_token`.
+    Cost: one forward per window, and the encoding of the kind per token; `CacheLayout.bytes_per_token` bytes per token.
 
     Args:
-        folder: of the cache; made if it is not there. All processes must see it.
-        teacher: of whom the signal is; its `layers` are stored too.
+        folder: the cache's folder, visible to all processes; created if needed.
+        teacher: the model whose signal is stored, with its `layers`.
         windows: the training data.
         options: default: hidden states.
-        world: this process among the others.
+        world: the process grid of the builders.
         progress: called after every batch.
 
     Returns:
         The manifest.
 
     Raises:
-        GramianError: one line that names the field in which the folder holds another cache, or what the disk refused.
+        GramianError: naming the field in which the folder has another cache, or the reason why the disk cannot be written.
     """
     options, path = options or CacheOptions(), Path(folder)
     for name, value in (("batch", options.batch), ("measure_every", options.measure_every)):
         if value < 1:
             raise GramianError(f"{name}: {value}; expected at least 1")
     identity = identity_of(teacher, windows, options)
-    with _taken(path, world):
-        missing = _missing_shards(path, identity, teacher, world)
-        layout = identity.layout
-        done, total = identity.count - sum(len(layout.rows(shard)) for shard in missing), identity.count
-        if progress is not None:
-            progress(done, total)
+    report = progress or (lambda done, total: None)
+    build = _Build(path, teacher, windows, options, identity, identity.layout, world)
+    with folder_lock(path, world):
+        missing = build.missing_shards()
+        done = identity.count - sum(len(build.layout.rows(shard)) for shard in missing)
+        report(done, identity.count)
         for first in range(0, len(missing), world.size):
-            for more in _round(path, teacher, windows, options, identity, missing[first : first + world.size], world):
+            for more in build.write_shards(missing[first : first + world.size]):
                 done += more
-                if progress is not None:
-                    progress(done, total)
-        with _together(world, path):
+                report(done, identity.count)
+        with all_or_none(world, path):
             if world.rank == 0:
-                _conclude(path, identity)
+                build.complete()
         manifest = read_manifest(path)
         assert manifest is not None
         return manifest
 
 
-def identity_of(teacher: LiveTeacher, windows: WindowRows, options: CacheOptions) -> Identity:
-    """What a cache of this teacher and these windows would be; called by all processes if the teacher is sharded.
+def identity_of(teacher: LiveTeacher, windows: WindowRows, options: CacheOptions) -> CacheIdentity:
+    """The identity that a cache of this teacher and these windows would have. Collective if the teacher is sharded.
 
     Raises:
         GramianError: naming an option that does not fit.
     """
     if options.shard_windows is not None and options.shard_windows < 1:
         raise GramianError(f"shard_windows: {options.shard_windows}; expected at least 1")
-    identity = Identity(
+    identity = CacheIdentity(
         kind=options.kind.name,
         teacher=teacher.hash,
         autocast=None if teacher.autocast is None else str(teacher.autocast).removeprefix("torch."),
@@ -156,217 +161,147 @@ def identity_of(teacher: LiveTeacher, windows: WindowRows, options: CacheOptions
     return replace(identity, shard_windows=shard_windows_for(identity.layout))
 
 
-# ---- one round: a shard for every process --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Build:
+    """One call of `build_cache` on one process."""
 
+    path: Path
+    teacher: LiveTeacher
+    windows: WindowRows
+    options: CacheOptions
+    identity: CacheIdentity
+    layout: CacheLayout
+    grid: ProcessGrid
 
-def _round(
-    path: Path,
-    teacher: LiveTeacher,
-    windows: WindowRows,
-    options: CacheOptions,
-    identity: Identity,
-    shards: Sequence[int],
-    world: World,
-) -> Iterator[int]:
-    """Write these shards, one per process; yields windows done, over all processes, after every batch."""
-    layout = identity.layout
-    plans = [_batches(layout.rows(shard), options.batch) for shard in shards]
-    mine = plans[world.rank] if world.rank < len(plans) else []
-    steps = max(len(plan) for plan in plans)
-    # A sharded teacher needs every process in every forward: whoever has nothing left asks for the first window again.
-    asked = mine + [range(1)] * (steps - len(mine)) if teacher.sharded else mine
-    writer: ShardWriter | None = None
-    errors: list[Errors] = []
-    ahead = _batch(windows, asked[0], teacher) if asked else None
-    try:
-        for step in range(steps):
-            with _together(world, path):
-                if step == 0 and mine:
-                    writer = ShardWriter(path, layout, shards[world.rank])
-                if step < len(asked):
-                    assert ahead is not None
-                    batch, signal = ahead, teacher(ahead)
-                    if step + 1 < len(asked):
-                        ahead = _batch(windows, asked[step + 1], teacher)
-                        teacher.upcoming(ahead)
-                    if step < len(mine):
-                        assert writer is not None
-                        values, found = _encoded(signal, batch["windows"], options, identity)
-                        writer.write(values)
-                        errors.append(found)
-                if writer is not None and step == len(mine) - 1:
-                    measured = sum(row % options.measure_every == 0 for row in layout.rows(shards[world.rank]))
-                    writer.finish(added(errors), measured)
-            yield sum(len(plan[step]) for plan in plans if step < len(plan))
-    finally:
-        if writer is not None:
-            writer.abandon()
+    # ---- one round: a shard for every process ------------------------------------------------------------------------
+
+    def write_shards(self, shards: Sequence[int]) -> Iterator[int]:
+        """Write these shards, one per process; after every batch yields its number of windows, over all processes."""
+        plans = [_batches(self.layout.rows(shard), self.options.batch) for shard in shards]
+        mine = plans[self.grid.rank] if self.grid.rank < len(plans) else []
+        steps = max(len(plan) for plan in plans)
+        # A sharded teacher needs every process in every forward: those without windows left repeat the first window.
+        forwards = mine + [range(1)] * (steps - len(mine)) if self.teacher.sharded else mine
+        writer: ShardWriter | None = None
+        errors: list[StorageErrors] = []
+        ahead = self._batch(forwards[0]) if forwards else None
+        try:
+            for step in range(steps):
+                with all_or_none(self.grid, self.path):
+                    if step == 0 and mine:
+                        writer = ShardWriter(self.path, self.layout, shards[self.grid.rank])
+                    if step < len(forwards):
+                        assert ahead is not None
+                        batch, signal = ahead, self.teacher(ahead)
+                        if step + 1 < len(forwards):
+                            ahead = self._batch(forwards[step + 1])
+                            self.teacher.upcoming(ahead)
+                        if step < len(mine):
+                            assert writer is not None
+                            values, found = self._encoded(signal, batch["windows"])
+                            writer.write(values)
+                            errors.append(found)
+                    if writer is not None and step == len(mine) - 1:
+                        rows = self.layout.rows(shards[self.grid.rank])
+                        measured = sum(row % self.options.measure_every == 0 for row in rows)
+                        writer.finish(StorageErrors.combined(errors), measured)
+                yield sum(len(plan[step]) for plan in plans if step < len(plan))
+        finally:
+            if writer is not None:
+                writer.abandon()
+
+    def _batch(self, rows: range) -> dict[str, Tensor]:
+        index, device = np.arange(rows.start, rows.stop, dtype=np.int64), self.teacher.device
+        batch = {name: values for name, values in self.windows.stack(index).items() if name in ("tokens", "documents")}
+        if device.type == "cuda":
+            batch = {name: values.pin_memory().to(device, non_blocking=True) for name, values in batch.items()}
+        return {**batch, "windows": torch.from_numpy(index)}
+
+    def _encoded(self, signal: DenseSignal, windows_B: Tensor) -> tuple[dict[str, Tensor], StorageErrors]:
+        """Columns of all windows, and errors of the measured ones, whose choice does not depend on batches."""
+        encode, facts = self.options.kind.encode, self.identity.facts
+        measured_B = windows_B % self.options.measure_every == 0
+        if bool(measured_B.all()):
+            values, errors = encode(signal, windows_B, facts, True)
+        else:
+            values, _ = encode(signal, windows_B, facts, False)
+            errors = StorageErrors()
+            if bool(measured_B.any()):
+                some = measured_B.to(signal.hidden_BTD.device)
+                part = DenseSignal(signal.hidden_BTD[some], signal.head)
+                errors = encode(part, windows_B[measured_B], facts, True)[1]
+        return {**values, **{f"layer-{layer}": stream for layer, stream in signal.layers.items()}}, errors
+
+    # ---- before and after --------------------------------------------------------------------------------------------
+
+    def missing_shards(self) -> list[int]:
+        """The shards to write, which rank 0 looks for; it prepares the folder if there are any. Collective.
+
+        Reads all stored files once: one of the right size with another checksum is an error.
+        """
+        path, missing = self.path, torch.zeros(self.layout.shards, device=self.grid.device)
+        with all_or_none(self.grid, path):
+            if self.grid.rank == 0:
+                before = read_manifest(path)
+                if before is not None and (difference := before.identity.difference(self.identity)):
+                    name = difference.split()[0]
+                    raise GramianError(
+                        f"cache: {path} holds another cache ({difference}); expected another folder, or the same {name}"
+                    )
+                if before is None and any(path.glob("shards/*")):
+                    raise GramianError(f"cache: {path} holds shards without a manifest; expected another folder")
+                records = [read_shard_record(path, self.layout, shard) for shard in range(self.layout.shards)]
+                found = [shard for shard, record in enumerate(records) if record is None]
+                head = {} if before is None else {name: file for name, file in before.files.items() if name == HEAD}
+                finished = before is not None and before.complete
+                finished &= all(damage(path / name, file, content=False) is None for name, file in head.items())
+                for files in [*(record.files for record in records if record), *([head] if finished else [])]:
+                    refuse_damage(path, files, content=True)
+                if found or not finished:
+                    self._prepare(found)
+                missing[found] = 1.0
+        return [int(shard) for shard in self.grid.sum_(missing).nonzero().flatten().tolist()]
+
+    def _prepare(self, missing: Sequence[int]) -> None:
+        """Check the free space, then write the head and an incomplete manifest."""
+        (self.path / "shards").mkdir(parents=True, exist_ok=True)
+        stores_head = KINDS[self.identity.kind].stores_head
+        needed = sum(self.layout.shard_bytes(shard) for shard in missing)
+        needed += stores_head * self.teacher.head.weight_VD.nbytes
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise GramianError(
+                f"cache: {self.path} has {free / 1e9:.3g} GB free, {needed / 1e9:.3g} GB are needed "
+                f"({self.layout.bytes_per_token} bytes per token); expected more space, or another kind of cache"
+            )
+        files = {HEAD: replace_file(self.path / HEAD, _head_bytes(self.teacher.head))} if stores_head else {}
+        Manifest(self.identity, complete=False, files=files).write(self.path)
+
+    def complete(self) -> None:
+        """Write the complete manifest, with the records of all shards."""
+        before = read_manifest(self.path)
+        assert before is not None
+        if before.complete:
+            return
+        files, errors, measured = dict(before.files), [], 0
+        for shard in range(self.layout.shards):
+            record = read_shard_record(self.path, self.layout, shard)
+            if record is None:
+                path = self.path / self.layout.record(shard)
+                raise GramianError(f"cache: {path} is gone; expected nobody else in the folder")
+            files |= record.files
+            errors.append(record.errors)
+            measured += record.measured_windows
+        Manifest(self.identity, True, files, StorageErrors.combined(errors), measured).write(self.path)
 
 
 def _batches(rows: range, size: int) -> list[range]:
     return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
-def _batch(windows: WindowRows, rows: range, teacher: LiveTeacher) -> dict[str, Tensor]:
-    index = np.arange(rows.start, rows.stop, dtype=np.int64)
-    batch = {name: values for name, values in windows.stack(index).items() if name in ("tokens", "documents")}
-    if teacher.device.type == "cuda":
-        batch = {name: values.pin_memory().to(teacher.device, non_blocking=True) for name, values in batch.items()}
-    return {**batch, "windows": torch.from_numpy(index)}
-
-
-def _encoded(
-    signal: DenseSignal, windows_B: Tensor, options: CacheOptions, identity: Identity
-) -> tuple[dict[str, Tensor], Errors]:
-    """Columns of all windows; errors of those that are measured, whose choice does not depend on batches."""
-    measured_B = windows_B % options.measure_every == 0
-    if bool(measured_B.all()):
-        values, errors = options.kind.encode(signal, windows_B, identity.facts, True)
-    else:
-        values, _ = options.kind.encode(signal, windows_B, identity.facts, False)
-        errors = Errors()
-        if bool(measured_B.any()):
-            some = measured_B.to(signal.hidden_BTD.device)
-            part = DenseSignal(signal.hidden_BTD[some], signal.head)
-            errors = options.kind.encode(part, windows_B[measured_B], identity.facts, True)[1]
-    return {**values, **{f"layer-{layer}": stream for layer, stream in signal.layers.items()}}, errors
-
-
-# ---- before and after ------------------------------------------------------------------------------------------------------
-
-
-def _missing_shards(path: Path, identity: Identity, teacher: LiveTeacher, world: World) -> list[int]:
-    """What rank 0 finds; it prepares the folder if there is anything to do."""
-    layout = identity.layout
-    missing = torch.zeros(layout.shards, device=world.device)
-    with _together(world, path):
-        if world.rank == 0:
-            before = read_manifest(path)
-            if before is not None and (told := before.identity.difference(identity)):
-                raise GramianError(
-                    f"cache: {path} holds another cache ({told}); expected another folder, or the same {told.split()[0]}"
-                )
-            if before is None and any(path.glob("shards/*")):
-                raise GramianError(f"cache: {path} holds shards without a manifest; expected another folder")
-            records = {shard: _shard_record(path, layout, shard) for shard in range(layout.shards)}
-            found = [shard for shard, record in records.items() if record is None]
-            whole = before is not None and before.complete and _head_is_whole(path, before)
-            _refuse_damaged(
-                path, [record for record in records.values() if record is not None], before if whole else None
-            )
-            if found or not whole:
-                _prepare(path, identity, teacher, found)
-            missing[found] = 1.0
-    return [int(shard) for shard in world.sum_(missing).nonzero().flatten().tolist()]
-
-
-def _prepare(path: Path, identity: Identity, teacher: LiveTeacher, missing: Sequence[int]) -> None:
-    (path / "shards").mkdir(parents=True, exist_ok=True)
-    layout, head = identity.layout, teacher.head
-    whole = head.weight_VD.nbytes if identity.kind == Hidden.name else 0
-    needed, free = sum(layout.shard_bytes(shard) for shard in missing) + whole, shutil.disk_usage(path).free
-    if needed > free:
-        raise GramianError(
-            f"cache: {path} has {free / 1e9:.3g} GB free, {needed / 1e9:.3g} GB are needed "
-            f"({layout.bytes_per_token} bytes per token); expected more space, or another kind of cache"
-        )
-    files = {HEAD: write_whole(path / HEAD, _head_bytes(teacher))} if whole else {}
-    Manifest(identity, complete=False, files=files).write(path)
-
-
-def _head_bytes(teacher: LiveTeacher) -> bytes:
+def _head_bytes(head: Head) -> bytes:
     from safetensors.torch import save
 
-    head = teacher.head
     tensors = {"weight": head.weight_VD} | ({} if head.bias_V is None else {"bias": head.bias_V})
     content: bytes = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
     return content
-
-
-def _shard_record(path: Path, layout: CacheLayout, shard: int) -> dict[str, Any] | None:
-    """The record of a shard that is there with all its files; None otherwise."""
-    try:
-        record = read_json(path / layout.record(shard))
-    except GramianError:
-        return None
-    if record is None or set(record["files"]) != set(layout.files(shard).values()):
-        return None
-    for name, told in record["files"].items():
-        if damage(path / name, FileRecord(*told), content=False) is not None:
-            return None
-    return record
-
-
-def _refuse_damaged(path: Path, shards: Iterable[Mapping[str, Any]], manifest: Manifest | None) -> None:
-    """Raise for a file of the right size whose content is not what was written. Cost: reads these files once.
-
-    Args:
-        path: of the cache.
-        shards: records of those that are there.
-        manifest: of a finished cache, whose head is there.
-
-    Raises:
-        GramianError: naming the file.
-    """
-    for record in shards:
-        refuse_damage(path, {name: FileRecord(*told) for name, told in record["files"].items()}, content=True)
-    if manifest is not None and HEAD in manifest.files:
-        refuse_damage(path, {HEAD: manifest.files[HEAD]}, content=True)
-
-
-def _head_is_whole(path: Path, manifest: Manifest) -> bool:
-    return all(
-        damage(path / name, record, content=False) is None for name, record in manifest.files.items() if name == HEAD
-    )
-
-
-def _conclude(path: Path, identity: Identity) -> None:
-    """The last word: all records in one manifest."""
-    before = read_manifest(path)
-    assert before is not None
-    if before.complete:
-        return
-    layout, files, errors, measured = identity.layout, dict(before.files), [], 0
-    for shard in range(layout.shards):
-        record = _shard_record(path, layout, shard)
-        if record is None:
-            raise GramianError(f"cache: {path / layout.record(shard)} is gone; expected nobody else in the folder")
-        files |= {name: FileRecord(*told) for name, told in record["files"].items()}
-        errors.append(Errors.from_plain(record["errors"]))
-        measured += record["measured_windows"]
-    Manifest(identity, True, files, added(errors), measured).write(path)
-
-
-# ---- processes -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _together(world: World, path: Path) -> Iterator[None]:
-    """All processes leave this block well, or none does: the one that failed says why."""
-    problem: GramianError | None = None
-    try:
-        with told_in_one_line(path):
-            yield
-    except GramianError as mine:
-        problem = mine
-    if world.most(float(problem is not None)):
-        raise problem or GramianError("cache: another process could not go on; its own line says why")
-
-
-@contextmanager
-def _taken(path: Path, world: World) -> Iterator[None]:
-    """One group of builders at a time."""
-    lock: int | None = None
-    try:
-        with _together(world, path):
-            path.mkdir(parents=True, exist_ok=True)
-            if world.rank == 0:
-                lock = os.open(path, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise GramianError(f"cache: {path} is being built by others; expected them to end") from None
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)

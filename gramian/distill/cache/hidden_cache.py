@@ -1,4 +1,4 @@
-"""Caches of final hidden states: the whole distribution at every temperature, for 2·D bytes a token in half precision.
+"""Caches of final hidden states: the full distribution at every temperature, in 2·D bytes per token in half precision.
 
 Legend: B windows, T tokens, N tokens together, D width, V vocabulary.
 """
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.distill.cache.cache_kind import pieces, wide
+from gramian.distill.cache.cache_kind import logit_pieces, wide_head
 from gramian.distill.cache.layout import Column
-from gramian.distill.cache.storage_errors import Errors, added
+from gramian.distill.cache.storage_errors import StorageErrors
 from gramian.distill.loss.head import Head
 from gramian.distill.teacher.signal import DenseSignal, Signal
 
@@ -21,13 +21,13 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def stored_dtype(dtype: str, head: Head) -> str:
-    """The type in which hidden states are stored.
+    """The dtype in which hidden states are stored.
 
-    "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 else: it rounds eight times finer than bfloat16,
-    and what does not fit into it is refused when it is met. "model" is the head's own.
+    "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 otherwise: it rounds eight times finer than
+    bfloat16, and values beyond its range raise when they are packed. "model" is the head's dtype.
 
     Raises:
-        GramianError: if there is no such type.
+        GramianError: for an unknown name.
     """
     own = str(head.weight_VD.dtype).removeprefix("torch.")
     if dtype == "auto":
@@ -41,14 +41,20 @@ def stored_dtype(dtype: str, head: Head) -> str:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Store final hidden states, and the head once."""
+    """Store final hidden states, and the head once.
+
+    Example:
+        >>> Hidden("bf16").name
+        'hidden'
+    """
 
     dtype: str = "auto"
-    """As of `stored_dtype`."""
+    """"auto", "model", "bf16", "fp16" or "fp32"; see `stored_dtype`."""
     name = "hidden"
+    stores_head = True
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """The type, and the head's own constants."""
+        """The stored dtype, and the head's constants."""
         return {
             "width": head.weight_VD.shape[1],
             "vocabulary": head.weight_VD.shape[0],
@@ -58,42 +64,43 @@ class Hidden:
         }
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """One."""
+        """One column: the hidden states."""
         return (Column("hidden", facts["hidden_dtype"], facts["width"]),)
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
-    ) -> tuple[dict[str, Tensor], Errors]:
-        """Round, and measure what the rounding does to logits.
+    ) -> tuple[dict[str, Tensor], StorageErrors]:
+        """Round hidden states, and measure the resulting error of logits.
 
-        With δ = h − rounded(h), |Δz| = |scale · W δ|; a soft cap only makes it smaller, since |tanh'| ≤ 1. Cost of measuring:
-        one product with the head, in float32.
+        With δ = h − rounded(h), |Δz| = |scale · W δ|; a soft cap makes it smaller, since |tanh'| ≤ 1. Cost of measuring: one
+        product with the head, in float32.
         """
         rounded_BTD = signal.hidden_BTD.to(getattr(torch, facts["hidden_dtype"]))
         errors = []
         if measure:
-            head = wide(signal.head)
+            head = wide_head(signal.head)
             delta_ND = (signal.hidden_BTD.to(head.weight_VD.dtype) - rounded_BTD.to(head.weight_VD.dtype)).flatten(0, 1)
-            for piece in pieces(len(delta_ND), facts["vocabulary"]):
-                errors.append(Errors.of({"logit": (delta_ND[piece] @ head.weight_VD.T).abs() * abs(head.scale)}))
-        return {"hidden": rounded_BTD}, added(errors)
+            for piece in logit_pieces(len(delta_ND), facts["vocabulary"]):
+                logit_NV = (delta_ND[piece] @ head.weight_VD.T).abs() * abs(head.scale)
+                errors.append(StorageErrors.of({"logit": logit_NV}))
+        return {"hidden": rounded_BTD}, StorageErrors.combined(errors)
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> DenseSignal:
-        """Hidden states in the type of the head."""
+        """Hidden states in the dtype of the head."""
         assert head is not None
         return DenseSignal(stored["hidden"].to(head.weight_VD.dtype), head, layers)
 
-    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
-        """Of logits."""
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
+        """The errors of logits."""
         assert isinstance(stored, DenseSignal)
-        heads = wide(stored.head), wide(live.head)
+        heads = wide_head(stored.head), wide_head(live.head)
         found = []
-        for piece in pieces(live.hidden_BTD.shape[0] * live.hidden_BTD.shape[1], facts["vocabulary"]):
+        for piece in logit_pieces(live.hidden_BTD.shape[0] * live.hidden_BTD.shape[1], facts["vocabulary"]):
             one_NV, other_NV = (
                 head.logits(signal.hidden_BTD.flatten(0, 1)[piece].to(head.weight_VD.dtype))
                 for head, signal in zip(heads, (stored, live), strict=True)
             )
-            found.append(Errors.of({"logit": (one_NV - other_NV).abs()}))
-        return added(found)
+            found.append(StorageErrors.of({"logit": (one_NV - other_NV).abs()}))
+        return StorageErrors.combined(found)

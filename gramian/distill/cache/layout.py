@@ -1,9 +1,7 @@
-"""Where a window's row lies: files of a fixed stride, one for each column of each shard.
+"""The files of a cache: one per column and shard, with rows of a fixed stride.
 
     shards/00012.hidden     rows of windows 12·S … 13·S - 1 (S windows a shard), row-major [window, token, …], little-endian
     shards/00012.json       sizes, checksums and measured errors of that shard's files
-
-Row i is window i, so a cache serves any order, seed, batch and number of processes.
 
 Legend: T tokens of a window.
 """
@@ -19,33 +17,33 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 SHARD_BYTES, SHARD_TOKENS = 1 << 28, 1 << 20
-"""A shard is what a killed builder may lose: neither much disk nor much computing."""
+"""Limits of a shard, which is what a killed builder may lose."""
 _TORCH = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "uint32": 4, "uint16": 2, "uint8": 1}
-# Unsigned integers are read as signed ones of their size, and the sign taken off: torch has few kernels for them.
+# Unsigned integers are read as signed ones and masked: torch has few kernels for unsigned types.
 _SIGNED = {"uint32": torch.int32, "uint16": torch.int16}
 
 
 @dataclass(frozen=True)
 class Column:
-    """One thing that is stored of every token."""
+    """One array that is stored for every token."""
 
     name: str
     dtype: str
     """"float64", "float32", "float16", "bfloat16", "uint32", "uint16" or "uint8"."""
     width: int
-    """Numbers of a token."""
+    """Numbers per token."""
 
     @property
     def bytes(self) -> int:
-        """Of a token."""
+        """Bytes per token."""
         return _SIZES[self.dtype] * self.width
 
     def pack(self, values: Tensor) -> memoryview:
         """Values [..., width] as the bytes of the file.
 
         Raises:
-            GramianError: if a number does not fit into the type.
+            GramianError: if a value is not finite in the stored dtype.
         """
         if self.dtype in _TORCH:
             stored = values.to(_TORCH[self.dtype])
@@ -57,7 +55,7 @@ class Column:
         return np.ascontiguousarray(values.cpu().numpy().astype(np.dtype(self.dtype).newbyteorder("<"))).data.cast("B")
 
     def unpack(self, raw: Tensor, rows: int) -> Tensor:
-        """Bytes as [rows, T, width]: floats of the stored type, integers as int64. Never waits for a device."""
+        """Bytes as [rows, T, width]: floats in the stored dtype, integers as int64. Does not wait for a device."""
         if self.dtype in _TORCH:
             return raw.view(_TORCH[self.dtype]).view(rows, -1, self.width)
         if self.dtype in _SIGNED:
@@ -68,12 +66,12 @@ class Column:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The files of a cache."""
+    """The columns, windows and shards of a cache, and the names of its files."""
 
     columns: tuple[Column, ...]
     windows: int
     length: int
-    """T."""
+    """Tokens T per window."""
     shard_windows: int
 
     @property
@@ -83,7 +81,7 @@ class CacheLayout:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Over all columns."""
+        """Bytes per token over all columns."""
         return sum(column.bytes for column in self.columns)
 
     def rows(self, shard: int) -> range:
@@ -91,11 +89,11 @@ class CacheLayout:
         return range(shard * self.shard_windows, min(self.windows, (shard + 1) * self.shard_windows))
 
     def stride(self, column: Column) -> int:
-        """Bytes of a window's row."""
+        """Bytes of a window's row in a column's file."""
         return column.bytes * self.length
 
     def shard_bytes(self, shard: int) -> int:
-        """Of all files of a shard, without its record."""
+        """Bytes of all files of a shard, without its record."""
         return len(self.rows(shard)) * self.bytes_per_token * self.length
 
     def files(self, shard: int) -> dict[str, str]:
@@ -103,15 +101,15 @@ class CacheLayout:
         return {column.name: f"shards/{shard:05d}.{column.name}" for column in self.columns}
 
     def record(self, shard: int) -> str:
-        """Where the shard's sizes, checksums and errors are."""
+        """Path of the shard's record: sizes, checksums and errors."""
         return f"shards/{shard:05d}.json"
 
 
 def shard_windows_for(layout: CacheLayout) -> int:
-    """Windows of a shard: at most 256 MiB and 2²⁰ tokens, at least one window. It depends on columns and length alone."""
+    """Windows per shard: at most 256 MiB and 2²⁰ tokens, at least one window; a function of columns and length alone."""
     return max(1, min(SHARD_BYTES // (layout.bytes_per_token * layout.length), SHARD_TOKENS // layout.length))
 
 
 def id_type(vocabulary: int) -> str:
-    """The narrower of uint16 and uint32 that holds every id."""
+    """The narrower dtype of uint16 and uint32 that can represent every id."""
     return "uint16" if vocabulary <= 2**16 else "uint32"

@@ -1,4 +1,4 @@
-"""The manifest of a cache: what it holds, what it was made from, how exact it is, and the checksum of every file."""
+"""The manifest of a cache: what it was made from, its columns, its errors, and the checksum of every file."""
 
 import hashlib
 import json
@@ -7,73 +7,68 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gramian.core.durable_files import FileRecord, replace_file
 from gramian.core.errors import GramianError
-from gramian.distill.cache.cache_files import FileRecord, write_whole
-from gramian.distill.cache.cache_kind import Kind
-from gramian.distill.cache.hidden_cache import Hidden
+from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.cache.layout import CacheLayout, Column
-from gramian.distill.cache.sampled_cache import Samples
-from gramian.distill.cache.storage_errors import Errors
-from gramian.distill.cache.topk_cache import TopK
+from gramian.distill.cache.storage_errors import StorageErrors
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HEAD = "head.safetensors"
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (Hidden(), TopK(), Samples())}
-"""By name; for reading, where a kind's options come from the manifest's facts."""
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What decides every byte of a cache: two builds that agree in it make the same folder."""
+class CacheIdentity:
+    """Everything that decides the bytes of a cache: two builds with equal identities make the same folder."""
 
     kind: str
-    """"hidden", "topk" or "sampled"."""
+    """A name of `kind_registry.KINDS`."""
     teacher: str
     """Hash of class, config and weights."""
     autocast: str | None
-    """The dtype of the teacher's products, where it is not that of its weights."""
+    """Dtype of the teacher's matrix products, if it is not that of its weights."""
     tokenizer: str
-    """Its digest."""
+    """Digest of the tokenizer."""
     windows: str
-    """Digest of the tokens and the way they are cut."""
+    """Digest of the tokens and of how they are cut into windows."""
     count: int
-    """Windows."""
+    """Number of windows."""
     length: int
-    """Tokens of a window."""
+    """Tokens per window."""
     layers: tuple[int, ...]
-    """Of the residual stream that are stored too."""
+    """Layers of the residual stream that are stored too."""
     layer_dtype: str
     layer_width: int
     facts: Mapping[str, Any]
-    """Of the kind: vocabulary, k, knots, temperatures, …"""
+    """Settings of the kind: vocabulary, k, knots, temperatures, …"""
     shard_windows: int
 
     @property
     def layout(self) -> CacheLayout:
-        """Where rows lie."""
+        """The files, and where a window's row is in them."""
         columns = KINDS[self.kind].columns(self.facts)
         columns += tuple(Column(f"layer-{layer}", self.layer_dtype, self.layer_width) for layer in self.layers)
         return CacheLayout(columns, self.count, self.length, self.shard_windows)
 
     @property
     def vocabulary(self) -> int:
-        """Every id is below it."""
+        """Number of ids; all stored ids are below it."""
         return int(self.facts["vocabulary"])
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for JSON."""
         own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "facts"}
         return {**own, "layers": list(self.layers), "facts": dict(self.facts)}
 
     def _flat(self) -> dict[str, Any]:
-        plain = self.plain()
+        plain = self.to_json()
         return {**plain.pop("facts"), **plain}
 
-    def difference(self, other: "Identity") -> str | None:
-        """The first field in which another differs, with both values; None if there is none."""
+    def difference(self, other: "CacheIdentity") -> str | None:
+        """The first field in which another identity differs, with both values; None if they are equal."""
         mine, its = self._flat(), other._flat()
-        # Facts belong to a kind, so another kind is told first.
+        # Facts belong to a kind, so another kind is reported first.
         for name in dict.fromkeys(["kind", "teacher", "tokenizer", "windows", *mine, *its]):
             if mine.get(name) != its.get(name):
                 return f"{name} is {short(mine.get(name))} there, {short(its.get(name))} here"
@@ -82,32 +77,32 @@ class Identity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a cache."""
+    """The content of `manifest.json`."""
 
-    identity: Identity
+    identity: CacheIdentity
     complete: bool
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     """{path inside the cache: size and checksum}."""
-    errors: Errors = field(default_factory=Errors)
-    """"hidden": of logits, by rounding. "topk": of the log-normaliser and the tail's mass in its range of temperatures, and of
-    the kept logits. "sampled": none."""
+    errors: StorageErrors = field(default_factory=StorageErrors)
+    """"hidden": of logits, by rounding. "topk": of stored logits, log-normaliser and tail mass in the range of temperatures.
+    "sampled": none."""
     measured_windows: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Without the head, which is stored once."""
+        """Bytes of all columns, without the head, which is stored once."""
         return self.identity.layout.bytes_per_token
 
     def write(self, folder: Path) -> None:
-        """Whole, or as it was before."""
+        """Replace the manifest of a folder atomically."""
         body = {
             "format": FORMAT,
-            "identity": self.identity.plain(),
+            "identity": self.identity.to_json(),
             "complete": self.complete,
             "bytes_per_token": self.bytes_per_token,
             "measured_windows": self.measured_windows,
-            "errors": self.errors.plain(),
-            "files": {name: [record.bytes, record.sha256] for name, record in self.files.items()},
+            "errors": self.errors.to_json(),
+            "files": files_to_json(self.files),
         }
         write_json(folder / MANIFEST, body)
 
@@ -123,25 +118,35 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     if body.get("format") != FORMAT:
         raise GramianError(f"format: {folder / MANIFEST} has {body.get('format')}; expected {FORMAT}")
-    told = body["identity"]
-    if told["kind"] not in KINDS:
-        raise GramianError(f"kind: {folder / MANIFEST} has {told['kind']!r}; expected {', '.join(KINDS)}")
+    identity = body["identity"]
+    if identity["kind"] not in KINDS:
+        raise GramianError(f"kind: {folder / MANIFEST} has {identity['kind']!r}; expected {', '.join(KINDS)}")
     return Manifest(
-        Identity(**{**told, "layers": tuple(told["layers"])}),
+        CacheIdentity(**{**identity, "layers": tuple(identity["layers"])}),
         body["complete"],
-        {name: FileRecord(*record) for name, record in body["files"].items()},
-        Errors.from_plain(body["errors"]),
+        files_from_json(body["files"]),
+        StorageErrors.from_json(body["errors"]),
         body["measured_windows"],
     )
 
 
+def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, list[Any]]:
+    """{path inside the cache: [bytes, SHA-256]}."""
+    return {name: [record.bytes, record.sha256] for name, record in files.items()}
+
+
+def files_from_json(files: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """The inverse of `files_to_json`."""
+    return {name: FileRecord(*record) for name, record in files.items()}
+
+
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """A checksummed JSON file, whole or as it was before."""
-    write_whole(path, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
+    """Replace a JSON file with a checksum atomically."""
+    replace_file(path, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The body of such a file; None if it is not there.
+    """The body of a file of `write_json`; None if there is no file.
 
     Raises:
         GramianError: naming a file that is damaged.
@@ -161,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def short(value: Any) -> str:
-    """A hash by its first letters, other values as they are."""
+    """The first letters of a hash, other values in full."""
     text = str(value)
     return f"{text[:12]}…" if len(text) > 24 and isinstance(value, str) else text
 

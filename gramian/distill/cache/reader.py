@@ -1,4 +1,4 @@
-"""Reading a cache: a teacher that costs a copy from disk.
+"""Read a cache: a signal source whose cost per call is a copy from disk.
 
 Legend: B windows, T tokens, D width.
 """
@@ -17,8 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gramian.core.errors import GramianError
 from gramian.distill.cache.cache_files import refuse_damage
+from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.cache.layout import Column
-from gramian.distill.cache.manifest import HEAD, KINDS, MANIFEST, Manifest, read_manifest, short
+from gramian.distill.cache.manifest import HEAD, MANIFEST, Manifest, read_manifest, short
 from gramian.distill.loss.head import Head
 from gramian.distill.teacher.signal import Signal
 
@@ -29,10 +30,9 @@ Bytes = npt.NDArray[np.uint8]
 class Cache:
     """A teacher's signal on disk, by window; made by `open_cache`.
 
-    Rows are read from memory maps into page-locked memory and copied without waiting, where there is a GPU. Every read has
-    memory of its own, which torch gives to no other before the copies from it are over. Cost of a call:
-    `manifest.bytes_per_token` for every token. The first read of a file compares its checksum, once in the life of this object:
-    it streams the file through SHA-256, one or two GB per second.
+    Rows are read from memory maps; with a GPU into page-locked memory, from which they are copied without waiting. Every read
+    allocates its own memory, which torch does not reuse before the copies from it are over. Cost of a call:
+    `manifest.bytes_per_token` for every token. The first read of a file verifies its SHA-256, at one or two GB per second.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, head: Head | None) -> None:
@@ -45,35 +45,35 @@ class Cache:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of the residual stream that it holds."""
+        """Layers of the residual stream that are stored."""
         return self.manifest.identity.layers
 
     @property
     def temperatures(self) -> tuple[float, float] | None:
-        """The range in which it is right; None: any."""
-        told = self.manifest.identity.facts.get("temperatures")
-        return None if told is None else (told[0], told[1])
+        """The range of temperatures in which the signal is valid; None: any."""
+        limits = self.manifest.identity.facts.get("temperatures")
+        return None if limits is None else (limits[0], limits[1])
 
     def require_temperatures(self, lowest: float, highest: float) -> None:
-        """Refuse a run that may go where the cache knows nothing.
+        """Check that a range of temperatures is inside the valid one.
 
         Raises:
-            GramianError: if its temperatures leave the range.
+            GramianError: if it is not.
         """
         known = self.temperatures
         if known is not None and not known[0] <= lowest <= highest <= known[1]:
             raise GramianError(
                 f"temperature: {lowest:g} to {highest:g} is wanted, the cache {self.folder} is right from {known[0]:g} to "
-                f"{known[1]:g}; expected temperatures in there, or a cache built for others"
+                f"{known[1]:g}; expected temperatures in that range, or a cache built for others"
             )
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
-        """The signal of a micro-batch, where its "tokens" are, or its "windows" without any.
+        """The signal of a micro-batch, on the device of its "tokens", or of its "windows" without tokens.
 
-        "windows" [B] should be on the CPU: rows are looked up there, and a copy from a GPU has to be waited for.
+        "windows" [B] should be on the CPU, where rows are looked up: a copy from a GPU is waited for.
 
         Raises:
-            GramianError: if there is no such window.
+            GramianError: if a window does not exist.
         """
         windows_B = batch["windows"]
         ahead = self._ahead.pop(windows_B, None)
@@ -82,23 +82,23 @@ class Cache:
         return self._signal(raw, len(windows_B), device)
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Begin to read the rows of a batch that will be asked for soon, in a thread: one read after another.
+        """Start reading the rows of a later batch in a thread, one read after another.
 
-        They are told from others by the very tensor of "windows", and are kept until the batch is asked for or is gone. What
-        goes wrong is raised when it is asked for.
+        The rows are identified by the tensor object of "windows" and stored until the batch is read or garbage-collected. An
+        error is raised when the batch is read.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="teacher-cache")
         self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
     def verify(self) -> int:
-        """Compare the checksums of all files of shards that were not read before.
+        """Verify the checksums of all files that were not read before.
 
         Returns:
-            Number of files; all of them are as they were written.
+            The number of files.
 
         Raises:
-            GramianError: naming the first that is not.
+            GramianError: naming the first damaged file.
         """
         for shard in range(self._layout.shards):
             for column in self._layout.columns:
@@ -106,7 +106,7 @@ class Cache:
         return len(self._maps)
 
     def close(self) -> None:
-        """End the thread, and let go of the files."""
+        """End the reading thread, and close the files."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
@@ -114,7 +114,7 @@ class Cache:
         self._maps.clear()
 
     def _gathered(self, windows_B: Tensor) -> _Rows:
-        """The bytes of these windows, {column: uint8 [B · stride]}, page-locked where there is a GPU."""
+        """The bytes of these windows, {column: uint8 [B · stride]}, page-locked with a GPU."""
         windows = [int(window) for window in windows_B.tolist()]
         for window in windows:
             if not 0 <= window < self._layout.windows:
@@ -169,24 +169,28 @@ def open_cache(
     layers: tuple[int, ...] = (),
     verify: Literal["first use", "full"] = "first use",
 ) -> Cache:
-    """Open a finished cache, refusing one that was made from something else.
+    """Open a complete cache, and check that it was made from the expected data and teacher.
 
-    The manifest and the head are compared with their checksums, every shard with its size; with its checksum at its first use,
-    or here by `verify="full"`. Either reads the whole cache once per process, at the speed of the disk or a GB or two per
-    second: shuffled training touches every shard in its first steps.
+    Checksums of the manifest and the head and sizes of all shards are verified now, checksums of shards at their first use, or
+    now with `verify="full"`. Either reads all of the cache once per process, at the speed of the disk or a GB or two per
+    second: shuffled training reads from every shard in its first steps.
 
     Args:
-        folder: of the cache.
-        tokenizer_hash: that it must have been made with; None: any, as for all others.
-        windows_digest: of the training windows.
-        teacher_hash: of the teacher, where it is at hand.
-        vocabulary: ids that are needed; a cache may know more.
-        kind: "hidden", "topk" or "sampled".
-        layers: of the residual stream that are needed.
-        verify: when the checksums of shards are compared.
+        folder: the cache's folder.
+        tokenizer_hash: expected tokenizer; None here and below: not checked.
+        windows_digest: expected training windows.
+        teacher_hash: expected teacher.
+        vocabulary: number of ids that are needed; a cache may have more.
+        kind: expected kind, a name of `kind_registry.KINDS`.
+        layers: layers of the residual stream that are needed.
+        verify: when the checksums of shards are verified.
 
     Raises:
         GramianError: naming the field or the file.
+
+    Example:
+        >>> cache = open_cache("run-teacher", kind="topk")  # doctest: +SKIP
+        >>> signal = cache({"windows": torch.tensor([5, 0, 3])})  # doctest: +SKIP
     """
     path = Path(folder)
     manifest = read_manifest(path)
@@ -195,15 +199,15 @@ def open_cache(
     identity = manifest.identity
     if not manifest.complete:
         raise GramianError(f"cache: {path} is not finished; expected gramian cache to run to its end")
-    for name, has, wanted in (
+    for name, found, wanted in (
         ("kind", identity.kind, kind),
         ("tokenizer", identity.tokenizer, tokenizer_hash),
         ("windows", identity.windows, windows_digest),
         ("teacher", identity.teacher, teacher_hash),
     ):
-        if wanted is not None and has != wanted:
+        if wanted is not None and found != wanted:
             raise GramianError(
-                f"{name}: the cache {path} was made with {short(has)}, here it is {short(wanted)}; "
+                f"{name}: the cache {path} was made with {short(found)}, here it is {short(wanted)}; "
                 f"expected the same {name}, or another cache"
             )
     if vocabulary is not None and identity.vocabulary < vocabulary:

@@ -1,26 +1,49 @@
-"""Writing one shard: its files, then its record, each there whole or not at all."""
+"""One shard on disk: its files, then its record, each complete or absent."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from gramian.distill.cache.cache_files import HashedFile, sync_folder
+from gramian.core.durable_files import FileRecord, HashedFile, sync_folder
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_files import damage
 from gramian.distill.cache.layout import CacheLayout
-from gramian.distill.cache.manifest import write_json
-from gramian.distill.cache.storage_errors import Errors
+from gramian.distill.cache.manifest import files_from_json, files_to_json, read_json, write_json
+from gramian.distill.cache.storage_errors import StorageErrors
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """Sizes and checksums of a shard's files, and the errors of its measured windows."""
+
+    files: Mapping[str, FileRecord]
+    errors: StorageErrors
+    measured_windows: int
+
+
+def read_shard_record(folder: Path, layout: CacheLayout, shard: int) -> ShardRecord | None:
+    """The record of a shard whose files are all there, by their sizes; else None."""
+    try:
+        body = read_json(folder / layout.record(shard))
+    except GramianError:
+        return None
+    if body is None or set(body["files"]) != set(layout.files(shard).values()):
+        return None
+    record = ShardRecord(
+        files_from_json(body["files"]), StorageErrors.from_json(body["errors"]), body["measured_windows"]
+    )
+    if any(damage(folder / name, file, content=False) is not None for name, file in record.files.items()):
+        return None
+    return record
 
 
 class ShardWriter:
-    """A shard under way.
-
-    Args:
-        folder: of the cache.
-        layout: of its files.
-        shard: which.
-    """
+    """Writes one shard; until `finish` its files have temporary names."""
 
     def __init__(self, folder: Path, layout: CacheLayout, shard: int) -> None:
+        """Open the files of shard number `shard` in the cache's folder."""
         self._folder, self._layout, self._shard = folder, layout, shard
         self._files: dict[str, HashedFile] = {}
         (folder / layout.record(shard)).unlink(missing_ok=True)  # of a shard that was damaged
@@ -32,19 +55,19 @@ class ShardWriter:
         for column in self._layout.columns:
             self._files[column.name].write(column.pack(values[column.name]))
 
-    def finish(self, errors: Errors, measured_windows: int) -> None:
-        """Give the files their names, and write the record once those will last."""
+    def finish(self, errors: StorageErrors, measured_windows: int) -> None:
+        """Give the files their names and, after those are synced, write the record."""
         names = self._layout.files(self._shard)
         records = {names[column]: file.finish() for column, file in self._files.items()}
         sync_folder(self._folder / "shards")
         body = {
-            "files": {name: [record.bytes, record.sha256] for name, record in records.items()},
-            "errors": errors.plain(),
+            "files": files_to_json(records),
+            "errors": errors.to_json(),
             "measured_windows": measured_windows,
         }
         write_json(self._folder / self._layout.record(self._shard), body)
 
     def abandon(self) -> None:
-        """Leave nothing of an unfinished shard."""
+        """Remove the files of an unfinished shard."""
         for file in self._files.values():
             file.abandon()

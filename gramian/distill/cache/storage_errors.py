@@ -1,4 +1,4 @@
-"""How far what is stored is from what the teacher said: largest and mean over tokens, added up shard by shard."""
+"""Errors of stored values relative to the teacher's signal: maximum and mean over tokens, combined over shards."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Absolute errors by name, each of one number per token or several."""
+class StorageErrors:
+    """Absolute errors by name, with one or several values per token."""
 
     worst: Mapping[str, float] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -17,36 +17,36 @@ class Errors:
 
     @classmethod
     def of(cls, errors: Mapping[str, Tensor]) -> Self:
-        """Of tensors of absolute errors. Waits for the device."""
+        """From tensors of absolute errors. Waits for the device."""
         return cls(
             {name: float(values.max()) for name, values in errors.items()},
             {name: float(values.double().sum()) for name, values in errors.items()},
             {name: values.numel() for name, values in errors.items()},
         )
 
+    @classmethod
+    def combined(cls, parts: Iterable["StorageErrors"]) -> Self:
+        """The errors of all parts, summed in their order, so that the result does not depend on who computed a part."""
+        worst: dict[str, float] = {}
+        sums: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        for part in parts:
+            for name in part.worst:
+                worst[name] = max(worst.get(name, 0.0), part.worst[name])
+                sums[name] = sums.get(name, 0.0) + part.sums[name]
+                counts[name] = counts.get(name, 0) + part.counts[name]
+        return cls(worst, sums, counts)
+
     @property
     def means(self) -> dict[str, float]:
-        """By name."""
+        """Mean errors by name."""
         return {name: self.sums[name] / self.counts[name] for name in self.sums}
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for JSON."""
         return {"worst": dict(self.worst), "mean": self.means, "counts": dict(self.counts), "sums": dict(self.sums)}
 
     @classmethod
-    def from_plain(cls, told: Mapping[str, Any]) -> Self:
-        """From JSON."""
-        return cls(told["worst"], told["sums"], told["counts"])
-
-
-def added(parts: Iterable[Errors]) -> Errors:
-    """Over all parts, in their order, so that the sum is the same whoever computed them."""
-    worst: dict[str, float] = {}
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for part in parts:
-        for name in part.worst:
-            worst[name] = max(worst.get(name, 0.0), part.worst[name])
-            sums[name] = sums.get(name, 0.0) + part.sums[name]
-            counts[name] = counts.get(name, 0) + part.counts[name]
-    return Errors(worst, sums, counts)
+    def from_json(cls, plain: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(plain["worst"], plain["sums"], plain["counts"])

@@ -1,11 +1,11 @@
-"""Caches of the largest logits, with a curve for the mass of all others at every temperature in a range.
+"""Caches of the K largest logits, with a curve for the mass of all other ids (the tail) over a range of temperatures.
 
-Logits are stored relative to the largest one, which softmax does not notice: then float16 rounds finest where the mass is, by
-at most 2⁻¹¹ of the distance from the largest. The tail is l(u) = log Σ exp(u z) over the ids that are not kept and its slope
-l'(u) = Σ z exp(u z) / Σ exp(u z), u = 1/T, in float32 at Q knots; `tail_at` interpolates. Without slopes, or for the normaliser
-of all ids instead of the tail's, interpolation would be ten to a hundred times worse.
+Logits are stored relative to the largest one, which does not change the softmax: float16 is then finest where the mass is, with
+an error of at most 2⁻¹¹ of the distance from the largest. The tail is l(u) = log Σ exp(u z) over the other ids and its slope
+l'(u) = Σ z exp(u z) / Σ exp(u z), u = 1/T, in float32 at Q knots; `tail_at` interpolates. Without slopes, or with the
+normaliser of all ids in place of the tail's, interpolation errors would be ten to a hundred times larger.
 
-Legend: B windows, T tokens, N tokens together, V vocabulary, K ids kept of a token, Q knots.
+Legend: B windows, T tokens, N tokens of a piece, V vocabulary, K stored ids of a token, Q knots.
 """
 
 import math
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.distill.cache.cache_kind import pieces, wide
+from gramian.distill.cache.cache_kind import logit_pieces, vocabulary_of, wide_head
 from gramian.distill.cache.layout import Column, id_type
-from gramian.distill.cache.storage_errors import Errors, added
+from gramian.distill.cache.storage_errors import StorageErrors
 from gramian.distill.loss.head import Head
 from gramian.distill.loss.sparse_tail import tail_at
 from gramian.distill.teacher.signal import DenseSignal, Signal, SparseSignal, Tail
 
 FURTHEST = -1e4
-"""Logits further below the largest are stored as that far below: their mass is zero in float32 up to T = 96."""
+"""Lower bound of stored logits, relative to the largest: below it the mass is zero in float32 up to T = 96."""
 GONE = -1e30
-"""Stands for −∞ where 0 · z must be 0."""
+"""Logit of an id outside the tail: stands for −∞, with 0 · z = 0."""
 BETWEEN = 4
-"""Places in an interval of knots at which the error is measured."""
+"""Points per interval of knots at which errors are measured."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,23 @@ class TopK:
     """Store the k largest logits of a token and the curve of its tail.
 
     Per token: k · (2 or 4 + 2) bytes and 8 for each knot; 304 at the defaults and a vocabulary up to 65,536.
+
+    Example:
+        >>> TopK(k=16, temperatures=(1.0, 4.0)).name
+        'topk'
     """
 
     k: int = 64
     knots: int = 6
     temperatures: tuple[float, float] = (1.0, 5.0)
-    """The range in which the tail is right."""
+    """The range of temperatures in which the tail is valid."""
     vocabulary: int | None = None
-    """Ids from here on do not exist for the cache, such as the padding of a head; None: all of the head."""
+    """Number of ids; larger ids, such as the padding of a head, are left out. None: all of the head."""
     name = "topk"
+    stores_head = False
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """k, and the knots themselves."""
+        """All options, with the positions of the knots."""
         vocabulary = vocabulary_of(self.vocabulary, head)
         if not 1 <= self.k <= vocabulary:
             raise GramianError(f"k: {self.k}; expected 1 to the vocabulary of {vocabulary}")
@@ -56,82 +61,70 @@ class TopK:
         return {"vocabulary": vocabulary, "k": self.k, "knots": knots, "temperatures": list(self.temperatures)}
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """Ids, logits, and the tail's two curves unless everything is kept."""
-        kept = (Column("ids", id_type(facts["vocabulary"]), facts["k"]), Column("logits", "float16", facts["k"]))
+        """Ids, logits, and the two curves of the tail unless all ids are stored."""
+        largest = (Column("ids", id_type(facts["vocabulary"]), facts["k"]), Column("logits", "float16", facts["k"]))
         count = len(facts["knots"])
         curves = (Column("tail_values", "float32", count), Column("tail_slopes", "float32", count))
-        return kept + (curves if count else ())
+        return largest + (curves if count else ())
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
-    ) -> tuple[dict[str, Tensor], Errors]:
-        """Keep the largest, fit the rest.
+    ) -> tuple[dict[str, Tensor], StorageErrors]:
+        """Select the largest logits and fit the tail.
 
-        Cost: the head's product in float32 and a pass over N × V for every knot; measuring, another for every place measured.
+        Cost: the product with the head in float32 and a pass over N × V per knot; measuring adds one per measured point.
         """
         parts: list[dict[str, Tensor]] = []
         errors = []
         for _, shifted_NV in _logits(signal, facts["vocabulary"]):
-            kept = shifted_NV.topk(facts["k"])
-            part = {"ids": kept.indices, "logits": kept.values.half()}
+            largest = shifted_NV.topk(facts["k"])
+            part = {"ids": largest.indices, "logits": largest.values.half()}
             tail = None
             if facts["knots"]:
-                rest_NV = shifted_NV.scatter(-1, kept.indices, GONE)
+                rest_NV = shifted_NV.scatter(-1, largest.indices, GONE)
                 part["tail_values"], part["tail_slopes"] = fit_tail(rest_NV, facts["knots"])
                 tail = Tail(part["tail_values"], part["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
             if measure:
                 errors.append(_measured(SparseSignal(part["ids"], part["logits"], tail), shifted_NV))
             parts.append(part)
         B = len(signal.hidden_BTD)
-        whole = {name: torch.cat([part[name] for part in parts]).unflatten(0, (B, -1)) for name in parts[0]}
-        return whole, added(errors)
+        values = {name: torch.cat([part[name] for part in parts]).unflatten(0, (B, -1)) for name in parts[0]}
+        return values, StorageErrors.combined(errors)
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> SparseSignal:
-        """Logits in float32, relative to the largest; the knots stay on the host, where they are looked at."""
+        """Logits in float32, relative to the largest; the knots stay on the host, where they are read."""
         tail = None
         if facts["knots"]:
             tail = Tail(stored["tail_values"], stored["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
         return SparseSignal(stored["ids"], stored["logits"].float(), tail, layers)
 
-    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> Errors:
-        """Of the kept logits, the log-normaliser and the tail's mass."""
+    def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
+        """The errors of the stored logits, the log-normaliser and the tail's mass."""
         assert isinstance(stored, SparseSignal)
-        return added(
+        return StorageErrors.combined(
             _measured(_part(stored, piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
         )
 
 
-def vocabulary_of(asked: int | None, head: Head) -> int:
-    """The number of ids that a cache knows.
-
-    Raises:
-        GramianError: if the head has fewer.
-    """
-    rows = int(head.weight_VD.shape[0])
-    if asked is not None and not 1 <= asked <= rows:
-        raise GramianError(f"vocabulary: {asked}; expected 1 to the head's {rows}")
-    return rows if asked is None else asked
-
-
 def place_knots(count: int, lowest: float, highest: float) -> list[float]:
-    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l bends more.
+    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l is more curved.
 
     Raises:
-        GramianError: if there is no such curve.
+        GramianError: for fewer than two knots, or an empty range.
     """
     if count < 2:
         raise GramianError(f"knots: {count}; expected at least 2")
     if not 0.0 < lowest < highest < math.inf:
         raise GramianError(f"temperatures: {lowest:g} to {highest:g}; expected two numbers above 0, the lower first")
     begin, end = highest**-0.5, lowest**-0.5
-    # As float32, which is what readers see.
+    # As float32, the dtype of the stored knots.
     return [float(torch.tensor((begin + (end - begin) * i / (count - 1)) ** 2)) for i in range(count)]
 
 
 def fit_tail(rest_NV: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """l and l' at the knots, [N, Q] each; ids that are kept have `GONE` in their place."""
+    """l and l' at the knots, [N, Q] each, from logits in which the stored ids are set to `GONE`."""
     values, slopes = [], []
     for u in knots:
         scaled_NV = rest_NV * u
@@ -141,16 +134,16 @@ def fit_tail(rest_NV: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def places_between(knots: Sequence[float]) -> list[float]:
-    """u at the knots and inside every interval."""
+    """u at the knots and at points inside every interval."""
     inside = [a + (b - a) * i / BETWEEN for a, b in zip(knots, knots[1:], strict=False) for i in range(BETWEEN)]
     return [*inside, knots[-1]]
 
 
 def _logits(signal: DenseSignal, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
     """Pieces of the tokens, and their logits relative to the largest, [N, V]."""
-    head = wide(signal.head)
+    head = wide_head(signal.head)
     hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
-    for piece in pieces(len(hidden_ND), head.weight_VD.shape[0]):
+    for piece in logit_pieces(len(hidden_ND), head.weight_VD.shape[0]):
         logits_NV = head.logits(hidden_ND[piece])[:, :vocabulary]
         yield piece, (logits_NV - logits_NV.amax(-1, keepdim=True)).clamp(min=FURTHEST)
 
@@ -163,19 +156,18 @@ def _part(stored: SparseSignal, piece: slice) -> SparseSignal:
     return SparseSignal(stored.ids_BTK.flatten(0, 1)[piece], stored.logits_BTK.flatten(0, 1)[piece], tail)
 
 
-def _measured(stored: SparseSignal, shifted_NV: Tensor) -> Errors:
-    """Of the kept logits, and at all places of the normaliser log Σ exp(u z) and of the tail's share of the mass."""
-    kept_NK, stored_NK = shifted_NV.gather(-1, stored.ids_BTK), stored.logits_BTK.to(shifted_NV.dtype)
-    found = [Errors.of({"logit": (stored_NK - kept_NK).abs()})]
+def _measured(stored: SparseSignal, shifted_NV: Tensor) -> StorageErrors:
+    """Errors of the stored logits and, at all measured u, of the normaliser log Σ exp(u z) and of the tail's mass."""
+    exact_NK, stored_NK = shifted_NV.gather(-1, stored.ids_BTK), stored.logits_BTK.to(shifted_NV.dtype)
+    found = [StorageErrors.of({"logit": (stored_NK - exact_NK).abs()})]
     if stored.tail is None:
         return found[0]
     rest_NV = shifted_NV.scatter(-1, stored.ids_BTK, GONE)
     for u in places_between(stored.tail.knots_Q.tolist()):
-        rest_N, told_N = (rest_NV * u).logsumexp(-1), tail_at(stored.tail, u)[0]
-        all_N = torch.logaddexp((kept_NK * u).logsumexp(-1), rest_N)
-        told_all_N = torch.logaddexp((stored_NK * u).logsumexp(-1), told_N)
-        mass_N, told_mass_N = (rest_N - all_N).exp(), (told_N - told_all_N).exp()
-        found.append(
-            Errors.of({"log_normaliser": (told_all_N - all_N).abs(), "tail_mass": (told_mass_N - mass_N).abs()})
-        )
-    return added(found)
+        rest_N, curve_N = (rest_NV * u).logsumexp(-1), tail_at(stored.tail, u)[0]
+        all_N = torch.logaddexp((exact_NK * u).logsumexp(-1), rest_N)
+        stored_all_N = torch.logaddexp((stored_NK * u).logsumexp(-1), curve_N)
+        mass_N, stored_mass_N = (rest_N - all_N).exp(), (curve_N - stored_all_N).exp()
+        errors = {"log_normaliser": (stored_all_N - all_N).abs(), "tail_mass": (stored_mass_N - mass_N).abs()}
+        found.append(StorageErrors.of(errors))
+    return StorageErrors.combined(found)

@@ -1,1 +1,1 @@
-"""The distillation losses, on logits and on features, and what they report."""
+"""Distillation losses on logits and on features, and their metrics."""

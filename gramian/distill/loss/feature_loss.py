@@ -1,4 +1,4 @@
-"""Losses that hold layers of the student to layers of the teacher.
+"""Losses that pull layers of the student towards layers of the teacher.
 
 Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher.
 """
@@ -9,33 +9,41 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.distill.loss.features import Projector, cka_loss, increments
-from gramian.linalg.wide import wide_dtype
 
-Kind = Literal["cka", "increments", "hidden"]
-Pair = tuple[int, int]
+FeatureKind = Literal["cka", "increments", "hidden"]
 
 
 class FeatureLoss(nn.Module):
-    """The mean over pairs (student layer, teacher layer) of a distance between what they hold.
+    """The mean over pairs (student layer, teacher layer) of a distance between their residual streams.
 
-    "cka": 1 − linear CKA of the residual streams. "increments": the same of what was added since the pair before; the first
-    is the origin. "hidden": mean square of W h_s − h_t, with a trained W for each pair.
+    "cka": 1 − linear CKA of the streams. "increments": the same of the differences between one pair's streams and the next's.
+    "hidden": mean square of W h_s − h_t, with a trained W for each pair.
+
+    Example:
+        >>> loss = FeatureLoss("cka", [(1, 2), (2, 4)], width=8, teacher_width=16)
+        >>> streams = {1: torch.randn(2, 5, 8), 2: torch.randn(2, 5, 8)}
+        >>> targets = {2: torch.randn(2, 5, 16), 4: torch.randn(2, 5, 16)}
+        >>> loss(streams, targets, torch.ones(2, 5, dtype=torch.bool)).shape
+        torch.Size([])
     """
 
-    def __init__(self, kind: Kind, pairs: Sequence[Pair], width: int, teacher_width: int, seed: int = 0) -> None:
+    def __init__(
+        self, kind: FeatureKind, pairs: Sequence[tuple[int, int]], width: int, teacher_width: int, seed: int = 0
+    ) -> None:
         """Make the projectors.
 
         Args:
-            kind: of the distance.
-            pairs: layers of student and teacher; 0 is the embedding, l is after block l.
-            width: of the student.
-            teacher_width: of the teacher.
-            seed: of the projectors.
+            kind: which distance.
+            pairs: (student layer, teacher layer); 0 is the embedding, l is after block l.
+            width: channels D of the student.
+            teacher_width: channels E of the teacher.
+            seed: for the initial projectors.
 
         Raises:
-            GramianError: if there are too few pairs.
+            GramianError: if there are too few pairs, a layer occurs twice, or "increments" go back in depth.
         """
         super().__init__()
         self.kind, self.pairs = kind, tuple((int(s), int(t)) for s, t in pairs)
@@ -51,28 +59,28 @@ class FeatureLoss(nn.Module):
             )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # No ModuleList: the largest of those in a module is taken for its blocks, and projectors may be larger than them.
+            # Not a ModuleList: `blocks_of` takes the largest one for the model's blocks, and projectors may be larger.
             self.projectors = nn.ModuleDict(
                 {f"{s}-{t}": Projector(width, teacher_width) for s, t in self.pairs if kind == "hidden"}
             )
 
     @property
     def student_layers(self) -> tuple[int, ...]:
-        """That `forward` wants of the student."""
+        """Layers of the student that `forward` needs."""
         return tuple(s for s, _ in self.pairs)
 
     @property
     def teacher_layers(self) -> tuple[int, ...]:
-        """That it wants of the teacher."""
+        """Layers of the teacher that `forward` needs."""
         return tuple(t for _, t in self.pairs)
 
     def forward(self, student: Mapping[int, Tensor], teacher: Mapping[int, Tensor], counted_BT: Tensor) -> Tensor:
-        """The distance over the tokens that count.
+        """The mean distance over the counted tokens, 0-dim.
 
         Args:
-            student: layer -> [B, T, D].
-            teacher: layer -> [B, T, E], detached.
-            counted_BT: which tokens count.
+            student: {layer: [B, T, D]}.
+            teacher: {layer: [B, T, E]}, without gradient.
+            counted_BT: True for the tokens that count.
 
         Raises:
             GramianError: if the teacher's signal lacks a layer.

@@ -1,4 +1,4 @@
-r"""How alike the features of a student and a teacher are, as measures and as losses.
+r"""Linear CKA between the features of a student and a teacher, as a measure and as a loss.
 
 Linear CKA of column-centred X [N, D] and Y [N, E]:
 
@@ -10,8 +10,8 @@ al. 2012), which for K = XXᵀ and L = YYᵀ with their diagonals set to 0 is
 
     HSIC₁ = [tr KL + (1ᵀK1)(1ᵀL1) / (n−1)(n−2) − 2·1ᵀKL1 / (n−2)] / n(n−3).
 
-Both are computed without an N×N matrix: tr KL = ‖XᵀY‖_F² − Σ_i ‖x_i‖²‖y_i‖², and K1 = X(Xᵀ1) − ‖x_i‖².
-Cost: O(N·(D² + E² + D·E)) FLOPs and memory O(D² + E²), in float32 or wider, whatever autocast says.
+Both are computed without an N × N matrix: tr KL = ‖XᵀY‖_F² − Σ_i ‖x_i‖²‖y_i‖², and K1 = X(Xᵀ1) − ‖x_i‖².
+Cost: O(N·(D² + E² + D·E)) FLOPs and O(D² + E²) memory, in float32 or wider, also under autocast.
 
 Rows of X and Y must be the same tokens in the same order.
 
@@ -28,38 +28,31 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
 
 TINY = 1e-12
-"""Below it a HSIC is 0, for features whose largest entry is 1 or more: constant ones, which are alike to nothing."""
+"""A HSIC below it counts as 0 (features have a largest entry of 1 or more): that of constant features."""
 
 
 def linear_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = False) -> Tensor:
-    """CKA, 0 to 1; 0 where one of them is constant.
+    """Linear CKA, from 0 to 1; 0 if one of the features is constant.
 
     Args:
         x_ND: [N, D], or [B, T, D].
         y_NE: [N, E], or [B, T, E].
-        counted_N: which tokens count, [N] or [B, T]; default: all. The shapes of the computation do not depend on it.
-        standardise: divide every channel by its standard deviation, so that a few huge channels do not decide alone; CKA is
-            then invariant to the scale of every channel, and no more to orthogonal maps.
+        counted_N: True for the tokens that count, [N] or [B, T]; default: all. No shape depends on its values.
+        standardise: divide every channel by its standard deviation, so that a few huge channels do not dominate; CKA is
+            then invariant to the scale of every channel, but no longer to orthogonal maps.
 
     Returns:
-        A scalar, with the gradient of both.
+        A 0-dim tensor, differentiable in both features.
     """
     with torch.autocast(x_ND.device.type, enabled=False), _precise():
         x, y, _ = _prepared(x_ND, y_NE, counted_N, standardise)
-        return _ratio(_square(x, y), _square(x, x), _square(y, y))
+        return _ratio(_squared_norm(x, y), _squared_norm(x, x), _squared_norm(y, y))
 
 
 def debiased_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = True) -> Tensor:
     """CKA from unbiased estimates of HSIC: about 0 for unrelated features, however few the tokens; it can be below 0.
 
-    Args:
-        x_ND: [N, D], or [B, T, D].
-        y_NE: [N, E], or [B, T, E].
-        counted_N: as of `linear_cka`; where fewer than 4 tokens count, the result is 0.
-        standardise: as of `linear_cka`.
-
-    Returns:
-        A scalar, with the gradient of both.
+    Arguments and result are those of `linear_cka`; with fewer than 4 counted tokens the result is 0.
     """
     with torch.autocast(x_ND.device.type, enabled=False), _precise():
         x, y, n = _prepared(x_ND, y_NE, counted_N, standardise)
@@ -68,19 +61,19 @@ def debiased_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *,
 
 
 def cka_loss(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = False) -> Tensor:
-    """1 − CKA."""
+    """1 − `linear_cka`, with the same arguments."""
     return 1.0 - linear_cka(x_ND, y_NE, counted_N, standardise=standardise)
 
 
 def increments(layers: Mapping[int, Tensor], of: Sequence[int] | None = None) -> dict[int, Tensor]:
-    """{l: h_m − h_l}: what the blocks between a layer and the next one that was kept add to the residual stream.
+    """{l: h_m − h_l}: what the blocks between layer l and the next layer m of the mapping add to the residual stream.
 
     Args:
         layers: {layer: stream [B, T, D]}, at least two.
         of: the layers l; default: all but the last.
 
     Raises:
-        GramianError: for a layer without a stream, or with none after it.
+        GramianError: for a layer without a stream, or without a later one.
     """
     order = sorted(layers)
     after = dict(zip(order, order[1:], strict=False))
@@ -88,19 +81,19 @@ def increments(layers: Mapping[int, Tensor], of: Sequence[int] | None = None) ->
         raise GramianError(f"layers: got {order}; expected at least two, to take differences of")
     for layer in of or ():
         if layer not in after:
-            raise GramianError(f"layers: there is no increment from {layer}; accepted: one of {sorted(after)}")
+            raise GramianError(f"layers: there is no increment from {layer}; expected one of {sorted(after)}")
     return {layer: layers[after[layer]] - layers[layer] for layer in (after if of is None else of)}
 
 
 class Projector(nn.Module):
-    """A linear map from the student's features to the teacher's, learnt with the student for mean (W h_s + b − h_t)²."""
+    """A linear map from the student's features to the teacher's, trained with the student: W h_s + b ≈ h_t."""
 
     def __init__(self, student: int, teacher: int) -> None:
-        """Draw W from N(0, 1/D) with the global generator; b is 0.
+        """Draw W from N(0, 1/D) with the global random generator; b is 0.
 
         Args:
-            student: width D.
-            teacher: width E.
+            student: channels D.
+            teacher: channels E.
         """
         super().__init__()
         self.linear = nn.Linear(student, teacher)
@@ -114,12 +107,12 @@ class Projector(nn.Module):
 
 
 def _precise() -> AbstractContextManager[None]:
-    """No TF32. A compiled graph has the precision that is set outside: it cannot change it on the way."""
+    """No TF32. A compiled graph cannot change the precision: it has the one that is set outside."""
     return nullcontext() if torch.compiler.is_compiling() else exact_float32()
 
 
 def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred features, zero where a token does not count, and the number of tokens that do."""
+    """Centred features, zero for tokens that do not count, and the number of tokens that do."""
     if x.shape[:-1] != y.shape[:-1] or (counted is not None and counted.numel() * x.shape[-1] != x.numel()):
         shapes = [list(t.shape) for t in (x, y, *(() if counted is None else (counted,)))]
         raise GramianError(
@@ -134,9 +127,9 @@ def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -
 
 
 def _centred(t_ND: Tensor, counted_N1: Tensor, count: Tensor, standardise: bool) -> Tensor:
-    """Columns of mean 0, or of mean 0 and variance 1; then entries of at most 1 in size, so that squares stay finite.
+    """Columns of mean 0, scaled to a largest entry of 1 so that squares stay finite; of variance 1 if standardised.
 
-    What is left of a constant column after rounding is not blown up, but set to 0.
+    The rounding residue of a constant column is set to 0, not scaled up.
     """
     t_ND = torch.where(counted_N1, wide(t_ND), 0.0)
     rounding_D = 4.0 * torch.finfo(t_ND.dtype).eps * t_ND.detach().abs().amax(dim=0)
@@ -150,7 +143,7 @@ def _centred(t_ND: Tensor, counted_N1: Tensor, count: Tensor, standardise: bool)
     return t_ND
 
 
-def _square(x_ND: Tensor, y_NE: Tensor) -> Tensor:
+def _squared_norm(x_ND: Tensor, y_NE: Tensor) -> Tensor:
     return (x_ND.T @ y_NE).square().sum()
 
 
@@ -159,13 +152,13 @@ def _unbiased(x_ND: Tensor, y_NE: Tensor, n: Tensor) -> Tensor:
     n = n.clamp(min=4)
     own_x_N, own_y_N = x_ND.square().sum(dim=1), y_NE.square().sum(dim=1)
     rows_x_N, rows_y_N = x_ND @ x_ND.sum(dim=0) - own_x_N, y_NE @ y_NE.sum(dim=0) - own_y_N
-    trace = _square(x_ND, y_NE) - own_x_N @ own_y_N
+    trace = _squared_norm(x_ND, y_NE) - own_x_N @ own_y_N
     sums = rows_x_N.sum() * rows_y_N.sum() / ((n - 1) * (n - 2))
     return trace + sums - 2.0 * (rows_x_N @ rows_y_N) / (n - 2)
 
 
 def _ratio(xy: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
-    """xy / √(xx·yy), and 0 with a gradient of 0 where features are constant or an estimate of HSIC is not positive."""
+    """xy / √(xx·yy); 0 with gradient 0 if features are constant or an estimate of HSIC is not positive."""
     usable = (xx > TINY) & (yy > TINY)
     size = torch.where(usable, xx, 1.0).sqrt() * torch.where(usable, yy, 1.0).sqrt()
     return torch.where(usable, xy / size, 0.0)

@@ -1,4 +1,4 @@
-"""The distillation loss from hidden states: what a caller may ask for, and what is refused.
+"""`distill_loss`: the public distillation loss from hidden states, and the checks of its arguments.
 
 Legend: N tokens, D width (of student or teacher), V vocabulary, K ids of a token. u = 1/T.
 """
@@ -6,21 +6,21 @@ Legend: N tokens, D width (of student or teacher), V vocabulary, K ids of a toke
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.distill.loss.chunked_loss import ChunkedLoss, Job, TeacherRows, chunk_tokens, loss_of, run
-from gramian.distill.loss.dense_loss import DenseTeacher
+from gramian.distill.loss.chunked_loss import ChunkedLoss, LossCall, TeacherRows, chunk_tokens, loss_of, run_chunks
 from gramian.distill.loss.head import Head
 from gramian.distill.loss.loss_metrics import DistillOutput, sums_of
 from gramian.distill.loss.projection import check_sides, projection_of
-from gramian.distill.loss.sparse_loss import NoTeacher, SampledTeacher, SparseTeacher
 from gramian.distill.loss.sparse_tail import tail_at
+from gramian.distill.loss.teacher_rows import DenseTeacher, NoTeacher, SampledTeacher, SparseTeacher
 from gramian.distill.teacher.signal import Tail
 from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.kernels.distillation.divergence import DIRECTIONS, EMPTY
-from gramian.kernels.launch import takes_kernel, wide_dtype
+from gramian.kernels.launch import takes_kernel
 
 TORCH_ROWS = 10
-"""Rows over the vocabulary in float32 that plain torch holds for a token, beside the logits."""
+"""Temporary float32 rows of V entries per token that the plain torch path needs beside the logits."""
 
 
 def distill_loss(
@@ -40,7 +40,7 @@ def distill_loss(
     teacher_topk: tuple[Tensor, Tensor, Tail | None] | None = None,
     teacher_sampled: tuple[Tensor, Tensor] | None = None,
 ) -> DistillOutput:
-    """loss = (kd_weight · T² · Σ D(p, q) + ce_weight · Σ CE) / num_terms over the tokens whose target counts.
+    """loss = (kd_weight · T² · Σ D(p, q) + ce_weight · Σ CE) / num_terms over the counted tokens.
 
     With p = softmax(t/T), q = softmax(s/T), m = βp + (1−β)q:
 
@@ -49,39 +49,48 @@ def distill_loss(
         "jsd"      D = β KL(p‖m) + (1−β) KL(q‖m) for 0 < β < 1. It vanishes like β KL(p‖q) for β → 0 and like (1−β) KL(q‖p) for
                    β → 1; at β = 0 and β = 1 themselves D is, as in TRL and Liger, KL(p‖q) and KL(q‖p).
 
-    All is computed in the forward pass, gradients too where they are asked for, so that backward only multiplies them by
-    what comes in; it may run once. The gradient of the student's weight is added up in float32 (float64 for float64
-    inputs) and rounded once. T may be a tensor that requires grad: its gradient is exact. No gradient reaches the
-    teacher. Nothing waits for the device.
+    Gradients are computed in the forward pass; backward scales them and can run once. The gradient of the student's weight is
+    summed in float32 (float64 for float64 inputs) and rounded once. T may be a tensor that requires grad: its gradient is
+    exact. No gradient reaches the teacher. The call does not wait for the device.
 
-    Where the vocabularies differ in length, p and q are over the ids that both have, each normalised over them, and the
-    cross entropy is over the whole of the student's. Hidden states of tokens that do not count may hold anything finite.
+    If the vocabularies differ in length, p and q are over the ids of both, each normalised over them, and the cross entropy is
+    over all ids of the student. Hidden states of tokens that do not count may have any finite value.
 
-    Cost: 2·N·V·(3·Ds + Dt) operations; memory for dW in float32 and for a chunk of logits, see `chunk_tokens`.
+    Cost: 2·N·V·(3·Ds + Dt) FLOPs; memory for dW in float32 and for a chunk of logits, see `chunk_tokens`.
 
     Args:
         student_hidden: [N, Ds].
-        student_weight: [V, Ds], or a head with bias, scale or softcap. May be the embedding: its gradient adds up.
-        targets: [N], integers; `ignore_index` does not count.
+        student_weight: [V, Ds], or a head with bias, scale or softcap. It may be tied to the embedding.
+        targets: [N], integers; tokens whose target is `ignore_index` do not count.
         teacher_hidden: [N, Dt]. With kd_weight = 0 a teacher may be left out: cross entropy alone.
         teacher_weight: [V, Dt], or a head.
-        temperature: A number above 0, or a 0-dim tensor on the device of the student, whose value is not looked at.
-        kd_weight: Of the divergence.
-        ce_weight: Of the cross entropy.
+        temperature: a number above 0, or a 0-dim tensor on the student's device, whose value is not read on the host.
+        kd_weight: factor of the divergence.
+        ce_weight: factor of the cross entropy.
         direction: "forward", "reverse" or "jsd".
-        beta: For "jsd", from 0 to 1.
-        ignore_index: The target of tokens that do not count.
-        num_terms: By what the sums are divided: the tokens of the whole step where this is a part of it. A number above 0, or
-            a 0-dim tensor; None takes the tokens of this call that count, at least 1.
+        beta: for "jsd", from 0 to 1.
+        ignore_index: the target of tokens that do not count.
+        num_terms: divisor of the sums, such as the number of tokens of a step of several micro-batches. A number above 0, or a
+            0-dim tensor; None: the counted tokens of this call, at least 1.
         teacher_topk: (ids [N, K], logits [N, K], tail) in place of hidden states and weight: distinct ids (a logit of −∞
-            is no mass), and the curve of the others with tensors [N, Q]. D is then over K + 1 outcomes, the last for all ids
-            that were not kept. Without a tail the K ids hold all mass, and "reverse" is refused, since it would be infinite.
-            A temperature outside the curve's knots is refused as a number, and as a tensor goes along the tangent.
-        teacher_sampled: (ids [N, K], weights [N, K]) drawn from the teacher at this temperature, weights adding up to 1 (in
+            has no mass), and the tail curve of all other ids with tensors [N, Q]. D is then over K + 1 outcomes, the last for
+            all other ids. Without a tail the K ids have all mass, and "reverse" is an error, since it would be infinite. A
+            number T outside the curve's knots is an error; for a tensor T the curve continues along its tangent.
+        teacher_sampled: (ids [N, K], weights [N, K]) drawn from the teacher at this temperature, with weights that sum to 1 (in
             expectation): D becomes −Σ w log q, "forward" only, and T may not require grad.
 
     Returns:
-        The loss, and sums for metrics (`metrics_of`). Metrics are means over the tokens of this call that count.
+        The loss, and sums for metrics (`metrics_of`). Metrics are means over the counted tokens of this call.
+
+    Raises:
+        GramianError: naming the argument that does not fit.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+        >>> out = distill_loss(hidden, weight, torch.randint(50, (6,)), torch.randn(6, 16), torch.randn(50, 16))
+        >>> out.loss.backward()
+        >>> out.agreement.shape
+        torch.Size([])
     """
     head = student_weight if isinstance(student_weight, Head) else Head(student_weight)
     if targets.dim() != 1 or targets.dtype.is_floating_point or targets.dtype == torch.bool:
@@ -118,15 +127,15 @@ def distill_loss(
         else:
             teacher = NoTeacher()
     objective = RowObjective(direction, float(beta), float(kd_weight), float(ce_weight), ignore_index)
-    job = Job(student, teacher, targets.to(torch.int64), at.to(wide), objective, num_terms, chunk, wide)
+    call = LossCall(student, teacher, targets.to(torch.int64), at.to(wide), objective, num_terms, chunk, wide)
     if torch.is_grad_enabled():
         loss, sums = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            student_hidden, head.weight_VD, head.bias_V, temperature if learns else None, job
+            student_hidden, head.weight_VD, head.bias_V, temperature if learns else None, call
         )
         return DistillOutput(loss, sums)
-    rows_RN, terms, _ = run(job, hidden=False, weight=False, bias=False)
+    rows_RN, terms, _ = run_chunks(call, hidden=False, weight=False, bias=False)
     sums = sums_of(rows_RN)
-    return DistillOutput(loss_of(job, sums, terms), sums)
+    return DistillOutput(loss_of(call, sums, terms), sums)
 
 
 def _on_device(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -180,7 +189,7 @@ def _check_teacher(
 
 
 def _check_ids(ids: Tensor, vocabulary: int, name: str, ignore_index: int | None = None) -> None:
-    """On the CPU only: elsewhere it would wait for the device."""
+    """Check ids on the CPU only: elsewhere it would wait for the device."""
     if ids.device.type != "cpu" or not ids.numel():
         return
     outside = (ids < 0) | (ids >= vocabulary)
@@ -190,7 +199,7 @@ def _check_ids(ids: Tensor, vocabulary: int, name: str, ignore_index: int | None
         raise GramianError(f"{name}: {int(ids[outside][0])}; expected ids of the student, 0 to {vocabulary - 1}")
 
 
-def _check_kept(ids: Tensor, values: Tensor, tokens: int, vocabulary: int, name: str) -> None:
+def _check_id_lists(ids: Tensor, values: Tensor, tokens: int, vocabulary: int, name: str) -> None:
     if ids.dim() != 2 or ids.shape[0] != tokens or ids.shape != values.shape or not ids.shape[1]:
         raise GramianError(
             f"{name}: ids {list(ids.shape)} and values {list(values.shape)}; expected both [{tokens}, K] with K at least 1"
@@ -202,7 +211,7 @@ def _sparse_teacher(
     topk: tuple[Tensor, Tensor, Tail | None], u: float | Tensor, tokens: int, vocabulary: int, direction: str
 ) -> SparseTeacher:
     ids, logits, tail = topk
-    _check_kept(ids, logits, tokens, vocabulary, "teacher_topk")
+    _check_id_lists(ids, logits, tokens, vocabulary, "teacher_topk")
     if tail is None:
         if direction == "reverse" and ids.shape[1] < vocabulary:
             raise GramianError(
@@ -216,20 +225,24 @@ def _sparse_teacher(
                 f"teacher_topk: tail {list(tail.values_BTQ.shape)}; expected [{tokens}, {len(tail.knots_Q)}], tokens by knots"
             )
         rest, slope = tail_at(tail, u)
-        # A tensor: the curve may not reach T = 1, and a metric is no reason to refuse.
+        # As a tensor: the curve may not reach T = 1, and a metric should not raise.
         rest_at_one, _ = tail_at(tail, torch.ones((), device=ids.device))
-    # A kept id may have no mass at all, logit −∞: 0 · log 0 is 0.
-    kept = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clamp(min=EMPTY)
-    return SparseTeacher(ids.detach().to(torch.int64), kept, rest, slope, rest_at_one)
+    # An id may have no mass, logit −∞: 0 · log 0 is 0.
+    values = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clamp(min=EMPTY)
+    return SparseTeacher(ids.detach().to(torch.int64), values, rest, slope, rest_at_one)
 
 
 def _sampled_teacher(
     sampled: tuple[Tensor, Tensor], tokens: int, vocabulary: int, direction: str, learns: bool
 ) -> SampledTeacher:
     ids, weights = sampled
-    _check_kept(ids, weights, tokens, vocabulary, "teacher_sampled")
+    _check_id_lists(ids, weights, tokens, vocabulary, "teacher_sampled")
     if direction != "forward":
-        raise GramianError(f'direction: "{direction}" cannot be had from samples of the teacher; expected "forward"')
+        raise GramianError(
+            f'direction: "{direction}" cannot be computed from samples of the teacher; expected "forward"'
+        )
     if learns:
-        raise GramianError("temperature: a sampled teacher holds at the one it was drawn at; expected no gradient")
+        raise GramianError(
+            "temperature: a sampled teacher is valid only at the one it was drawn at; expected no gradient"
+        )
     return SampledTeacher(ids.detach().to(torch.int64), weights.detach())

@@ -1,4 +1,4 @@
-"""The last map of a language model, from its final hidden state to logits.
+"""The output head of a language model: from final hidden states [N, D] to logits [N, V].
 
 Legend: N tokens, D width, V vocabulary.
 """
@@ -11,7 +11,12 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap(scale · (h Wᵀ + b)), where cap(z) = softcap · tanh(z / softcap), or z without a softcap."""
+    """logits = cap(scale · (h Wᵀ + b)), where cap(z) = softcap · tanh(z / softcap), or z without a softcap.
+
+    Example:
+        >>> Head(torch.zeros(50, 8), softcap=30.0).logits(torch.randn(3, 8)).shape
+        torch.Size([3, 50])
+    """
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -19,7 +24,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, D] or [B, T, D] to logits over V."""
+        """Logits [N, V] or [B, T, V] of hidden states [N, D] or [B, T, D]."""
         logits_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V)
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale

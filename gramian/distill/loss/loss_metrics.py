@@ -1,4 +1,4 @@
-"""What the loss tells beside its value: sums that add up over micro-batches and ranks, and the metrics that follow."""
+"""Metrics of the distillation loss: sums that add up over micro-batches and ranks, and the means that follow from them."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,11 @@ from torch import Tensor
 from gramian.kernels.distillation.distill_rows import ROWS
 
 SUMS = (*ROWS[: ROWS.index("slope")], "student_gold", "teacher_gold²", "student_gold²", "product")
-"""The order of `DistillOutput.sums`. The last four and `teacher_gold` are over the tokens that `gold` counts."""
+"""The order of `DistillOutput.sums`. `teacher_gold` and the last four are over the tokens that `gold` counts."""
 
 
 def sums_of(rows_RN: Tensor) -> Tensor:
-    """[len(SUMS)] in float64 from what is known of every token: counts stay exact, moments keep their digits.
-
-    Args:
-        rows_RN: [R, N] as `gramian.kernels.distillation.distill_rows.ROWS` names them.
-    """
+    """[len(SUMS)] in float64, from the rows [R, N] of all tokens, which `kernels.distillation.distill_rows.ROWS` names."""
     rows = dict(zip(ROWS, rows_RN.to(torch.float64), strict=True))
     rows.pop("slope")
     student_N = torch.where(rows["gold"] > 0, -rows["ce"], 0.0)
@@ -26,12 +22,12 @@ def sums_of(rows_RN: Tensor) -> Tensor:
 
 
 def metrics_of(sums: Tensor) -> dict[str, Tensor]:
-    """Means over the tokens that count, as 0-dim tensors on the device of the sums; nothing waits for it.
+    """Means over the counted tokens, as 0-dim tensors on the device of the sums, without waiting for it.
 
-    kl is the divergence at T without T², in nats; ce the cross entropy; agreement the share of tokens where both sides
-    put the same id first (of equal logits any); the entropies are at T; correlation is Pearson's r of the log-probabilities
-    that student and teacher give the target at T = 1, over the tokens whose target the teacher knows. What has no tokens,
-    or no variance, or is unknown for this kind of teacher, is not a number.
+    kl is the divergence at T without T², in nats; ce the cross entropy; agreement the fraction of tokens where student and
+    teacher rank the same id first (any of equal logits); the entropies are at T; correlation is Pearson's r of the
+    log-probabilities that student and teacher give the target at T = 1, over the tokens whose target the teacher knows. A
+    metric without tokens, without variance, or unknown for this kind of teacher is NaN.
 
     Args:
         sums: `DistillOutput.sums`, or a total of several.
@@ -50,11 +46,11 @@ def metrics_of(sums: Tensor) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class DistillOutput:
-    """A loss to call backward on, and its metrics; each is computed when it is asked for, on the device."""
+    """The loss to call backward on, and its metrics, each computed on the device when it is read."""
 
     loss: Tensor
     sums: Tensor
-    """[len(SUMS)], float64: add those of micro-batches and ranks, then `metrics_of`."""
+    """[len(SUMS)], float64: add those of micro-batches and ranks, then call `metrics_of`."""
 
     @property
     def kl(self) -> Tensor:
@@ -68,20 +64,20 @@ class DistillOutput:
 
     @property
     def agreement(self) -> Tensor:
-        """The share of tokens where student and teacher put the same id first."""
+        """The fraction of tokens where student and teacher rank the same id first."""
         return metrics_of(self.sums)["agreement"]
 
     @property
     def teacher_entropy(self) -> Tensor:
-        """Of the teacher at T, in nats."""
+        """Entropy of the teacher at T, in nats per token."""
         return metrics_of(self.sums)["teacher_entropy"]
 
     @property
     def student_entropy(self) -> Tensor:
-        """Of the student at T, in nats."""
+        """Entropy of the student at T, in nats per token."""
         return metrics_of(self.sums)["student_entropy"]
 
     @property
     def correlation(self) -> Tensor:
-        """Pearson's r between the log-probabilities of the targets."""
+        """Pearson's r between student's and teacher's log-probabilities of the targets."""
         return metrics_of(self.sums)["correlation"]

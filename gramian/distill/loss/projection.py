@@ -1,4 +1,4 @@
-"""The matrix products between hidden states and a vocabulary, for a chunk of tokens at a time.
+"""Matrix products between hidden states and a head, and their gradients, one chunk of tokens at a time.
 
 Legend: N tokens (n of a chunk), D width, V vocabulary.
 """
@@ -13,16 +13,15 @@ from gramian.distill.loss.head import Head
 from gramian.kernels.distillation.distill_rows import Squash
 
 ALIGNMENT = 64
-"""Rows of logits begin at multiples of it, and the products run over multiples of it: with 50,257 columns side by side the
-matrix units of a GPU read two bytes at a time."""
+"""Row strides and product sizes are multiples of it: at a stride of 50,257 a GPU's matrix units read two bytes at a time."""
 
 ADDMM_INTO_FLOAT32 = (2, 10)
-"""From this torch on addmm adds a product of two-byte matrices to a float32 one in place."""
+"""First release of torch whose addmm adds a product of two-byte matrices to a float32 matrix in place."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """Hidden states and head in the dtype that the products run in."""
+    """Hidden states and head in the dtype of their products."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -31,22 +30,22 @@ class Projection:
 
     @property
     def vocabulary(self) -> int:
-        """How many ids."""
+        """V, the number of ids."""
         return self.weight_VD.shape[0]
 
     def buffer(self, tokens: int) -> Tensor:
-        """Room for the products of so many tokens, [n, V] with aligned rows."""
+        """Uninitialised memory for the products of n tokens, [n, V] with aligned rows."""
         width = -(-self.vocabulary // ALIGNMENT) * ALIGNMENT
-        whole = self.hidden_ND.new_empty((tokens, width))
-        # Not left as found: products in bfloat16 on a CPU read one number beyond an odd row, and take it times 0.
-        whole[:, self.vocabulary :] = 0
-        return whole[:, : self.vocabulary]
+        padded = self.hidden_ND.new_empty((tokens, width))
+        # Set to 0: products in bfloat16 on a CPU read one number beyond an odd row and multiply it by 0.
+        padded[:, self.vocabulary :] = 0
+        return padded[:, : self.vocabulary]
 
     def products_(self, tokens: slice, out_nV: Tensor) -> Tensor:
-        """h Wᵀ + b of some tokens, written into `out_nV`, of which the first rows are returned."""
+        """h Wᵀ + b of some tokens, written into the first rows of `out_nV`, which are returned."""
         hidden_nD = self.hidden_ND[tokens]
         out_nV = out_nV[: len(hidden_nD)]
-        for ids in blocks(self.weight_VD):
+        for ids in _id_blocks(self.weight_VD):
             weight_DV = self.weight_VD[ids].mT
             if self.bias_V is None:
                 torch.mm(hidden_nD, weight_DV, out=out_nV[:, ids])
@@ -56,9 +55,9 @@ class Projection:
 
 
 def projection_of(hidden_ND: Tensor, head: Head | Tensor) -> Projection:
-    """In the dtype that autocast would take where it is on, else in the wider one of the two; float64 stays.
+    """Hidden states and head cast to autocast's dtype if it is on, else to the wider dtype of the two; float64 stays.
 
-    Cost: a copy of what has another dtype.
+    Cost: a copy of each tensor that has another dtype.
     """
     head = head if isinstance(head, Head) else Head(head)
     dtype = torch.promote_types(hidden_ND.dtype, head.weight_VD.dtype)
@@ -71,7 +70,7 @@ def projection_of(hidden_ND: Tensor, head: Head | Tensor) -> Projection:
 
 
 def check_sides(hidden_ND: Tensor, head: Head | Tensor, tokens: int, side: str) -> None:
-    """Refuse what cannot be multiplied."""
+    """Raise `GramianError` for shapes and dtypes that cannot be multiplied; `side` is "student" or "teacher"."""
     head = head if isinstance(head, Head) else Head(head)
     for name, tensor, dims in (("hidden", hidden_ND, 2), ("weight", head.weight_VD, 2)):
         if not isinstance(tensor, Tensor):
@@ -92,8 +91,8 @@ def check_sides(hidden_ND: Tensor, head: Head | Tensor, tokens: int, side: str) 
         raise GramianError(f"{side}_weight: bias {list(head.bias_V.shape)}; expected [{len(head.weight_VD)}]")
 
 
-def blocks(weight_VD: Tensor) -> list[slice]:
-    """The ids in one block, or on a GPU those up to a multiple of ALIGNMENT and the few that are left."""
+def _id_blocks(weight_VD: Tensor) -> list[slice]:
+    """All ids in one block; on a GPU those up to a multiple of ALIGNMENT, and the rest."""
     vocabulary = len(weight_VD)
     aligned = vocabulary // ALIGNMENT * ALIGNMENT
     if not weight_VD.is_cuda or aligned in (0, vocabulary):
@@ -101,10 +100,10 @@ def blocks(weight_VD: Tensor) -> list[slice]:
     return [slice(0, aligned), slice(aligned, vocabulary)]
 
 
-class Gradients:
-    """Sums over chunks of what dz, the gradient of the products, gives: dz W per token, dzᵀ h and Σ dz over tokens.
+class HeadGradients:
+    """Gradients from dz, that of the products, summed over chunks: dz W per token, dzᵀ h and Σ dz over tokens.
 
-    The gradient of the weight is added up in float32 (float64) and rounded by whoever asks for it, once.
+    The gradient of the weight is summed in float32 (float64) and rounded once, by the caller.
     """
 
     def __init__(self, side: Projection, wide: torch.dtype, hidden: bool, weight: bool, bias: bool) -> None:
@@ -114,8 +113,8 @@ class Gradients:
         self.bias_V = side.weight_VD.new_zeros(side.vocabulary, dtype=wide) if bias else None
 
     def add_(self, tokens: slice, dz_nV: Tensor) -> None:
-        """Take one chunk."""
-        for ids in blocks(self.side.weight_VD):
+        """Add the contribution of one chunk."""
+        for ids in _id_blocks(self.side.weight_VD):
             if self.hidden_ND is not None:
                 out_nD, dz_nB, weight_BD = self.hidden_ND[tokens], dz_nV[:, ids], self.side.weight_VD[ids]
                 if ids.start == 0:
@@ -123,20 +122,20 @@ class Gradients:
                 else:
                     out_nD.addmm_(dz_nB, weight_BD)
             if self.weight_VD is not None:
-                add_product_(self.weight_VD[ids], dz_nV[:, ids].mT, self.side.hidden_ND[tokens])
+                _add_product_(self.weight_VD[ids], dz_nV[:, ids].mT, self.side.hidden_ND[tokens])
         if self.bias_V is not None:
             self.bias_V += dz_nV.sum(0, dtype=self.bias_V.dtype)
 
 
-def add_product_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
-    """total += left · right with the total wider than the factors, whose products are not rounded in between."""
+def _add_product_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    """total += left · right, with products that are not rounded to the factors' dtype before they are added."""
     if left_MK.dtype == total_MN.dtype:
         total_MN.addmm_(left_MK, right_KN)
     elif left_MK.is_cuda and total_MN.dtype == torch.float32:
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         if version >= ADDMM_INTO_FLOAT32:
             torch.addmm(total_MN, left_MK, right_KN, out_dtype=torch.float32, out=total_MN)
-        else:  # one more matrix of the size of the total, for as long as the line runs
+        else:  # needs one temporary matrix of the size of the total
             total_MN += torch.mm(left_MK, right_KN, out_dtype=torch.float32)
     else:
         total_MN.addmm_(left_MK.to(total_MN.dtype), right_KN.to(total_MN.dtype))

@@ -1,4 +1,4 @@
-"""The mass of the ids that a sparse teacher did not keep, at any temperature, from its curve.
+"""The probability mass of the ids outside a sparse teacher's top k, at any temperature, from its tail curve.
 
 Legend: Q knots of the curve, … the tokens. u = 1/T.
 """
@@ -10,24 +10,24 @@ from gramian.core.errors import GramianError
 from gramian.distill.teacher.signal import Tail
 
 EDGE = 1e-6
-"""How far outside the knots, relatively, a temperature given as a float may be: 1/5 in float32 is not 1/5."""
+"""Relative distance outside the knots that is tolerated for a float temperature: 1/5 in float32 is not 1/5."""
 
 
 def tail_at(tail: Tail, u: float | Tensor) -> tuple[Tensor, Tensor]:
-    """l(u) = log Σ exp(u z) over the ids that were not kept, and its slope l'(u), between the knots by cubic Hermite.
+    """l(u) = log Σ exp(u z) over the ids outside the top k, and its slope l'(u), by cubic Hermite interpolation.
 
-    With s = (u − u₀)/h in the interval [u₀, u₀ + h] that holds u:
+    With s = (u − u₀)/h in the interval [u₀, u₀ + h] of knots around u:
 
         l = (1 + 2s)(1 − s)² l₀ + s²(3 − 2s) l₁ + h s(1 − s)² l'₀ − h s²(1 − s) l'₁.
 
-    The slope is the derivative of that polynomial, so that a gradient through l is exact for the l that is used.
-    Outside the knots both curves go on along their tangent: l is convex, so that this is the largest straight line
-    below it. A float outside is refused; a tensor is not looked at, since that would wait for its device.
+    The slope is the derivative of that polynomial, so a gradient through l is exact for the interpolated l. Outside the knots l
+    continues along its tangent: l is convex, so this is the largest straight line below it. A float outside is an error; the
+    value of a tensor is not read, since that would wait for its device.
 
-    Cost: O(tokens). The knots are read on the host: keep them on the CPU, or the call waits for their device.
+    Cost: O(tokens). The knots are read on the host, so they should be on the CPU.
 
     Args:
-        tail: The curve; values and slopes [..., Q].
+        tail: the curve; values and slopes [..., Q].
         u: 1/T, a number or a 0-dim tensor.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The temperature of distillation: fixed, scheduled, learned, or an adversary's.
+"""The temperature T of distillation: fixed, scheduled, learned, or adversarial.
 
-A learned temperature has a rule of its own: plain gradient steps on r, T = low + (high − low) σ(r). It is no parameter of the
-model, so neither weight decay, nor clipping, nor Adam's division touches it. Everything stays on the device.
+A learned temperature moves by plain gradient steps on r, with T = low + (high − low) σ(r). It is not a parameter of the model,
+so weight decay, clipping and Adam do not change it. Its state stays on the device.
 """
 
 import math
@@ -15,36 +15,32 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 NEAR = 0.01
-"""Share of the range within which T sits on a bound."""
+"""T counts as at a bound within this fraction of its range."""
 STUCK_STEPS = 100
-"""Steps on a bound that are told."""
+"""Consecutive steps at a bound after which an event is logged."""
 EARLY_STEPS = 20
-"""Whose mean gradient stands for a constant one."""
+"""Number of first steps whose mean gradient is the constant gradient of `temperature_schedule_only`."""
 
-Kind = Literal["fixed", "schedule", "learnable", "adversarial"]
+TemperatureKind = Literal["fixed", "schedule", "learnable", "adversarial"]
 
 
 @dataclass(frozen=True)
 class TemperatureOptions:
-    """How T moves."""
+    """How the temperature T moves over a run."""
 
-    kind: Kind = "fixed"
+    kind: TemperatureKind = "fixed"
     start: float = 2.0
     end: float = 1.0
-    """Of a schedule: T at the last step; linear."""
+    """T at the last step of a linear schedule."""
     low: float = 1.0
     high: float = 5.0
     rate: float = 0.1
     """Learning rate of r."""
     free: float = 0.2
-    """Share of the steps before an adversary begins; then its strength rises from 0 to 1 along half a cosine."""
+    """Fraction of the steps before an adversary begins; its strength then rises from 0 to 1 along half a cosine."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            GramianError: naming the field.
-        """
+        """Raise `GramianError` that names a field out of range."""
         if not 0 < self.low < self.high:
             raise GramianError(f"temperature_low: expected 0 < low < high, got {self.low} and {self.high}")
         if self.start <= 0 or self.end <= 0:
@@ -57,27 +53,32 @@ class TemperatureOptions:
 
     @property
     def learns(self) -> bool:
-        """Whether the loss moves it."""
+        """True if gradients of the loss move T."""
         return self.kind in ("learnable", "adversarial")
 
 
 class Temperature:
-    """T of every step, and how it got there.
+    """The temperature of each step, and its state.
 
-    What was learned is told apart from what the schedule of rates alone would do: beside T goes one whose dL/dT is, after the
-    first 20 steps that moved it, for ever their mean. A T that stays with it has learned nothing since: it adds up its rates.
+    To show whether T learns, a second temperature moves beside it, whose gradient is constant after the first 20 steps: their
+    mean. A T that stays close to it has learned nothing since then, it only accumulates its learning rates.
+
+    Example:
+        >>> temperature = Temperature(TemperatureOptions("schedule", start=4.0, end=1.0), 10, torch.device("cpu"))
+        >>> float(temperature.begin(9))
+        1.0
     """
 
     FIELDS = ("temperature", "temperature_gradient", "temperature_schedule_only", "temperature_stuck")
-    """Of `values`: T, dL/dT of the last step, T of a constant gradient, steps on a bound in a row."""
+    """Names of `values`: T, dL/dT of the last step, T under a constant gradient, consecutive steps at a bound."""
 
     def __init__(self, options: TemperatureOptions, steps: int, device: torch.device) -> None:
-        """At its start.
+        """Set T to its start.
 
         Args:
-            options: how it moves.
-            steps: of the run.
-            device: of the loss.
+            options: how T moves.
+            steps: number of steps of the run.
+            device: where the loss is computed.
         """
         self.options, self.steps = options, steps
         share = (options.start - options.low) / (options.high - options.low)
@@ -87,7 +88,7 @@ class Temperature:
         self._leaf: Tensor | None = None
 
     def begin(self, step: int) -> Tensor:
-        """T of a step, 0-dim float32; one that learns asks for its gradient."""
+        """T of a step, 0-dim float32; it requires grad if T learns."""
         options = self.options
         if options.learns:
             self._leaf = self._bounded(self._state[0]).float().detach().requires_grad_()
@@ -97,11 +98,11 @@ class Temperature:
         return torch.full((), value, device=self._state.device)
 
     def finish(self, step: int, gradient: Tensor | None) -> None:
-        """One gradient step of r: down the loss if T is learned, up if it is an adversary's.
+        """Take one gradient step on r: down the loss if T is learned, up if it is adversarial.
 
         Args:
-            step: its number.
-            gradient: dL/dT over all processes, unscaled; one that is not finite moves nothing.
+            step: its number, from 0.
+            gradient: dL/dT over all processes, unscaled; T stays if it is None or not finite.
         """
         self._leaf = None
         if not self.options.learns or gradient is None:
@@ -120,13 +121,13 @@ class Temperature:
         self._state = torch.stack([raw, gradient, alone, early, terms, stuck])
 
     def gradient(self) -> Tensor | None:
-        """dL/dT of the last backwards on this process; None if T does not learn."""
+        """dL/dT of this step's backwards on this process; None if T does not learn."""
         if self._leaf is None:
             return None
         return torch.zeros_like(self._leaf) if self._leaf.grad is None else self._leaf.grad
 
     def strength(self, step: int) -> float:
-        """λ: 1 for a learned T; for an adversary 0 at first, then (1 − cos π x)/2."""
+        """The factor λ of the rate: 1 for a learned T; for an adversary 0 at first, then (1 − cos π x)/2."""
         if self.options.kind != "adversarial":
             return 1.0
         begin = self.options.free * self.steps
@@ -134,11 +135,11 @@ class Temperature:
         return 0.5 * (1 - math.cos(math.pi * share))
 
     def values(self, step: int) -> Tensor:
-        """[4] float64, after a step: see `FIELDS`."""
+        """[4] float64, named by `FIELDS`."""
         raw, gradient, alone, _, _, stuck = self._state.unbind()
         if not self.options.learns:
-            told = self.begin(step).to(torch.float64)
-            return torch.stack([told, torch.zeros_like(told), told, torch.zeros_like(told)])
+            value = self.begin(step).to(torch.float64)
+            return torch.stack([value, torch.zeros_like(value), value, torch.zeros_like(value)])
         return torch.stack([self._bounded(raw), gradient, self._bounded(alone), stuck])
 
     @property
@@ -153,9 +154,9 @@ class Temperature:
         return (self.options.high - self.options.low) * share * (1 - share)
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers that a resumed run goes on from."""
+        """The state that a resumed run continues from."""
         return {"temperature": self._state.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them over."""
+        """Restore the state."""
         self._state = state["temperature"].to(self._state)

@@ -1,1 +1,1 @@
-"""Teachers: how a language model is read, checked and run, and the signal it gives."""
+"""Teachers: how a language model is read, checked and run, and the types of its signal."""

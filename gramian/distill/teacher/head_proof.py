@@ -1,6 +1,6 @@
-"""What is believed of a language model only after a few tokens have shown it: its head, that it is causal, its width.
+"""Properties of a language model that are proved on a few tokens: its head, that it is causal, the width of its layers.
 
-Legend: B = 1 row, P tokens of the proof, D width, V vocabulary.
+Legend: B = 1 row, P = 4 tokens, D width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,27 +16,27 @@ from gramian.distill.teacher.language_model import hidden_of, is_native, linear_
 from gramian.taps.model.run_eagerly import run_eagerly
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Fields of Hugging Face configs that multiply or divide logits."""
+"""Fields of Hugging Face configs by which logits are multiplied or divided."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Fields that cap them."""
+"""Fields of Hugging Face configs for a soft cap of logits."""
 FAR = 60.0
-"""The proof also drives logits up to this size: a cap shows on large ones alone."""
+"""The proof also uses logits of this size: a soft cap only shows on large ones."""
 PROOF_TOKENS = 4
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of logits, relative to the largest."""
+"""Tolerated error of logits, relative to the largest."""
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head, proved. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
+    """The head of a model, proved. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
 
-    What multiplies or caps the logits is read from the config. It is believed only if `Head.logits` of the final hidden state
-    gives the model's own logits, once as they are and once with hidden states so large that a cap would show.
+    Scale and soft cap of the logits are read from the config, and accepted only if `Head.logits` of the final hidden state is
+    equal to the model's own logits, once as they are and once with hidden states so large that a cap would show.
 
     Args:
-        model: of a family that is understood; its mode is restored.
+        model: of a family that `hidden_of` reads; its training mode is restored.
 
     Returns:
-        The head; it shares the model's weight and asks for no gradient.
+        The head; it shares the model's weight and requires no gradient.
 
     Raises:
         GramianError: naming the class of a model whose head is not understood.
@@ -66,11 +66,11 @@ def head_of(model: nn.Module) -> Head:
 
 
 def stream_width(model: nn.Module, layers: Sequence[int]) -> int:
-    """Channels of the residual stream, which a model may project before its head reads it. Cost: a forward of 4 tokens.
+    """Channels of the residual stream, which can differ from the width of the head. Cost: a forward of 4 tokens.
 
     Args:
-        model: of a family that is understood.
-        layers: that are read; at least one.
+        model: of a family that `hidden_of` reads.
+        layers: the layers to read; at least one.
 
     Raises:
         GramianError: if they differ in width.
@@ -84,7 +84,7 @@ def stream_width(model: nn.Module, layers: Sequence[int]) -> int:
 
 
 def check_causal(model: nn.Module) -> None:
-    """Refuse a model that sees tokens before it predicts them: what it says of them is not what a student can learn.
+    """Raise if a model sees the tokens that it predicts, which a student could not learn from.
 
     Cost: two forwards of 4 tokens.
 
@@ -103,7 +103,7 @@ def check_causal(model: nn.Module) -> None:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
-    """(scale, softcap) that the config may mean; families divide or multiply by fields of the same name."""
+    """(scale, softcap) that the config may mean: model families divide or multiply by fields of the same name."""
     config = None if is_native(model) else text_config(model)
     named = [float(value) for name in SCALES if isinstance(value := getattr(config, name, None), int | float)]
     caps = [float(value) for name in SOFTCAPS if (value := getattr(config, name, None))]
@@ -113,7 +113,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
 
 
 def _own_logits(model: nn.Module, linear: nn.Linear, tokens_BP: Tensor, gain: float) -> Tensor:
-    """The model's logits where what enters its head is `gain` times as large."""
+    """The model's logits with inputs of its head multiplied by `gain`."""
     hook = linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gain, *inputs[1:]))
     try:
         found = model(tokens_BP) if is_native(model) else model(input_ids=tokens_BP, use_cache=False)
@@ -137,9 +137,9 @@ def _proof_tokens(model: nn.Module) -> Tensor:
 
 @contextmanager
 def _proof(model: nn.Module) -> Iterator[None]:
-    """Without dropout, gradients or autocast; the model's mode is restored.
+    """Disable dropout, gradients and autocast; the model's training mode is restored.
 
-    A model that is compiled is not compiled for 4 tokens: it would take its time, and the next shape for a changing one.
+    A compiled model runs eagerly: compiling for 4 tokens takes time, and would make the next shape a dynamic one.
     """
     was_training = model.training
     model.eval()

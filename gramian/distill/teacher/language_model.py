@@ -1,6 +1,6 @@
-"""Reading a language model: its final hidden state, the layer that is its head, and a hash of what it is.
+"""Read a language model: its final hidden states, residual stream and head, and a hash of its class, config and weights.
 
-Two families are understood: models with a method `hidden(tokens, documents, layers)` and a linear layer `head` (the reference
+Two families can be read: models with a method `hidden(tokens, documents, layers)` and a linear layer `head` (the reference
 GPT and Goose), and Hugging Face causal language models.
 
 Legend: B windows, T tokens, D width.
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.parallel.wrap import blocks_of
 
-_NOT_MEANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
+_NOT_HASHED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
 # ---- hidden states ---------------------------------------------------------------------------------------------------------
@@ -29,19 +29,19 @@ _NOT_MEANT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "
 def hidden_of(
     model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """What the head reads, and the residual stream on the way there. Cost: a forward without the head.
+    """The input of the head, and the residual stream at some layers. Cost: a forward without the head.
 
     Args:
-        model: of a family that is understood.
+        model: of one of the two families.
         tokens_BT: ids.
-        documents_BT: which document a token is of, for models that keep documents apart.
+        documents_BT: document of each token, for models that keep documents apart.
         layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
 
     Returns:
         The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]}.
 
     Raises:
-        GramianError: if there is no such layer, or documents cannot be kept apart.
+        GramianError: if a layer does not exist, or the model cannot keep documents apart.
     """
     if is_native(model):
         check_layers(model, layers)
@@ -60,11 +60,7 @@ def hidden_of(
 
 
 def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
-    """Refuse layers that cannot be read.
-
-    Raises:
-        GramianError: naming the layer.
-    """
+    """Raise `GramianError` that names a layer which cannot be read."""
     if not layers:
         return
     last = len(blocks_of(model))
@@ -79,23 +75,23 @@ def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
 
 @contextmanager
 def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """What enters and leaves the blocks while this lasts.
+    """Record inputs and outputs of blocks inside the context, by forward hooks.
 
-    Not by `output_hidden_states`: that keeps every layer, gives the last one after the final norm, and knows modules by a class
-    that `fully_shard` replaces.
+    `output_hidden_states` is not used: it stores every layer, returns the last one after the final norm, and finds modules by a
+    class that `fully_shard` replaces.
     """
     found: dict[int, Tensor] = {}
 
-    def enters(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def record_input(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         found[0] = inputs[0] if inputs else named["hidden_states"]
 
-    def leaves(layer: int, output: Any) -> None:
+    def record_output(layer: int, output: Any) -> None:
         found[layer] = output if isinstance(output, Tensor) else output[0]
 
-    hooks = [blocks[0].register_forward_pre_hook(enters, with_kwargs=True)] if 0 in layers else []
+    hooks = [blocks[0].register_forward_pre_hook(record_input, with_kwargs=True)] if 0 in layers else []
     for layer in layers:
         if layer:
-            hooks.append(blocks[layer - 1].register_forward_hook(lambda _, __, out, at=layer: leaves(at, out)))
+            hooks.append(blocks[layer - 1].register_forward_hook(lambda _, __, out, at=layer: record_output(at, out)))
     try:
         yield found
     finally:
@@ -104,7 +100,7 @@ def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dic
 
 
 def is_native(model: nn.Module) -> bool:
-    """Whether it has `hidden` and `head`."""
+    """True if the model has `hidden` and `head`, as the reference models do."""
     return callable(getattr(model, "hidden", None)) and isinstance(getattr(model, "head", None), nn.Module)
 
 
@@ -112,7 +108,7 @@ def body_of(model: nn.Module) -> nn.Module:
     """The part of a Hugging Face model below its head.
 
     Raises:
-        GramianError: if it is no such model.
+        GramianError: for any other model.
     """
     body = getattr(model, str(getattr(model, "base_model_prefix", "")) or "base_model", None)
     if not hasattr(model, "get_output_embeddings") or not isinstance(body, nn.Module) or body is model:
@@ -124,10 +120,10 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def linear_of(model: nn.Module) -> nn.Linear:
-    """The linear layer that makes logits.
+    """The linear layer that computes logits.
 
     Raises:
-        GramianError: if there is none.
+        GramianError: if the model has none.
     """
     if not is_native(model):
         body_of(model)
@@ -141,40 +137,33 @@ def linear_of(model: nn.Module) -> nn.Linear:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The config of a Hugging Face model, or of its part for text."""
+    """The config of a Hugging Face model, or of the text part of a multimodal one."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-# ---- what it is ------------------------------------------------------------------------------------------------------------
+# ---- identity -------------------------------------------------------------------------------------------------------------
 
 
 def teacher_hash(model: nn.Module) -> str:
     """Hex hash of class, config and weights: equal hashes mean equal signals for equal tokens and arithmetic.
 
-    Tensors are hashed one after another, a sharded one after it is gathered (then all processes call this), so it needs memory
-    for one. Cost: reads every weight once; about a second per GB.
-
-    Args:
-        model: on any device, sharded or not.
+    Tensors are hashed one at a time; sharded ones are gathered first, which is a collective. Cost: reads every weight once,
+    about a second per GB.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
-        told = {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_MEANT}
+        settings = {key: value for key, value in config.to_diff_dict().items() if key not in _NOT_HASHED}
     else:
-        told = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
-    digest = hashlib.sha256(f"{_class_name(model)}\0".encode())
-    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+        settings = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
+    name = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts in front of it
+    digest = hashlib.sha256(f"{name}\0".encode())
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, Tensor):
             continue
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-        digest.update(f"\0{name.removeprefix('_orig_mod.')}\0{whole.dtype}\0{tuple(whole.shape)}\0".encode())
-        if whole.numel():
-            digest.update(whole.view(-1).view(torch.uint8).numpy().data)
+        full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
+        digest.update(f"\0{name.removeprefix('_orig_mod.')}\0{full.dtype}\0{tuple(full.shape)}\0".encode())
+        if full.numel():
+            digest.update(full.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _class_name(model: nn.Module) -> str:
-    """Without what `fully_shard` puts in front of it."""
-    return type(model).__name__.removeprefix("FSDP")

@@ -1,4 +1,4 @@
-"""A teacher that runs beside the student: frozen, without gradients, ahead of time where a GPU can do it.
+"""A teacher model that runs beside the student: frozen, without gradients, and on a GPU one batch ahead.
 
 Legend: B windows, T tokens, D width, V vocabulary.
 """
@@ -20,17 +20,15 @@ from gramian.parallel.wrap import blocks_of
 
 
 class LiveTeacher:
-    """A model that is asked for its signal, batch by batch.
+    """A frozen model that gives the `DenseSignal` of each batch.
 
-    The model is the teacher's from here on: in eval mode, no parameter asks for a gradient, nothing is recomputed. Forwards run
-    under `torch.no_grad` and leave an inference mode around them, so whoever learns may save what they give. An autocast around
-    a call changes nothing: `autocast` alone decides.
-
-    Hidden states come in the dtype of the head's weight. Cost of a call: a forward without the head.
+    The model is put into eval mode, without gradients or activation checkpointing. Forwards run under `torch.no_grad`, and
+    outside any inference mode, so autograd can save their results. An autocast around a call has no effect: only the argument
+    `autocast` counts. Hidden states have the dtype of the head's weight. Cost of a call: a forward without the head.
 
     Args:
-        model: a family that `hidden_of` understands, maybe sharded by `shard_teacher`; then processes call in step.
-        layers: of the residual stream that are given too; 0 is the embedding, l is after block l.
+        model: of a family that `hidden_of` reads; if `shard_teacher` sharded it, all processes call together.
+        layers: layers of the residual stream that the signal includes; 0 is the embedding, l is after block l.
         device: where it runs; None: where it is.
         autocast: the dtype of matrix products; None: that of the weights.
         compile: compile the forward, for one shape of batches.
@@ -38,6 +36,11 @@ class LiveTeacher:
     Raises:
         GramianError: if the head or a layer is not understood, the model sees later tokens, or weights were made in inference
             mode.
+
+    Example:
+        >>> teacher = LiveTeacher(GPT(GPTConfig(vocabulary=257, context=32, layers=2, width=32, heads=2)))  # doctest: +SKIP
+        >>> teacher({"tokens": torch.randint(257, (2, 32))}).hidden_BTD.shape  # doctest: +SKIP
+        torch.Size([2, 32, 32])
     """
 
     def __init__(
@@ -65,14 +68,14 @@ class LiveTeacher:
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing of it can learn or drop out, as it was left by the constructor."""
+        """True if no parameter requires grad and no module is in training mode."""
         return not any(p.requires_grad for p in self.model.parameters()) and not any(
             module.training for module in self.model.modules()
         )
 
     @property
     def hash(self) -> str:
-        """As `teacher_hash`, once; called by all processes if it is sharded."""
+        """`teacher_hash` of the model, computed once. Collective if the model is sharded."""
         if self._hash is None:
             self._hash = teacher_hash(self.model)
         return self._hash
@@ -80,7 +83,7 @@ class LiveTeacher:
     def __call__(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         """The signal of a micro-batch: "tokens" [B, T], maybe "documents" [B, T].
 
-        What `upcoming` has begun for the same tensor of tokens is waited for on the device, not on the host.
+        A forward that `upcoming` started for the same tensor of tokens is waited for on the device, not on the host.
         """
         ahead = self._ahead
         if ahead is None or ahead.tokens is not batch["tokens"]:
@@ -89,14 +92,14 @@ class LiveTeacher:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(ahead.ready)
         for tensor in tensors_of(ahead.signal):
-            tensor.record_stream(current)  # made on the side stream, freed when this one is done with them
+            tensor.record_stream(current)  # allocated on the side stream, used on this one
         return ahead.signal
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Begin the forward of a batch that will be asked for next, on a stream of its own.
+        """Start the forward of the next batch, on a CUDA stream of its own.
 
-        It waits for what was queued before, which the tokens may come from, and runs beside what is queued later. Its signal
-        occupies memory until it is asked for or another batch is announced. On a CPU nothing happens before the call.
+        It waits for work queued before, which may produce the tokens, and overlaps with work queued later. Its signal occupies
+        memory until it is read or another batch is started. On a CPU this does nothing.
         """
         if self._side is None:
             return
@@ -127,29 +130,29 @@ class _Ahead(NamedTuple):
 
 
 def shard_teacher(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Spread a teacher's weights over processes by FSDP2: every block a unit, the rest another, gathered when it is used.
+    """Shard a teacher's weights over processes by FSDP2, in place: every block is a unit, the rest another.
 
-    The head's weight stays whole on every process, with the embedding that it may be tied to: the loss reads all of it in every
-    micro-batch, long after the forward. That costs V·D numbers per process, and no communication.
+    The head's weight, with an embedding tied to it, is replicated: the loss reads all of it in every micro-batch, long after
+    the forward. That costs V·D numbers per process, and no communication.
 
     Args:
-        model: of a family that `hidden_of` understands, on its device, with the same weights on every process.
+        model: of a family that `hidden_of` reads, on its device, with the same weights on every process.
         mesh: one-dimensional; None: all processes.
 
     Returns:
         The same model.
 
     Raises:
-        GramianError: if it is sharded already, or not understood.
+        GramianError: if it is sharded already, or of another family.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise GramianError("teacher: is sharded already; expected a whole model")
-    whole = set(linear_of(model).parameters())
+    replicated = set(linear_of(model).parameters())
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    # A forward that is not the root's would not gather the root's weights: the root is what `hidden_of` calls.
+    # The root is the module that `hidden_of` calls: only the root's own forward gathers the root's weights.
     root = model if is_native(model) else body_of(model)
-    fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=replicated)
     if is_native(model):
         register_fsdp_forward_method(model, "hidden")
     return model

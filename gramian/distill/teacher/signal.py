@@ -1,6 +1,6 @@
-"""What a teacher says about a batch: the one type that live models and caches both give.
+"""The signal of a teacher for one batch: the types that live teachers and caches return.
 
-Legend: B windows, T tokens, D the teacher's width, V vocabulary, K ids kept of a token, Q knots of the tail curve.
+Legend: B windows, T tokens, D the teacher's width, V vocabulary, K stored ids of a token, Q knots of the tail curve.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from gramian.distill.loss.head import Head
 
 @dataclass(frozen=True)
 class DenseSignal:
-    """The whole distribution, at every temperature: final hidden states and the head that reads them."""
+    """The full distribution at every temperature: final hidden states and the head."""
 
     hidden_BTD: Tensor
     """After the final norm."""
@@ -26,7 +26,12 @@ class DenseSignal:
 
 @dataclass(frozen=True)
 class Tail:
-    """The ids that were not kept, as two curves over u = 1/T: l(u) = log Σ exp(u z) and its slope l'(u), the mean of z."""
+    """The mass of the ids outside the top k, as two curves over u = 1/T: l(u) = log Σ exp(u z) and its slope l'(u).
+
+    Example:
+        >>> knots = torch.tensor([0.2, 0.6, 1.0])
+        >>> tail = Tail(torch.zeros(4, 3), torch.zeros(4, 3), knots)  # 4 tokens
+    """
 
     values_BTQ: Tensor
     """l at the knots, float32."""
@@ -38,7 +43,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class SparseSignal:
-    """The largest logits, and curves for the rest; without a tail the kept ids hold all mass."""
+    """The K largest logits, and the tail of all other ids; without a tail the K ids have all mass."""
 
     ids_BTK: Tensor
     logits_BTK: Tensor
@@ -68,7 +73,7 @@ class SignalSource(Protocol):
 
 
 def tensors_of(signal: Signal) -> Iterator[Tensor]:
-    """Every tensor that belongs to the batch: not the head, not the knots."""
+    """The tensors of a signal that belong to the batch: without the head and the knots."""
     match signal:
         case DenseSignal():
             yield signal.hidden_BTD
@@ -82,13 +87,9 @@ def tensors_of(signal: Signal) -> Iterator[Tensor]:
 
 
 def refuse_inference(signal: Signal) -> None:
-    """Called before anything learns from a signal: autograd cannot save tensors of `torch.inference_mode`.
-
-    Raises:
-        GramianError: if one of them is such a tensor.
-    """
-    whole = [signal.head.weight_VD] if isinstance(signal, DenseSignal) else []
-    if any(tensor.is_inference() for tensor in (*tensors_of(signal), *whole)):
+    """Raise `GramianError` if a signal has tensors of `torch.inference_mode`, which autograd cannot save."""
+    head = [signal.head.weight_VD] if isinstance(signal, DenseSignal) else []
+    if any(tensor.is_inference() for tensor in (*tensors_of(signal), *head)):
         raise GramianError(
             "teacher: its signal was made in inference mode, nothing can learn from it; expected no_grad"
         )

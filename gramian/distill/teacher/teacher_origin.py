@@ -1,20 +1,23 @@
-"""Where a cache's teacher came from: enough to see, without loading it, that a folder holds other weights than it did."""
+"""A fingerprint of the weight files that a cache was made from, to detect other weights without loading them."""
 
 import hashlib
 import json
 from pathlib import Path
 
-from gramian.distill.cache.cache_files import told_in_one_line, write_whole
+from gramian.core.durable_files import replace_file
+from gramian.distill.cache.cache_files import told_in_one_line
 
 ORIGIN = "origin.json"
+FORMAT = 1
+"""Version of that file."""
 SAMPLES, SAMPLE = 64, 1 << 16
-"""Places of a file that are read, and bytes of each."""
+"""Number of places that are read in a file, and bytes at each."""
 
 
 def fingerprint(files: list[Path]) -> str:
-    """Hex hash of the files' names and sizes and of what stands at 64 places of each. Cost: 4 MiB a file.
+    """Hex hash of the files' names and sizes and of the bytes at 64 places of each. Cost: reads 4 MiB per file.
 
-    Weights that were trained further differ everywhere; a single byte that differs may be missed.
+    Weights that were trained further differ everywhere; a change of a single byte may be missed.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(files):
@@ -28,19 +31,19 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def write_origin(cache: Path, mark: str) -> None:
-    """Beside a cache's manifest, unless it is there already: a finished cache may lie where nothing can be written.
+    """Write the fingerprint into a cache's folder, unless it is there already: a finished cache may be read-only.
 
     Raises:
-        GramianError: one line on what the disk refused.
+        GramianError: if it cannot be written.
     """
     if read_origin(cache) == mark:
         return
     with told_in_one_line(cache):
-        write_whole(cache / ORIGIN, (json.dumps({"fingerprint": mark}) + "\n").encode())
+        replace_file(cache / ORIGIN, (json.dumps({"format": FORMAT, "fingerprint": mark}) + "\n").encode())
 
 
 def read_origin(cache: Path) -> str | None:
-    """What was written; None: nothing was."""
+    """The fingerprint in a cache's folder; None if there is none."""
     try:
         return str(json.loads((cache / ORIGIN).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.kernels.distillation.divergence import DIRECTIONS, divergence, log_probabilities
-from gramian.kernels.launch import on_device, takes_kernel, wide_dtype
+from gramian.kernels.launch import on_device, takes_kernel
 
 ROWS = ("terms", "kl", "ce", "agreement", "teacher_entropy", "student_entropy", "gold", "teacher_gold", "slope")
 """terms: 1 for a token that counts, and everything is 0 for the others. kl: the divergence at T, without T². agreement:
@@ -20,7 +21,7 @@ teacher knows the target, teacher_gold: its log-probability at T = 1. slope: d(T
 
 @dataclass(frozen=True)
 class RowObjective:
-    """What is added up for a token: kd_weight · T² · divergence + ce_weight · cross entropy."""
+    """Weights of the loss of one token: kd_weight · T² · divergence + ce_weight · cross entropy."""
 
     direction: str = "forward"
     beta: float = 0.5
@@ -31,13 +32,13 @@ class RowObjective:
 
 @dataclass(frozen=True)
 class Squash:
-    """From what the matrix product gives to logits: z = softcap · tanh(scale · x / softcap), or scale · x."""
+    """The map from head products x to logits: z = softcap · tanh(scale · x / softcap), or scale · x."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The logits."""
+        """Apply the map to products x."""
         if self.scale != 1.0:
             x = x * self.scale
         return x if self.softcap is None else self.softcap * (x / self.softcap).tanh()

@@ -21,7 +21,7 @@ class Divergence:
 
     value_N: Tensor
     gradient_NK: Tensor
-    """∂D/∂a."""
+    """∂D/∂a, [N, K]."""
     slope_N: Tensor
     """dD/du, through both rows."""
     teacher_entropy_N: Tensor

@@ -1,4 +1,4 @@
-"""What the student gives to the ids that nobody named, token by token, and the gradient of it in their place.
+"""The student's probability of all ids that a sparse teacher does not list, token by token, and its gradient.
 
 Legend: N tokens, V vocabulary, S what is known of a row (`REST`). An id is left out by a product of −inf. u = 1/T.
 """
@@ -6,8 +6,9 @@ Legend: N tokens, V vocabulary, S what is known of a row (`REST`). An id is left
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.kernels.distillation.distill_rows import PLAIN, Squash
-from gramian.kernels.launch import on_device, takes_kernel, wide_dtype
+from gramian.kernels.launch import on_device, takes_kernel
 
 REST = ("largest", "lse", "mean", "lse_at_one")
 """Of the logits z that are not left out: the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z)."""
@@ -54,7 +55,7 @@ def rest_gradient_(
         temperature: As in `rest_rows`.
         factor_N: What an id of this row gets in proportion to exp(u z − lse).
         lse_N: Of whatever ids the shares are meant.
-        lse_at_one_N: Of the whole vocabulary.
+        lse_at_one_N: log-sum-exp of the whole vocabulary at temperature 1.
         ce_weight: Of the cross entropy.
         ignore_index: The target of tokens that do not count.
         squash: As in `rest_rows`.

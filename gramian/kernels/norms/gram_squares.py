@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.kernels.launch import Tiles, cheapest, on_device, operand, takes_kernel, wants_descriptors, wide_dtype
+from gramian.kernels.launch import Tiles, cheapest, on_device, operand, takes_kernel, wants_descriptors
 from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 
 MOST_LEFTS = 4

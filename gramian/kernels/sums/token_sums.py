@@ -6,8 +6,9 @@ B samples, T tokens, N or D features.
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.kernels.launch import on_device, processors, takes_kernel, wide_dtype
+from gramian.kernels.launch import on_device, processors, takes_kernel
 
 WIDEST_NORMED = 16384
 """A program of `normed_sums` holds whole rows; wider ones are left to the twin."""
@@ -140,7 +141,7 @@ def normed_sums_kernel(
     return products_BD, sums_BD
 
 
-def _chunk(others: int, tokens: int, programs: int) -> int:
+def _chunk(rows: int, tokens: int, programs: int) -> int:
     """Tokens per program such that about `programs` run, but no fewer than 32: what is written stays small beside g."""
-    chunks = max(1, programs // max(1, others))
+    chunks = max(1, programs // max(1, rows))
     return max(32, -(-tokens // chunks))

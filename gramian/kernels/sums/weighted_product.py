@@ -6,6 +6,7 @@ B samples, T tokens, M and N features.
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 from gramian.kernels.launch import (
     DTYPES,
@@ -16,7 +17,6 @@ from gramian.kernels.launch import (
     processors,
     takes_kernel,
     wants_descriptors,
-    wide_dtype,
 )
 
 _HALF = (

@@ -1,4 +1,4 @@
-"""What is done with per-sample gradients that were kept: their norms, and the sum of the clipped ones.
+"""Stored per-sample gradients: their squared norms, and their weighted sum Σ_i c_i g_i.
 
 B samples, N elements of each gradient.
 """
@@ -6,8 +6,9 @@ B samples, N elements of each gradient.
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.kernels.launch import DTYPES, on_device, takes_kernel, wide_dtype
+from gramian.kernels.launch import DTYPES, on_device, takes_kernel
 from gramian.plan.norm_algorithm import CHUNK_ELEMENTS
 
 
@@ -16,12 +17,12 @@ def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | No
 
     A row of weight exactly 0 adds nothing, whatever it holds; the kernel does not read it.
 
-    Cost: one read of what is kept, 4·N bytes written.
+    Cost: one read of the stored gradients, 4·N bytes written.
 
     Args:
         kept_BN: Of any strides.
-        weights_B: c, taken in float32 (in float64 if what is kept is).
-        out_dtype: of the result, rounded once; None: float32, or float64 if what is kept is.
+        weights_B: c, taken in float32 (in float64 if the gradients are).
+        out_dtype: of the result, rounded once; None: float32, or float64 if the gradients are.
 
     Returns:
         [N].
@@ -38,13 +39,13 @@ def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | No
 def row_squares(kept_BN: Tensor) -> Tensor:
     """‖g_b‖² of every row.
 
-    Cost: one read of what is kept.
+    Cost: one read of the stored gradients.
 
     Args:
         kept_BN: Of any strides.
 
     Returns:
-        [B] in float32; in float64 if what is kept is.
+        [B] in float32; in float64 if the gradients are.
     """
     return row_squares_kernel(kept_BN) if takes_kernel(kept_BN) else row_squares_twin(kept_BN)
 

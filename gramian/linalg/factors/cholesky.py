@@ -1,4 +1,4 @@
-"""Solving a small symmetric system that ought to be positive definite, and saying what it took."""
+"""Cholesky factorisation of a small symmetric matrix, with jitter and an eigenvalue fallback that are recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class CholeskyAttempt:
     """One try of a factorisation."""
 
     jitter: float
-    """What was added to the diagonal, absolute."""
+    """Number added to the diagonal."""
     result: str
     """"ok", "not positive definite", or the name of the fallback."""
 
@@ -77,15 +77,15 @@ class Cholesky:
 
     @property
     def attempts(self) -> tuple[CholeskyAttempt, ...]:
-        """What was tried, the last one with success."""
+        """All attempts, in order; the last one succeeded."""
         self._settle()
         return tuple(self._attempts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        held = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
-        return sum(t.nbytes for t in held if t is not None)
+        """Bytes of the matrix and of what was computed from it."""
+        tensors = (self._lower, self._inverse, self._matrix, *(self._eigen or ()))
+        return sum(t.nbytes for t in tensors if t is not None)
 
     def solve(self, y_NK: Tensor) -> Tensor:
         """M⁻¹ Y, in the matrix's dtype. 2·n²·k FLOPs.

@@ -8,24 +8,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gramian.linalg.factors.stored import (
-    HALF,
-    LoadedMatrix,
-    MatrixSource,
-    RowGroup,
-    Stored,
-    join_columns,
-    store_columns,
-)
+from gramian.core.dtypes import HALF
+from gramian.linalg.factors.stored import LoadedMatrix, MatrixSource, RowGroup, Stored, join_columns, store_columns
 from gramian.linalg.pinned import blocks_on
 from gramian.linalg.wide import pieces, wide_mm, wide_norms
 
 
 class Columns:
-    """U and its products."""
+    """A stored matrix U [n, r] of r columns, and its products."""
 
     others: RowGroup | None = None
-    """Who holds the rows that do not lie here; None: nobody."""
+    """The processes that hold the other rows of U; None: all rows lie here."""
 
     def __init__(self, stored: Stored) -> None:
         """Keep the stored matrix: the rows of U that lie here."""
@@ -38,42 +31,42 @@ class Columns:
 
     @property
     def dim(self) -> int:
-        """n."""
+        """Number of rows n of U, over all processes."""
         return self.stored.body.shape[0]
 
     def whole(self) -> "Columns":
-        """All rows."""
+        """The same columns with all rows on this process."""
         return self
 
     def alike(self, columns: "Columns") -> "Columns":
-        """Columns of as many rows, held as these are."""
+        """Other columns with the same number of rows, distributed over processes as these are."""
         return columns
 
     def _with(self, stored: Stored) -> "Columns":
-        """Other columns, held as these are."""
+        """A new object with these stored rows, distributed over processes as this one is."""
         return Columns(stored)
 
     def _rows(self, y: Tensor) -> Tensor:
-        """What meets the rows here, of a tensor that the caller gives."""
+        """The rows of a caller's tensor [n, …] that meet the rows of U on this process."""
         return y
 
     def _added(self, part: Tensor) -> Tensor:
-        """A sum over all rows, of the sum over those here."""
+        """A sum over all rows of U, from the sum over the rows on this process."""
         return part
 
     def _given(self, rows: Tensor) -> Tensor:
-        """What the caller gets, of a result's rows here."""
+        """A result [n, …] for the caller, from its rows on this process."""
         return rows
 
     # ---- products --------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes of U and of the kept Gram."""
+        """Bytes of U and of the cached Gram matrix."""
         return self.stored.nbytes + (0 if self._gram is None else self._gram.nbytes)
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of rows."""
+        """Slices of rows that are widened one at a time."""
         return pieces(self.stored.body.shape[0], self.count)
 
     def _loaded(self, dtype: torch.dtype, device: torch.device | None) -> Iterator[tuple[slice, Tensor]]:
@@ -109,18 +102,18 @@ class Columns:
         """
         if weights_N is not None:
             return self._summed_gram(self._rows(weights_N).double(), False)
-        return self.kept_gram(exact).clone()
+        return self.cached_gram(exact).clone()
 
-    def kept_gram(self, exact: bool = True) -> Tensor:
-        """`gram` without weights, kept until `forget`: to be read, not written to."""
+    def cached_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, cached until `forget`; callers must not write to it."""
         coarse = not exact and self.stored.body.is_cuda and self.stored.body.dtype in HALF
         if self._gram is None or not (self._exact or coarse):
             self._gram, self._exact = self._summed_gram(None, coarse), not coarse
         return self._gram
 
-    def taken_gram(self, exact: bool = True) -> Tensor:
-        """`gram` without weights, the caller's own and no longer kept here."""
-        gram = self.kept_gram(exact)
+    def take_gram(self, exact: bool = True) -> Tensor:
+        """`gram` without weights, owned by the caller and no longer cached here."""
+        gram = self.cached_gram(exact)
         self.forget()
         return gram
 
@@ -141,7 +134,7 @@ class Columns:
         return self._added(total.to(body.device))
 
     def forget(self) -> None:
-        """Let the kept Gram go; it is formed again when it is asked for."""
+        """Free the cached Gram matrix; it is formed again on demand."""
         self._gram = None
 
     def squared(self) -> Tensor:
@@ -177,7 +170,7 @@ class Columns:
         return self._with(self.stored.select(chosen, scale))
 
     def join(self, other: "Columns") -> "Columns":
-        """[U, U'] side by side, held as the one of them is whose rows are spread, and stored as U is."""
+        """[U, U'] side by side, in U's storage dtype; sharded over processes if one of the two is."""
         mine = other.alike(self)
         return mine._with(join_columns(mine.stored, self.alike(other).stored, mine.others))
 

@@ -1,4 +1,4 @@
-"""A matrix held whole; its eigenvectors are found when they are first asked for."""
+"""A factor stored as a dense matrix M [n, n]; its eigenvectors are computed on first use."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,11 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import HALF
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.eigendecomposition import eigendecompose
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank
-from gramian.linalg.factors.stored import HALF, AtRest, Stored, store_symmetric
+from gramian.linalg.factors.factor import WIDEST_DENSE, Factor, FactorWork, Spectral
+from gramian.linalg.factors.stored import AtRest, Stored, store_symmetric
 from gramian.linalg.wide import by_columns, wide_norm
 
 
@@ -67,22 +68,22 @@ class Dense(AtRest, Spectral):
 
     @property
     def rank(self) -> int:
-        """All directions."""
+        """n: a dense matrix stores all directions."""
         return self.dim
 
     @property
     def nbytes(self) -> int:
-        """Matrix and decompositions."""
-        held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
-        return self.stored.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+        """Bytes of the matrix and of its decompositions."""
+        eigen = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
+        return self.stored.nbytes + eigen + sum(c.nbytes for c in self._cholesky.values())
 
     @property
     def quantisation_error(self) -> Tensor:
-        """As measured when it was stored."""
+        """Relative error of M from being stored, measured when it was stored."""
         return self.stored.relative_error
 
     def matvec(self, y_NK: Tensor) -> Tensor:
-        """2·n²·k FLOPs."""
+        """M Y. 2·n²·k FLOPs."""
         return self.stored.load(device=y_NK.device) @ y_NK.to(self.dtype)
 
     def trace(self) -> Tensor:
@@ -98,7 +99,7 @@ class Dense(AtRest, Spectral):
         return body
 
     def frobenius(self) -> Tensor:
-        """Over all entries."""
+        """‖M‖_F over all entries."""
         norm: Tensor = torch.linalg.vector_norm(self.stored.load(), dtype=torch.float64)
         return norm
 
@@ -111,7 +112,7 @@ class Dense(AtRest, Spectral):
         return self._largest
 
     def extremes(self) -> tuple[float, float] | None:
-        """Once decomposed."""
+        """Smallest and largest eigenvalue, once M is decomposed."""
         if self._eigen is None or self.work.fallback:
             return None
         return float(self._eigen[0].min()), float(self._eigen[0].max())
@@ -119,17 +120,17 @@ class Dense(AtRest, Spectral):
     @property
     def spectrum(self) -> Tensor:
         """σ; rounding and quantisation may make them slightly negative, so they are taken as 0 at least."""
-        return self._decomposed()[0]
+        return self.eigenpairs()[0]
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
         """Qᵀ Y."""
-        return self._decomposed(y_NK.dtype)[1].to(y_NK).mT @ y_NK
+        return self.eigenpairs(y_NK.dtype)[1].to(y_NK).mT @ y_NK
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
         """Q C."""
-        return self._decomposed(c_RK.dtype)[1].to(c_RK) @ c_RK
+        return self.eigenpairs(c_RK.dtype)[1].to(c_RK) @ c_RK
 
-    def _decomposed(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """σ and Q, in float64 from the first use that multiplies in float64 on: a float32 Q is off by ε·κ there."""
         narrow = self._eigen is not None and self._eigen[1].dtype == torch.float32 and not self.work.fallback
         if self._eigen is None or (narrow and dtype == torch.float64):
@@ -156,7 +157,7 @@ class Dense(AtRest, Spectral):
         self._cholesky = {key: Cholesky(matrix, first_jitter)}
 
     def pending(self) -> list[Cholesky]:
-        """The launched ones."""
+        """Cholesky factorisations that were launched and not checked."""
         return list(self._cholesky.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
@@ -175,25 +176,8 @@ class Dense(AtRest, Spectral):
         matrix.diagonal().add_(damping)
         return Cholesky(matrix, 1e-12).logdet()
 
-    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
-        """Sum of the matrices."""
-        if other.dim != self.dim:
-            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
-        return Dense.summed(self, other, mine, theirs, self.storage_dtype)
-
-    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
-        """The leading eigenpairs as a low-rank factor."""
-        from gramian.linalg.factors.low_rank import LowRank
-
-        values, vectors = self._decomposed()
-        descending = values.flip(0)
-        kept = kept_rank(descending, rank, energy)
-        columns = vectors.flip(1)[:, :kept] * descending[:kept].sqrt()
-        lost = float(descending[kept:].double().sum())
-        return Compressed(LowRank.of(columns, self.storage_dtype), lost)
-
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Dense":
-        """M moved."""
+        """The same matrix with its tensors moved."""
         return Dense(self.stored.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Dense":
@@ -204,5 +188,5 @@ class Dense(AtRest, Spectral):
         return Dense(self.stored.to(device))
 
     def dense(self) -> Tensor:
-        """As stored."""
+        """M as stored, in the dtype of products."""
         return self.stored.load()

@@ -1,14 +1,11 @@
-"""M = diag(d): token counts, and whatever is kept of a matrix that may not be held otherwise."""
+"""M = diag(d): token counts, and matrices of which only the diagonal is stored."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from gramian.core.errors import GramianError
-from gramian.linalg.factors.dense import Dense
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank, raised
-from gramian.linalg.factors.low_rank import LowRank
+from gramian.linalg.factors.factor import FactorWork, Spectral, raised
 
 
 class Diagonal(Spectral):
@@ -17,39 +14,39 @@ class Diagonal(Spectral):
     kind = "diagonal"
 
     def __init__(self, values_N: Tensor) -> None:
-        """Keep d."""
+        """Store d [n]; nothing is computed."""
         self.values_N = values_N
         self.dim = len(values_N)
         self.work = FactorWork()
 
     @property
     def rank(self) -> int:
-        """All directions."""
+        """n: a diagonal stores all directions."""
         return self.dim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of d."""
+        """Dtype of d and of results."""
         return self.values_N.dtype
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Of d."""
+        """Dtype of d."""
         return self.values_N.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of d."""
+        """Device of d."""
         return self.values_N.device
 
     @property
     def nbytes(self) -> int:
-        """Of d."""
+        """Bytes of d."""
         return self.values_N.nbytes
 
     @property
     def quantisation_error(self) -> Tensor:
-        """None: a diagonal is kept in full."""
+        """0: a diagonal is stored in full precision."""
         return torch.zeros((), device=self.device)
 
     @property
@@ -58,15 +55,15 @@ class Diagonal(Spectral):
         return self.values_N
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
-        """Y."""
+        """Y itself: the eigenbasis is the standard basis."""
         return y_NK
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
-        """C."""
+        """C itself: the eigenbasis is the standard basis."""
         return c_RK
 
     def working_dtype(self, damping: float, p: float = -1.0) -> torch.dtype:
-        """Nothing cancels."""
+        """The dtype of d: nothing cancels in products with a diagonal."""
         return self.dtype
 
     def power(self, y_NK: Tensor, p: float, damping: float, max_condition: float | None = None) -> Tensor:
@@ -92,7 +89,7 @@ class Diagonal(Spectral):
         return self.values_N.max().double()
 
     def extremes(self) -> tuple[float, float] | None:
-        """Of d."""
+        """min d and max d."""
         return float(self.values_N.min()), float(self.values_N.max())
 
     def diagonal(self) -> Tensor:
@@ -100,7 +97,7 @@ class Diagonal(Spectral):
         return self.values_N
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Nothing to prepare."""
+        """Do nothing: a diagonal needs no factorisation."""
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """Y / (d + λ)."""
@@ -110,31 +107,12 @@ class Diagonal(Spectral):
         """Σ log(d + λ)."""
         return (self.values_N.double() + damping).log().sum()
 
-    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
-        """Diagonals add; anything else takes this one in."""
-        from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank
-
-        if other.dim != self.dim:
-            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
-        if isinstance(other, Diagonal):
-            return Diagonal(mine * self.values_N + theirs * other.values_N.to(self.values_N))
-        if isinstance(other, DiagonalLowRank):
-            return other.merge(self, theirs, mine)
-        if isinstance(other, LowRank) and (other.rank < self.dim or self.dim > WIDEST_DENSE):
-            return DiagonalLowRank(mine * self.values_N.to(other.device), other.columns.scaled(theirs**0.5), +1)
-        return Dense.summed(other, self, theirs, mine, other.storage_dtype)
-
-    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
-        """A diagonal is as small as it gets."""
-        kept_rank(self.values_N.sort(descending=True).values, rank, energy)
-        return Compressed(self, 0.0)
-
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Diagonal":
-        """d moved."""
+        """The same diagonal with d moved."""
         return Diagonal(move(self.values_N))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Diagonal":
-        """Moved; kept in float32 at least."""
+        """The same diagonal on another device or in another dtype, float32 at least."""
         wide = None if dtype is None else torch.float64 if dtype == torch.float64 else torch.float32
         return Diagonal(self.values_N.to(device=device, dtype=wide))
 

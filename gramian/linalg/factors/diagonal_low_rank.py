@@ -11,13 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.dense import Dense
-from gramian.linalg.factors.diagonal import Diagonal
-from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Compressed, Factor, FactorWork
-from gramian.linalg.factors.low_rank import LowRank
+from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Factor, FactorWork
 from gramian.linalg.factors.rational_power import rational_power
 from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
@@ -30,7 +27,7 @@ class DiagonalLowRank(AtRest, Factor):
     """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
 
     def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
-        """Keep d and U.
+        """Store d and U; nothing is computed.
 
         Args:
             values_N: d, all of it.
@@ -73,7 +70,7 @@ class DiagonalLowRank(AtRest, Factor):
 
     @property
     def rank(self) -> int:
-        """Columns of U."""
+        """Number of columns of U."""
         return self.columns.count
 
     @property
@@ -108,7 +105,7 @@ class DiagonalLowRank(AtRest, Factor):
         d_N = self.values_N.double()
         cross = (d_N * self.columns.squares_N()).sum()
         return (
-            (d_N.square().sum() + 2 * self.sign * cross + self.columns.kept_gram().square().sum()).clamp(min=0).sqrt()
+            (d_N.square().sum() + 2 * self.sign * cross + self.columns.cached_gram().square().sum()).clamp(min=0).sqrt()
         )
 
     def largest_bound(self) -> Tensor:
@@ -116,11 +113,11 @@ class DiagonalLowRank(AtRest, Factor):
         top = self.values_N.max().double()
         if self.sign < 0:
             return top
-        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.cached_gram())
         return top + norm
 
     def eigenvalues(self) -> Tensor:
-        """From the matrix written out.
+        """All eigenvalues, from the matrix written out. 9·n³ FLOPs.
 
         Raises:
             GramianError: if the side is wider than `WIDEST_DENSE`.
@@ -206,7 +203,7 @@ class DiagonalLowRank(AtRest, Factor):
         return x, (b_NK - system(x)).norm(dim=0) / damping
 
     def written_out(self) -> Dense:
-        """M as a dense factor, kept; what is done with it is on this one's record."""
+        """M as a dense factor, cached; its work is recorded with this factor's."""
         if self._whole is None:
             self._whole = Dense.of(self.to_dense())
             self._whole.work = self.work
@@ -247,7 +244,7 @@ class DiagonalLowRank(AtRest, Factor):
         return Cholesky(small, first_jitter)
 
     def pending(self) -> list[Cholesky]:
-        """The launched ones."""
+        """Cholesky factorisations that were launched and not checked."""
         return list(self._small.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
@@ -271,43 +268,8 @@ class DiagonalLowRank(AtRest, Factor):
         """Σ log(d + λ) + log det S."""
         return (self.values_N.double() + damping).log().sum() + self._system(damping, 1e-14).logdet()
 
-    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
-        """Diagonals add, columns stand side by side.
-
-        Raises:
-            GramianError: if the signs differ or the other has a form that does not fit.
-        """
-        if other.dim != self.dim:
-            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
-        if isinstance(other, Diagonal):
-            total = mine * self.values_N + theirs * other.values_N.to(self.values_N)
-            return DiagonalLowRank(total, self.columns.scaled(mine**0.5), self.sign)
-        if isinstance(other, Dense):
-            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
-        zero = torch.zeros_like(self.values_N)
-        if isinstance(other, DiagonalLowRank) and other.sign == self.sign:
-            d_N, columns = other.values_N, other.columns
-        elif isinstance(other, LowRank) and self.sign > 0:
-            d_N, columns = zero, other.columns
-        else:
-            raise GramianError(f"merge: a {self.kind} and a {other.kind}; expected the same representation")
-        if self.rank + columns.count >= self.dim <= WIDEST_DENSE:
-            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
-        total = mine * self.values_N + theirs * d_N.to(self.values_N)
-        both = self.columns.scaled(mine**0.5).join(columns.scaled(theirs**0.5))
-        if columns.stored.body.dtype != self.storage_dtype:
-            both = _within(total, both, self.sign)
-        return DiagonalLowRank(total, both, self.sign)
-
-    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
-        """Fewer columns. Where U is subtracted M grows by what is left out, and stays positive semi-definite."""
-        low = LowRank(self.columns).compress(rank, energy)
-        assert isinstance(low.factor, LowRank)
-        columns = _within(self.values_N, low.factor.columns, self.sign)
-        return Compressed(DiagonalLowRank(self.values_N, columns, self.sign), low.discarded_trace)
-
     def thin(self, chosen: Tensor) -> "DiagonalLowRank":
-        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices.
+        """A factor of the chosen columns alone, scaled by √(r/chosen): the same matrix in the mean over random choices.
 
         Columns that are subtracted have their share Σ_t u_t(1ᵀu_t) in d, which is scaled with them: M stays positive
         semi-definite.
@@ -329,7 +291,7 @@ class DiagonalLowRank(AtRest, Factor):
         if dtype is None or dtype == self.storage_dtype:
             return DiagonalLowRank(self.values_N.to(device=device), columns, self.sign)
         values_N = self.values_N.to(device=device, dtype=torch.promote_types(self.values_N.dtype, columns.stored.dtype))
-        return DiagonalLowRank(values_N, _within(values_N, columns, self.sign), self.sign)
+        return DiagonalLowRank(values_N, within_diagonal(values_N, columns, self.sign), self.sign)
 
     def dense(self) -> Tensor:
         """diag(d) ± U Uᵀ."""
@@ -338,7 +300,7 @@ class DiagonalLowRank(AtRest, Factor):
         return whole
 
 
-def _within(values_N: Tensor, columns: Columns, sign: int) -> Columns:
+def within_diagonal(values_N: Tensor, columns: Columns, sign: int) -> Columns:
     """U, a little smaller where rounding it made diag(d) − U Uᵀ indefinite. 2·n·r² FLOPs.
 
     It is positive semi-definite if the largest eigenvalue of Uᵀ diag(d)⁻¹ U is 1 at most; rows of U are 0 where d is.

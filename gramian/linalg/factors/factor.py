@@ -16,13 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import HALF
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
-from gramian.linalg.factors.stored import HALF
 from gramian.linalg.wide import exact_float32, tensor_float32
 
 WIDEST_DENSE = 16_384
-"""Sides wider than this are never held, or formed, as n×n."""
+"""Widest side n of a matrix that is ever stored or formed as n×n."""
 TENSOR_FLOAT = 2.0**-11
 """Rounding of operands in TF32 products."""
 COARSE = 0.1
@@ -34,36 +34,28 @@ it the algebra runs in float64. The other side of a block multiplies the error b
 
 @dataclass
 class FactorWork:
-    """What was done with a factor since it was made; goes into the record."""
+    """Work done with a factor since it was made: Cholesky attempts, decompositions, fallbacks. It goes into the record."""
 
     attempts: list[dict[str, float | str]] = field(default_factory=list)
     """Cholesky attempts: jitter and result."""
     decomposed: str = ""
     """Precision and device of the eigendecomposition, if there was one."""
     fallback: str = ""
-    """What was used instead, and why, where something failed."""
+    """The replacement that was used where something failed, and the reason."""
     error_bound: float = 0.0
     """Relative error bound of the last approximate function of the matrix; 0: exact up to rounding."""
     clip_note: str = ""
-    """Where the clip could not be applied to single eigenvalues: what was done instead."""
+    """The replacement where the clip could not be applied to single eigenvalues."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """How many eigenvalues of M + λI were raised to the floor, of how many, and by how much in all."""
+    """Effect of the κ_max clip: `count` of `total` eigenvalues of M + λI were raised to `floor`, by `mass` in sum."""
 
     count: int
     total: int
     mass: float
     floor: float
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """A factor of lower rank, and the trace it lost."""
-
-    factor: "Factor"
-    discarded_trace: float
 
 
 class Factor(ABC):
@@ -72,12 +64,12 @@ class Factor(ABC):
     kind: str
     """Name of the representation."""
     dim: int
-    """n."""
+    """Side n of M."""
     work: FactorWork
     _bound: float | None = None
     _trace: float | None = None
-    _told_trace: Tensor | None = None
-    """Where it was found before the factor moved."""
+    _pending_trace: Tensor | None = None
+    """Trace that was computed before the factor moved, and not read from the device yet."""
 
     # ---- what each representation answers --------------------------------------------------------------------------
 
@@ -94,17 +86,17 @@ class Factor(ABC):
     @property
     @abstractmethod
     def storage_dtype(self) -> torch.dtype:
-        """Dtype at rest."""
+        """Dtype in which M is stored."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where it is stored."""
+        """Device on which M is stored."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held, decompositions included."""
+        """Bytes stored, decompositions included."""
 
     @property
     @abstractmethod
@@ -152,14 +144,6 @@ class Factor(ABC):
         """log det(M + λI), 0-dim float64."""
 
     @abstractmethod
-    def merge(self, other: "Factor", mine: float, theirs: float) -> "Factor":
-        """mine·M + theirs·M'."""
-
-    @abstractmethod
-    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
-        """Keep `rank` directions, or as few as hold the share `energy` of the trace."""
-
-    @abstractmethod
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> Self:
         """The same matrix with every tensor moved; `home`: the GPU that goes on making its products."""
 
@@ -173,7 +157,7 @@ class Factor(ABC):
 
     @abstractmethod
     def clip(self, damping: float, max_condition: float) -> Clip:
-        """What the clip does at this damping."""
+        """The effect of the κ_max clip at this damping."""
 
     def extremes(self) -> tuple[float, float] | None:
         """Smallest and largest eigenvalue of M, where they are known without more work."""
@@ -246,7 +230,7 @@ class Factor(ABC):
         return tensor_float32() if self.coarse(damping) else exact_float32()
 
     def pending(self) -> list[Cholesky]:
-        """Factorisations that were launched and not looked at."""
+        """Cholesky factorisations that were launched and not checked."""
         return []
 
 
@@ -320,11 +304,11 @@ def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:
     """{id of a factor: its trace}, waiting for each device once; what was read before is not read again."""
     by_device: dict[torch.device, list[tuple[Factor, Tensor]]] = {}
     for factor in {id(factor): factor for factor in factors if factor._trace is None}.values():
-        trace = factor.trace() if factor._told_trace is None else factor._told_trace
+        trace = factor.trace() if factor._pending_trace is None else factor._pending_trace
         by_device.setdefault(trace.device, []).append((factor, trace.double()))
     for together in by_device.values():
         for (factor, _), number in zip(together, torch.stack([t for _, t in together]).tolist(), strict=True):
-            factor._trace, factor._told_trace = number, None
+            factor._trace, factor._pending_trace = number, None
     return {id(factor): factor._trace for factor in factors if factor._trace is not None}
 
 
@@ -343,23 +327,3 @@ def fetch_bounds(factors: Sequence[Factor]) -> None:
 def raised(values: Tensor, floor: float) -> Tensor:
     """Values, none below the floor."""
     return values.clamp(min=floor) if floor > 0 else values
-
-
-def kept_rank(descending: Tensor, rank: int | None, energy: float | None) -> int:
-    """How many leading eigenvalues `compress` keeps.
-
-    Raises:
-        GramianError: unless exactly one of rank and energy is given and sensible.
-    """
-    if (rank is None) == (energy is None):
-        raise GramianError("compress: expected either rank= or energy=")
-    if rank is not None:
-        if rank < 1:
-            raise GramianError(f"rank: expected at least 1, got {rank}")
-        return min(rank, len(descending))
-    assert energy is not None
-    if not 0 < energy <= 1:
-        raise GramianError(f"energy: expected a share of the trace in (0, 1], got {energy}")
-    descending = descending.double()
-    reached = descending.cumsum(0) >= energy * descending.sum() * (1 - 1e-12)
-    return int((~reached).sum().clamp(max=len(descending) - 1)) + 1 if len(descending) else 0

@@ -1,4 +1,4 @@
-"""Factorisations that one holder of a factor makes for all others: what was made, as tensors, and taking it over.
+"""Export a factorisation from the rank that computed it, and import it on the other ranks that store the same factor.
 
 A factor is used through one of two things: the Cholesky factor of its system at one damping ("solve"), or its eigenpairs
 ("eigen"). Both are small beside the work: n² numbers for n³ operations.
@@ -31,9 +31,9 @@ def flops(factor: Factor, what: What) -> float:
 def decompose(factor: Dense | LowRank, dtype: torch.dtype) -> None:
     """Find eigenpairs for products in this dtype."""
     if isinstance(factor, Dense):
-        factor._decomposed(dtype)
+        factor.eigenpairs(dtype)
     else:
-        factor._decomposed()
+        factor.eigenpairs()
 
 
 def prepare_power(
@@ -45,7 +45,7 @@ def prepare_power(
 
 
 def forget_system(factor: Factor) -> None:
-    """Let go of a Cholesky factorisation that was made before."""
+    """Free an earlier Cholesky factorisation."""
     if isinstance(factor, DiagonalLowRank):
         factor._small = {}
     else:
@@ -54,7 +54,7 @@ def forget_system(factor: Factor) -> None:
 
 
 def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
-    """What was made last: its tensors, and what the record says of it (as JSON can)."""
+    """Export the last factorisation: its tensors, and its JSON-able record."""
     if what == "eigen":
         assert isinstance(factor, Dense | LowRank) and factor._eigen is not None
         return list(factor._eigen), {"decomposed": factor.work.decomposed, "fallback": factor.work.fallback}
@@ -63,7 +63,7 @@ def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], about: dict[str, Any]) -> None:
-    """Put what another holder made where this one would have."""
+    """Import a factorisation that another rank computed."""
     if what == "eigen":
         assert isinstance(factor, Dense | LowRank)
         factor._eigen = (tensors[0], tensors[1])

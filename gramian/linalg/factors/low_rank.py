@@ -13,9 +13,8 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
-from gramian.linalg.factors.dense import Dense
 from gramian.linalg.factors.eigendecomposition import eigendecompose, singular_pairs
-from gramian.linalg.factors.factor import WIDEST_DENSE, Compressed, Factor, FactorWork, Spectral, kept_rank
+from gramian.linalg.factors.factor import FactorWork, Spectral
 from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
 
@@ -26,7 +25,7 @@ class LowRank(AtRest, Spectral):
     kind = "low rank"
 
     def __init__(self, columns: Stored | Columns) -> None:
-        """Keep the columns; nothing is computed."""
+        """Store the columns U; nothing is computed."""
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
         self.stored, self.dim = self.columns.stored, self.columns.dim
         self.work = FactorWork()
@@ -36,7 +35,7 @@ class LowRank(AtRest, Spectral):
 
     @classmethod
     def of(cls, columns_NR: Tensor | MatrixSource, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
-        """Store U.
+        """A factor U Uᵀ of the columns U.
 
         Args:
             columns_NR: U, one column per direction (token).
@@ -53,14 +52,14 @@ class LowRank(AtRest, Spectral):
 
     @property
     def rank(self) -> int:
-        """Columns of U."""
+        """Number of columns of U."""
         return self.columns.count
 
     @property
     def nbytes(self) -> int:
         """U and the small decompositions."""
-        held = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
-        return self.columns.nbytes + held + sum(c.nbytes for c in self._cholesky.values())
+        eigen = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
+        return self.columns.nbytes + eigen + sum(c.nbytes for c in self._cholesky.values())
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -82,7 +81,7 @@ class LowRank(AtRest, Spectral):
 
     def frobenius(self) -> Tensor:
         """‖UᵀU‖_F."""
-        norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram())
+        norm: Tensor = torch.linalg.vector_norm(self.columns.cached_gram())
         return norm
 
     def largest_bound(self) -> Tensor:
@@ -90,7 +89,7 @@ class LowRank(AtRest, Spectral):
         if self._eigen is not None:
             return self._eigen[0].max().double() if len(self._eigen[0]) else torch.zeros((), dtype=torch.float64)
         if self._largest is None:
-            norm: Tensor = torch.linalg.vector_norm(self.columns.kept_gram(exact=False))
+            norm: Tensor = torch.linalg.vector_norm(self.columns.cached_gram(exact=False))
             self._largest = norm * (1 + 1e-3)  # the Gram may be off by 1e-4
         return self._largest
 
@@ -104,23 +103,23 @@ class LowRank(AtRest, Spectral):
     @property
     def spectrum(self) -> Tensor:
         """σ of the directions that rounding lets one tell from zero."""
-        return self._decomposed()[0]
+        return self.eigenpairs()[0]
 
     def to_basis(self, y_NK: Tensor) -> Tensor:
         """Wᵀ(UᵀY) with W = Vσ^(-1/2)."""
-        return self._decomposed()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
+        return self.eigenpairs()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
 
     def from_basis(self, c_RK: Tensor) -> Tensor:
         """U(WC)."""
-        return self.columns.times(self._decomposed()[1].to(c_RK) @ c_RK)
+        return self.columns.times(self.eigenpairs()[1].to(c_RK) @ c_RK)
 
-    def _decomposed(self) -> tuple[Tensor, Tensor]:
+    def eigenpairs(self) -> tuple[Tensor, Tensor]:
         """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
 
         Both are in float64, as K is: what rounding W to float32 does to Y in the span of U is multiplied by σ/λ.
         """
         if self._eigen is None:
-            gram = self.columns.taken_gram()
+            gram = self.columns.take_gram()
             try:
                 values, vectors, self.work.decomposed = eigendecompose(gram)
             except GramianError as error:
@@ -141,13 +140,13 @@ class LowRank(AtRest, Spectral):
         key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
         if key in self._cholesky:
             return
-        gram = self.columns.taken_gram(exact=not self.coarse(damping))
+        gram = self.columns.take_gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
         gram = gram.to(key[1])
         self._cholesky = {key: Cholesky(gram, first_jitter)}
 
     def pending(self) -> list[Cholesky]:
-        """The launched ones."""
+        """Cholesky factorisations that were launched and not checked."""
         return list(self._cholesky.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
@@ -174,31 +173,12 @@ class LowRank(AtRest, Spectral):
         gram.diagonal().add_(damping)
         return Cholesky(gram, 1e-12).logdet() + (self.dim - self.rank) * log_damping
 
-    def merge(self, other: Factor, mine: float, theirs: float) -> Factor:
-        """Columns side by side, √weight each; whole once they would be as many as the rows."""
-        if other.dim != self.dim:
-            raise GramianError(f"merge: sides of {self.dim} and {other.dim}; expected equal ones")
-        if not isinstance(other, LowRank):
-            return other.merge(self, theirs, mine)
-        if self.rank + other.rank >= self.dim <= WIDEST_DENSE:
-            return Dense.summed(self, other, mine, theirs, self.storage_dtype)
-        return LowRank(self.columns.scaled(mine**0.5).join(other.columns.scaled(theirs**0.5)))
-
-    def compress(self, rank: int | None = None, energy: float | None = None) -> Compressed:
-        """Q√σ = U W √σ for the leading directions. 2·n·r·s FLOPs."""
-        values, small = self._decomposed()
-        descending = values.flip(0)
-        kept = kept_rank(descending, rank, energy)
-        columns = self.columns.mixed((small * values.sqrt()).flip(1)[:, :kept].contiguous())
-        lost = float(descending[kept:].double().sum())
-        return Compressed(LowRank(columns), lost)
-
     def thin(self, chosen: Tensor) -> "LowRank":
-        """These columns only, scaled by √(r/kept): the same matrix in the mean over random choices."""
+        """A factor of the chosen columns alone, scaled by √(r/chosen): the same matrix in the mean over random choices."""
         return LowRank(self.columns.select(chosen, (self.rank / len(chosen)) ** 0.5))
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "LowRank":
-        """U moved."""
+        """The same matrix with U moved."""
         return LowRank(self.columns.moved(move, home))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":

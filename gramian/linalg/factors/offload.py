@@ -1,4 +1,4 @@
-"""Factors of a GPU that are kept in pinned host memory: sent there one after the other, beside the work that goes on."""
+"""Offloading: factors of a GPU are copied to pinned host memory one after the other, in parallel with computation."""
 
 from typing import Any, TypeVar
 
@@ -9,24 +9,24 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 
 
 class Offload:
-    """Sends factors away, one at a time: the next waits for it, so one at most lies on the GPU beside the one being made."""
+    """Copies factors to the host one at a time; the next copy waits, so at most one finished factor stays on the GPU."""
 
     def __init__(self) -> None:
-        """Nothing is on its way."""
+        """Start without a copy in flight."""
         self._last: Any = None
 
     def __call__(self, factor: AnyFactor) -> AnyFactor:
-        """The factor in pinned host memory, there after `settle`; its trace, which nobody need wait for, is known."""
+        """The factor in pinned host memory, readable after `settle`; its trace was computed before the copy."""
         home = factor.device
         trace, lane = factor.trace(), pinned.lane_of(home)
         self.settle()
         moved = factor.moved(lambda t: lane.send(t) if t.device == home else t.to("cpu"), home)
-        moved._told_trace = trace
+        moved._pending_trace = trace
         self._last = lane.mark()
         return moved
 
     def settle(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until the last copy has arrived."""
         if self._last is not None:
             self._last.synchronize()
             self._last = None

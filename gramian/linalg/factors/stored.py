@@ -1,4 +1,4 @@
-"""Matrices at rest: a half-precision body, float32 scales, and the error that this made.
+"""Matrices in storage: a half-precision body, float32 scales, and the measured rounding error.
 
 A body in float16 holds five decimal orders at full precision. Gradients span more and sit far below its range, so every
 column (or, of a symmetric matrix, every row and column) carries a scale of its own: M = diag(l) B diag(r).
@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import HALF
 from gramian.linalg.wide import pieces, wide
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class MatrixSource(ABC):
@@ -25,12 +24,12 @@ class MatrixSource(ABC):
 
     shape: tuple[int, int]
     dtype: torch.dtype
-    """Of its columns."""
+    """Dtype of its columns."""
     device: torch.device
 
     @abstractmethod
     def piece(self, columns: slice) -> Tensor:
-        """These columns, [n, c]; asked for twice."""
+        """The columns of this slice, [n, c]; each slice is requested twice."""
 
 
 class _Whole(MatrixSource):
@@ -45,15 +44,15 @@ class _Whole(MatrixSource):
 
 
 class LoadedMatrix(MatrixSource):
-    """What is stored, in a dtype of products."""
+    """A stored matrix as a source of columns in the dtype of products."""
 
     def __init__(self, stored: "Stored", dtype: torch.dtype) -> None:
-        """Widen nothing yet."""
+        """Remember the stored matrix; columns are widened on request."""
         self._stored, self.dtype, self.device = stored, dtype, stored.body.device
         self.shape = (stored.body.shape[0], stored.body.shape[1])
 
     def piece(self, columns: slice) -> Tensor:
-        """Widened and scaled."""
+        """The columns of this slice, widened and scaled."""
         part, right = self._stored, self._stored.right
         right = None if right is None else right[columns]
         return replace(part, body=part.body[:, columns], right=right).load(dtype=self.dtype)
@@ -126,33 +125,33 @@ class Stored:
 
 
 class RowGroup(Protocol):
-    """The other holders of a matrix's rows: what all have together is the same for each of them."""
+    """The processes that hold the rows of one matrix between them; results are the same on each."""
 
     def sum(self, t: Tensor) -> Tensor:
-        """Σ over holders."""
+        """The sum over all processes that hold rows."""
 
     def largest(self, t: Tensor) -> Tensor:
-        """The largest over holders, entry by entry."""
+        """The entry-wise maximum over all processes that hold rows."""
 
 
 class AtRest:
-    """What a factor says of itself that follows from the matrix it stores."""
+    """Dtypes and device of a factor that stores one matrix."""
 
     stored: Stored
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of results: float64 if stored so, else float32."""
+        """Dtype of results: float64 if stored so, else float32."""
         return self.stored.dtype
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Of the body."""
+        """Dtype in which the matrix is stored."""
         return self.stored.body.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the body."""
+        """Device on which the matrix is stored."""
         return self.stored.body.device
 
 

@@ -99,7 +99,7 @@ class KrylovBasis:
 
     @property
     def nbytes(self) -> int:
-        """Of V and the largest Q."""
+        """Bytes of the basis V and of the largest Q."""
         return (len(self._rows_MN) + self._block_size) * self._operator.dim * self._rows_MN.element_size()
 
     def multiply(self) -> None:

@@ -18,11 +18,11 @@ class Operator(ABC):
     """A symmetric matrix M [n, n], positive or not."""
 
     dim: int
-    """n."""
+    """Side n of M."""
     dtype: torch.dtype
-    """Of its products."""
+    """Dtype of products M Y."""
     device: torch.device
-    """Where its products are made."""
+    """Device on which products are computed."""
 
     @abstractmethod
     def matmat(self, y_NK: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def parts(rows: int, n: int, device: torch.device) -> list[slice]:
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuse what is no whole number of at least 1.
+    """Refuse arguments that are not integers of at least 1.
 
     Raises:
         GramianError: naming the first one.
@@ -138,12 +138,12 @@ def check_vector(y: Any, n: int, columns: bool = False) -> None:
 
 
 def seen(value: Any) -> str:
-    """What a message says of an argument that does not fit: a tensor's shape, another thing's type."""
+    """Description of a wrong argument for an error message: a tensor's shape, or the type of anything else."""
     return f"has shape {[*value.shape]}" if isinstance(value, Tensor) else f"is of type {type(value).__name__}"
 
 
 def basis_device_of(operator: Operator, given: Any) -> torch.device:
-    """Where a basis is kept: the given device, or the operator's for None.
+    """The device that stores a basis: the given one, or the operator's for None.
 
     Raises:
         GramianError: if it is no device that holds numbers here.

@@ -1,4 +1,4 @@
-"""Goose: a recurrent language model with ternary spikes, its dense twin, its health, and text in constant memory."""
+"""Goose: a recurrent language model with ternary spikes, its dense twin, spike statistics, and text generation."""
 
 from gramian.models.goose.goose import Goose, GooseConfig, LayerState, State
 from gramian.models.goose.operations import Operations, layer_operations, operations

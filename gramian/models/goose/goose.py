@@ -1,8 +1,8 @@
-r"""Goose: a recurrent language model whose matrix products see ternary spikes, and its dense twin.
+r"""Goose: a recurrent language model whose matrix products have ternary operands, and its dense twin.
 
-One block, for the residual stream x, with n = norm(x), prev the token before (zero at the beginning) and σ the sigmoid:
+One block, for the residual stream x, with n = norm(x), prev the previous token (zero at the beginning) and σ the sigmoid:
 
-    m_j = n_t + μ_j ⊙ (n_prev − n_t)                          j = k, v, r: a mix of this token and the one before
+    m_j = n_t + μ_j ⊙ (n_prev − n_t)                          j = k, v, r: a mix of this token and the previous one
     k = W_k spike(m_k)              v, r alike                ternary operands
     S_t = d ⊙ S_{t−1} + k ⊙ v,      d = σ(w)                  memory, one number per channel
     x ← x + σ(r) ⊙ W_o spike(norm(√(1−d²) ⊙ S_t))
@@ -10,19 +10,16 @@ One block, for the residual stream x, with n = norm(x), prev the token before (z
 
 Every W spike(x) is mean |x| · a ⊙ (W s) with s in {−1, 0, 1} (`gramian.models.goose.spike`).
 
-√(1−d²) makes channels of all time constants equally loud. There are no positions: the recurrence knows the order, and no
-sequence is too long. `spikes=False` is the dense twin: the same code and the same initial matrices with spike = identity and
-no amplitudes.
+√(1−d²) gives channels of all time constants the same variance. There are no position embeddings: the recurrence encodes the
+order, and sequences have no maximum length. `spikes=False` is the dense twin: the same code and the same initial matrices with
+spike = identity and no amplitudes.
 
 Legend: B sequences, T tokens, D width of the residual stream, F hidden width of the MLP, V vocabulary.
 
 Parameters: (4 + 2·ffn) D² per block and some vectors, plus V·D for each of embedding and head (shared when tied).
-Cost of a forward: about 2 · parameters FLOPs per token, whatever T is; `operations` counts how many of them are ternary.
+Cost of a forward pass: about 2 · parameters FLOPs per token for any T; `operations` counts how many of them are ternary.
 """
 
-from __future__ import annotations
-
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,11 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
 from gramian.models.goose.goose_layers import LeakyMemory, Mix, SpikingLinear
 from gramian.models.goose.spike import Amplitude, Spike
-from gramian.models.residual_stream import recomputed, through_blocks
+from gramian.models.initial_weights import check_shape, draw_matrices
+from gramian.models.residual_stream import segment_size, through_blocks
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,14 @@ class GooseConfig:
     """Shape of a Goose.
 
     Attributes:
-        vocabulary: Number of token ids.
-        context: Largest initial time constant of the memory, in tokens. Sequences may be longer.
-        layers: Number of blocks.
-        width: Width of the residual stream.
-        spikes: Ternary spikes in front of the blocks' matrices; False: the dense twin.
-        tied: Whether the head shares its weight with the token embedding.
-        ffn: Hidden width of the MLP, as a multiple of `width`.
-        dropout: Probability applied to the embedding and both residual branches.
+        vocabulary: number of token ids.
+        context: largest initial time constant of the memory, in tokens; sequences may be longer.
+        layers: number of blocks.
+        width: width of the residual stream.
+        spikes: use ternary spikes in front of the blocks' matrices; False: the dense twin.
+        tied: whether the head shares its weight with the token embedding.
+        ffn: hidden width of the MLP, as a multiple of `width`.
+        dropout: probability of dropout on the embedding and both residual branches.
     """
 
     vocabulary: int = 256
@@ -63,27 +60,22 @@ class GooseConfig:
 
     def __post_init__(self) -> None:
         """Refuse a shape that cannot be built, naming the field."""
-        for field in ("vocabulary", "context", "layers", "width", "ffn"):
-            value = getattr(self, field)
-            if value < 1:
-                raise GramianError(f"{field}: got {value}; accepted: an integer of at least 1")
-        if not 0.0 <= self.dropout < 1.0:
-            raise GramianError(f"dropout: got {self.dropout}; accepted: 0 <= dropout < 1")
+        check_shape(self, ("vocabulary", "context", "layers", "width", "ffn"))
 
 
 class LayerState(NamedTuple):
-    """All that a block knows of the past."""
+    """State of a block after some tokens."""
 
     memory_BD: Tensor
-    """S, float32 or wider."""
+    """Memory S, float32 or wider."""
     token_BD: Tensor
-    """The last token as the memory's mixes see it."""
+    """Last token, as input of the memory's mixes."""
     mlp_token_BD: Tensor
-    """The last token as the MLP's mix sees it."""
+    """Last token, as input of the MLP's mix."""
 
 
 State = tuple[LayerState, ...]
-"""One per block: 3·D numbers a block and sequence, however long the sequence was."""
+"""One state per block: 3·D numbers per block and sequence, for any length of the sequence."""
 
 
 class GooseBlock(nn.Module):
@@ -114,8 +106,8 @@ class GooseBlock(nn.Module):
 
         Args:
             x_BTD: the stream.
-            keep_BT: 0 where a document begins, else 1; default: no document begins after the first token.
-            state: after the tokens before these; default: there are none.
+            keep_BT: 0 where a document begins, else 1; default: a row is one document.
+            state: state after the previous tokens; default: there are none.
 
         Returns:
             The next stream [B, T, D], and the state after the last token.
@@ -140,8 +132,13 @@ class GooseBlock(nn.Module):
 class Goose(nn.Module):
     """Recurrent language model over token ids.
 
-    The same `seed` gives the same weights on every device and in every dtype (values are drawn in float32 on the
-    CPU), and building a model leaves the global random state alone. The dense twin of a seed has the same matrices.
+    The same `seed` gives the same weights on every device and in every dtype, and building a model does not change the global
+    random state. The dense twin of a seed has the same matrices.
+
+    Example:
+        >>> model = Goose(GooseConfig(vocabulary=256, layers=2, width=64), seed=0)
+        >>> model(torch.zeros(1, 64, dtype=torch.long)).shape
+        torch.Size([1, 64, 256])
     """
 
     def __init__(self, config: GooseConfig | None = None, seed: int = 0) -> None:
@@ -157,24 +154,13 @@ class Goose(nn.Module):
         if config.tied:
             self.head.weight = self.token_embedding.weight
         self.checkpoint_blocks = 0
-        """Blocks of a segment whose activations are computed again in the backward; 0: all are kept."""
+        """Blocks per segment whose activations are recomputed in the backward pass; 0: all activations are stored."""
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter, as a function of `seed` alone.
-
-        Matrices are N(0, 0.02²), each a draw of its own; those that write into the residual stream are scaled by
-        1/sqrt(2 * layers), so that the stream's variance does not grow with depth. Vectors have the values that their
-        modules say.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                writes_residual = name.endswith(("memory_out.linear.weight", "mlp_out.linear.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.layers) if writes_residual else 0.02
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-                parameter.copy_(drawn * std)
+        """Set every parameter as a function of `seed`: matrices by `draw_matrices`, vectors by the `reset` of their modules."""
+        draw_matrices(self, seed, self.config.layers, ("memory_out.linear.weight", "mlp_out.linear.weight"))
         for module in self.modules():
             if isinstance(module, Mix | LeakyMemory | Spike | Amplitude):
                 module.reset()
@@ -185,9 +171,9 @@ class Goose(nn.Module):
         """Map token ids [B, T] of any length to logits [B, T, V] for the token that follows each position.
 
         Args:
-            tokens_BT: ids.
-            documents_BT: which document each token belongs to; state and token shift then start anew with every document.
-                Default: a row is one document.
+            tokens_BT: token ids.
+            documents_BT: index of each token's document; state and token shift then restart with every document. Default: a
+                row is one document.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -195,29 +181,29 @@ class Goose(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """What the head reads, and the residual stream on the way there.
+        """Compute the input of the head, and the residual stream after some layers.
 
         Args:
-            tokens_BT: ids.
-            documents_BT: as of `forward`.
-            layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
+            tokens_BT: token ids.
+            documents_BT: as in `forward`.
+            layers: layers whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
 
         Returns:
             The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
         """
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
-        keep_BT = None if documents_BT is None else kept(documents_BT)
+        keep_BT = None if documents_BT is None else continues(documents_BT)
         x_BTD, streams = through_blocks(
             self.blocks,
             lambda block, x_BTD: block(x_BTD, keep_BT)[0],
             x_BTD,
             layers,
-            recomputed(self, self.checkpoint_blocks),
+            segment_size(self, self.checkpoint_blocks),
         )
         return self.final_norm(x_BTD), streams
 
     def advance(self, tokens_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Read tokens [B, T] from where a state left off (default: from the beginning), all at once.
+        """Read tokens [B, T] in parallel, starting from a state (default: from the beginning).
 
         Returns:
             The final hidden state [B, T, D], and the state after the last token.
@@ -230,24 +216,24 @@ class Goose(nn.Module):
         return self.final_norm(x_BTD), tuple(after)
 
     def step(self, token_B: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Read one token [B] of every sequence; logits [B, V] for the next one, and the state after it. Cost: O(parameters)."""
+        """Read one token [B] per sequence; returns logits [B, V] of the next one, and the new state. Cost: O(parameters)."""
         hidden_BTD, state = self.advance(token_B.unsqueeze(1), state)
         return self.head(hidden_BTD[:, 0]), state
 
     def num_parameters(self) -> int:
-        """Number of scalar parameters; a shared one counts once."""
+        """Return the number of scalar parameters; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
-def kept(documents_BT: Tensor) -> Tensor:
-    """[B, T]: 1 where a token belongs to the same document as the one before, 0 where it begins one."""
+def continues(documents_BT: Tensor) -> Tensor:
+    """Return [B, T]: 1 where a token belongs to the same document as the previous one, 0 where it begins a document."""
     keep_BT = torch.zeros(documents_BT.shape, device=documents_BT.device)
     keep_BT[:, 1:] = documents_BT[:, 1:] == documents_BT[:, :-1]
     return keep_BT
 
 
 def _before(x_BTD: Tensor, keep_BT: Tensor | None, first_BD: Tensor | None) -> Tensor:
-    """Every token's predecessor: before the first token `first` (default: 0), and 0 before a document's first."""
+    """Return every token's predecessor: `first` (default: 0) for the first token, and 0 for the first token of a document."""
     first_BD = torch.zeros_like(x_BTD[:, 0]) if first_BD is None else first_BD
     before_BTD = torch.cat([first_BD.unsqueeze(1), x_BTD[:, :-1]], dim=1)
     return before_BTD if keep_BT is None else before_BTD * keep_BT.unsqueeze(-1).to(before_BTD.dtype)

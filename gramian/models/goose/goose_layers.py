@@ -1,4 +1,4 @@
-r"""What a block of Goose is made of. Every raw parameter has a small module of its own, so that taps can explain it.
+"""Layers of a Goose block. Every raw parameter has its own small module, so that taps can capture it.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -14,41 +14,39 @@ from gramian.models.goose.scan import scan
 from gramian.models.goose.spike import Amplitude, Spike, size_of
 
 MOST_OF_BEFORE = 0.75
-"""Initial share of the token before, in the channel where it is largest; 0 where it is smallest. The same in every layer:
-if the share grew with depth up to 1, the last layer would see the token before alone."""
+"""Largest initial share of the previous token over the channels; the smallest is 0. The same in every layer: if the share grew
+with depth up to 1, the last layer would read only the previous token."""
 SHORTEST = 2.0
 """Smallest initial time constant, in tokens."""
 
 
 class Mix(nn.Module):
-    """This token and the one before: x + μ ⊙ (before − x)."""
+    """Mix of a token and the previous one: x + μ ⊙ (before − x)."""
 
     def __init__(self, width: int) -> None:
-        """Build it with its initial shares."""
+        """Build the layer with its initial shares."""
         super().__init__()
         self.share = nn.Parameter(torch.empty(width))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """μ from 0 to 0.75 over the channels."""
+        """Set μ from 0 to 0.75 over the channels."""
         self.share.copy_(torch.linspace(0.0, MOST_OF_BEFORE, self.share.shape[0]))
 
     def forward(self, x_BTD: Tensor, before_BTD: Tensor) -> Tensor:
-        """The mix, [B, T, D]."""
+        """Return the mix, [B, T, D]."""
         return x_BTD + self.share.to(x_BTD.dtype) * (before_BTD - x_BTD)
 
 
 class LeakyMemory(nn.Module):
-    """S_t = d ⊙ S_{t−1} + u_t with d = σ(w), read out as √(1−d²) ⊙ S_t: as loud as u, where u is white noise, whatever d is."""
+    """Memory S_t = d ⊙ S_{t−1} + u_t with d = σ(w), read out as √(1−d²) ⊙ S_t.
+
+    The readout of white noise u has the variance of u for any d.
+    """
 
     def __init__(self, width: int, longest: float) -> None:
-        """Build it with its initial decays.
-
-        Args:
-            width: channels.
-            longest: largest initial time constant, in tokens.
-        """
+        """Build the memory of `width` channels; `longest` is the largest initial time constant, in tokens."""
         super().__init__()
         self.longest = max(longest, SHORTEST)
         self.decay_logit = nn.Parameter(torch.empty(width))
@@ -56,7 +54,7 @@ class LeakyMemory(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """d = exp(−1/τ) with τ spaced evenly in log τ, from 2 tokens to the longest."""
+        """Set d = exp(−1/τ) with τ spaced evenly in log τ, from 2 tokens to the longest."""
         first, last = math.log(SHORTEST), math.log(self.longest)
         taus_D = torch.linspace(first, last, self.decay_logit.shape[0], dtype=torch.float64).exp()
         self.decay_logit.copy_((-1.0 / taus_D).exp().logit())
@@ -64,32 +62,32 @@ class LeakyMemory(nn.Module):
     def forward(
         self, u_BTD: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The readout [B, T, D] and the last state [B, D], float32 or wider.
+        """Return the readout [B, T, D] and the last state [B, D], float32 or wider.
 
         Args:
-            u_BTD: what is written.
+            u_BTD: the input of the recurrence.
             keep_BT: 0 where a document begins, else 1.
             initial_BD: the state before the first token; default: 0.
         """
         logit_D = wide(self.decay_logit)
         states_BTD = scan(u_BTD, logit_D.sigmoid(), keep_BT, initial_BD)
-        # √((1−d)(1+d)) by way of log(1−d) = logsigmoid(−w): finite slope also where d rounds to 1.
+        # √((1−d)(1+d)) from log(1−d) = logsigmoid(−w): the slope is finite even if d rounds to 1.
         loudness_D = (0.5 * F.logsigmoid(-logit_D)).exp() * (1.0 + logit_D.sigmoid()).sqrt()
         return loudness_D * states_BTD, states_BTD[:, -1]
 
 
 class SpikingLinear(nn.Module):
-    """m · a ⊙ (W spike(x)) with m = mean |x|; without spikes W x, the same W."""
+    """m · a ⊙ (W spike(x)) with m = mean |x|; without spikes W x with the same W."""
 
     def __init__(self, inputs: int, outputs: int, spikes: bool) -> None:
-        """Build it; the model draws W."""
+        """Build the layer; the model draws W."""
         super().__init__()
         self.spike = Spike(inputs) if spikes else None
         self.linear = nn.Linear(inputs, outputs, bias=False)
         self.amplitude = Amplitude(outputs) if spikes else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """[B, T, inputs] to [B, T, outputs]."""
+        """Map [B, T, inputs] to [B, T, outputs]."""
         if self.spike is None or self.amplitude is None:
             y_BTD: Tensor = self.linear(x_BTD)
             return y_BTD

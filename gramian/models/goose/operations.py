@@ -1,7 +1,7 @@
-"""How many multiplications of a Goose are ternary: counted from the shape, per token.
+"""Count the ternary multiplications of a Goose per token, from its shape.
 
-A product with an operand in {−1, 0, 1} needs no multiplication: an addition, a subtraction or nothing. These are counts of what
-hardware for ternary operands could save. PyTorch's matrix products do not: on a GPU or CPU the spikes save no time.
+A product with an operand in {−1, 0, 1} needs no multiplication: an addition, a subtraction or nothing. The counts are what
+hardware for ternary operands could save; PyTorch's matrix products on a GPU or CPU do not.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from gramian.models.goose.goose import GooseConfig
 
 @dataclass(frozen=True)
 class Operations:
-    """Multiply-adds of one token's forward."""
+    """Multiply-adds of the forward pass of one token."""
 
     ternary: int
-    """In matrix products with a ternary operand."""
+    """Multiply-adds in matrix products with a ternary operand."""
     dense: int
-    """In matrix products of real numbers."""
+    """Multiply-adds in matrix products of real numbers."""
     elementwise: int
-    """Multiplications outside matrix products, without what is inside norms, the sigmoid and the spikes' own thresholds."""
+    """Multiplications outside matrix products, without those of norms, the sigmoid and the thresholds of the spikes."""
 
     @property
     def ternary_share(self) -> float:
-        """Of all multiply-adds in matrix products."""
+        """Fraction of ternary multiply-adds in matrix products."""
         return self.ternary / (self.ternary + self.dense)
 
     def __add__(self, other: "Operations") -> "Operations":
@@ -33,10 +33,10 @@ class Operations:
 
 
 def layer_operations(config: GooseConfig) -> Operations:
-    """Of one block: W_k, W_v, W_r, W_o are D×D, W_1 and W_2 are D×F; a spike stands in front of each."""
+    """Count the operations of one block: W_k, W_v, W_r, W_o are D×D, W_1 and W_2 are D×F; all inputs are spikes."""
     D, F = config.width, config.ffn * config.width
     matrices = 4 * D * D + 2 * D * F
-    # Four mixes, k ⊙ v, d ⊙ S, the readout's loudness, the gate, the square; with spikes
+    # Four mixes, k ⊙ v, d ⊙ S, the scale of the readout, the gate, the square; with spikes also
     # amplitude and size of all six outputs.
     elementwise = 4 * D + 4 * D + F
     if not config.spikes:
@@ -45,5 +45,5 @@ def layer_operations(config: GooseConfig) -> Operations:
 
 
 def operations(config: GooseConfig) -> Operations:
-    """Of the whole model: its blocks and the head, D×V, which reads real numbers. The embedding is a lookup."""
+    """Count the operations of a model: its blocks and the head, D×V with real operands; the embedding is a lookup."""
     return layer_operations(config) * config.layers + Operations(0, config.width * config.vocabulary, 0)

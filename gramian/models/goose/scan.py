@@ -1,15 +1,15 @@
-r"""The recurrence S_t = d ⊙ S_{t−1} + u_t, all tokens at once and without a division.
+r"""The recurrence S_t = d ⊙ S_{t−1} + u_t, computed in parallel over tokens and without division.
 
-Time is cut into chunks of C tokens. Inside a chunk every token is added with its decay, d^(t−s) u_s for s ≤ t; what a chunk
-inherits from those before it is
+Time is cut into chunks of C tokens. Inside a chunk every token is added with its decay, d^(t−s) u_s for s ≤ t; the state that a
+chunk inherits from the previous ones is
 
     carry_n = d^C ⊙ carry_{n−1} + (last state of chunk n−1 alone),      S_t = (state in the chunk alone) + d^(j+1) ⊙ carry,
 
 the same recurrence over T/C tokens with the decay d^C, solved by recursion. Every factor is a power of d ≤ 1: nothing
-overflows and nothing is divided by what has underflowed, so that decays of exactly 0 and 1 are fine.
+overflows and there is no division by an underflowed number, so decays of exactly 0 and 1 are valid.
 
 Backward: λ_t = g_t + d ⊙ λ_{t+1} is the same recurrence from the other end; ∂L/∂u = λ, ∂L/∂d = Σ_t λ_t ⊙ S_{t−1},
-∂L/∂S_0 = d ⊙ λ_1. Only S is kept for it.
+∂L/∂S_0 = d ⊙ λ_1. It needs only S.
 
 Cost: about 2·B·T·D multiply-adds and 8 reads or writes of B·T·D numbers for C = 16, in C·log_C(T) launches; memory a few
 times B·T·D. Forward and backward alike.
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.linalg.wide import wide_dtype
 
 CHUNK = 16
-"""Few launches (C per level) against few levels; the traffic hardly depends on it."""
+"""Tokens per chunk: a compromise between few launches (C per level) and few levels; memory traffic hardly depends on it."""
 
 
 def scan(
@@ -37,24 +37,24 @@ def scan(
     initial_BD: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """All states of S_t = d ⊙ k_t S_{t−1} + u_t, in float32 or wider.
+    """Compute all states of S_t = d ⊙ k_t S_{t−1} + u_t, in float32 or wider.
 
     Args:
         input_BTD: u.
         decay_D: d, from 0 to 1, both included.
-        keep_BT: k, 0 where a document begins and the state starts anew, else 1; no gradient. Default: 1 everywhere.
+        keep_BT: k, 0 where a document begins and the state restarts, else 1; no gradient. Default: 1 everywhere.
         initial_BD: S_0; default: 0.
         chunk: C, at least 2.
 
     Returns:
-        S [B, T, D]; S[:, -1] is what to go on from.
+        S [B, T, D]; S[:, -1] is the initial state of the next tokens.
     """
     if chunk < 2:
-        raise GramianError(f"chunk: got {chunk}; accepted: an integer of at least 2")
+        raise GramianError(f"chunk: got {chunk}; expected an integer of at least 2")
     dtype = wide_dtype(input_BTD, decay_D)
     B, T, D = input_BTD.shape
     initial_BD = input_BTD.new_zeros(B, D) if initial_BD is None else initial_BD
-    # Without documents one row of ones, which costs nothing and keeps one code path.
+    # Without documents one row of ones, so that there is one code path at no cost.
     keep_BT = input_BTD.new_ones(1, T) if keep_BT is None else keep_BT
     states_BTD: Tensor = _Scan.apply(  # type: ignore[no-untyped-call]
         input_BTD.to(dtype), decay_D.to(dtype), keep_BT.to(dtype), initial_BD.to(dtype), chunk
@@ -65,7 +65,7 @@ def scan(
 def sequential_scan(
     input_BTD: Tensor, decay_D: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
 ) -> Tensor:
-    """The same, one token after the other in plain autograd: what `scan` is checked against. Cost: T launches."""
+    """Compute the same states one token after the other in plain autograd: the reference of `scan`. Cost: T launches."""
     state_BD = torch.zeros_like(input_BTD[:, 0]) if initial_BD is None else initial_BD
     states = []
     for t in range(input_BTD.shape[1]):
@@ -77,7 +77,7 @@ def sequential_scan(
 
 
 class _Scan(torch.autograd.Function):
-    """Keeps the states alone: autograd through the chunks would keep all that is between."""
+    """Saves only the states; autograd through the chunks would save all intermediate results."""
 
     generate_vmap_rule = True
 
@@ -106,7 +106,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _states(u_BTD: Tensor, a_BTD: Tensor, state_BD: Tensor, chunk: int) -> Tensor:
-    """S_t = a_t ⊙ S_{t−1} + u_t; a may have one row for the whole batch."""
+    """Compute S_t = a_t ⊙ S_{t−1} + u_t; a may have one row for all sequences."""
     T = u_BTD.shape[1]
     if chunk >= T:
         states = []

@@ -1,17 +1,17 @@
-r"""Ternary spikes: what enters a matrix product is −1, 0 or 1.
+r"""Ternary spikes: the operand of a matrix product is −1, 0 or 1.
 
-For a token x with C channels and the size m = mean_c |x_c|, from nothing but that token,
+For a token x with C channels and the size m = mean_c |x_c| of that token alone,
 
     θ_c = max(α_c · m, 1e-3),        s_c = 1[x_c > θ_c] − 1[x_c < −θ_c].
 
-A mean over time or over the batch would let a token see its future and its batch-mates. The gradient of s is that of the ramp
-through both its steps, s̃_c = clamp(x_c / 2θ_c, −1, 1), with m held fixed:
+A mean over time or over the batch would make a token depend on later tokens or on other sequences. The gradient of s is that of
+the ramp through both its steps, s̃_c = clamp(x_c / 2θ_c, −1, 1), with m constant:
 
     ∂s_c/∂x_c = 1[|x_c| < 2θ_c] / 2θ_c,        ∂s_c/∂ log α_c = −1[|x_c| < 2θ_c] x_c / 2θ_c.
 
-The matrix product that follows is multiplied by the size, one number per token, and by a learnt amplitude, one per output:
-y = m · a ⊙ (W s). So W meets exact −1, 0 and 1, y is as large as the x it stands for, and the gradient at x is scaled by m and
-a on its way. The gradient of m is the ordinary one.
+The following matrix product is multiplied by the size, one number per token, and by a learned amplitude, one per output:
+y = m · a ⊙ (W s). So the operands of W are exactly −1, 0 and 1, y has the scale of W x, and the gradient at x is scaled by m
+and a. The gradient of m is the ordinary one.
 
 α and a start at the best ternary approximation m·a·s of a normal variable (Lloyd–Max): 0.6120 and 1.2240 standard deviations;
 54 % of channels fire then, and 19 % of the variance is lost.
@@ -31,50 +31,50 @@ START_ALPHA = 0.6120 * math.sqrt(math.pi / 2)
 START_AMPLITUDE = 1.2240 * math.sqrt(math.pi / 2)
 """Both in units of mean |x|, which is √(2/π) standard deviations of a normal variable."""
 FLOOR = 1e-3
-"""Of θ: a token of zeros is silent, and its gradient is bounded."""
+"""Smallest θ: a token of zeros does not fire, and its gradient is bounded."""
 
 
 class Spike(nn.Module):
-    """x [..., C] to spikes [..., C] in {−1, 0, 1}, in the dtype of x. α = exp(`log_alpha`), one per channel."""
+    """Maps x [..., C] to spikes [..., C] in {−1, 0, 1}, in the dtype of x, with one α = exp(`log_alpha`) per channel."""
 
     def __init__(self, channels: int) -> None:
-        """Build it with its initial thresholds."""
+        """Build the layer with its initial thresholds."""
         super().__init__()
         self.log_alpha = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The best threshold of a normal variable."""
+        """Set the best threshold of a normal variable."""
         self.log_alpha.fill_(math.log(START_ALPHA))
 
     def forward(self, x_BTC: Tensor, size_BT1: Tensor) -> Tensor:
-        """The spikes of x, whose size is given."""
+        """Return the spikes of x, whose size is given."""
         spikes_BTC: Tensor = _Ternary.apply(x_BTC, size_BT1, self.log_alpha)  # type: ignore[no-untyped-call]
         return spikes_BTC
 
 
 class Amplitude(nn.Module):
-    """y = a ⊙ z, one factor per channel, behind the matrix product of the spikes."""
+    """Scales the matrix product of the spikes by one factor per channel: y = a ⊙ z."""
 
     def __init__(self, channels: int) -> None:
-        """Build it with its initial value."""
+        """Build the layer with its initial value."""
         super().__init__()
         self.amplitude = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """The best amplitude of a normal variable."""
+        """Set the best amplitude of a normal variable."""
         self.amplitude.fill_(START_AMPLITUDE)
 
     def forward(self, z_BTC: Tensor) -> Tensor:
-        """The product, in the dtype of z."""
+        """Return the product, in the dtype of z."""
         return z_BTC * self.amplitude.to(z_BTC.dtype)
 
 
 class _Ternary(torch.autograd.Function):
-    """Keeps x and its size; autograd through the ramp would keep four tensors like x."""
+    """Saves x and its size; autograd through the ramp would save four tensors of the size of x."""
 
     generate_vmap_rule = True
 
@@ -98,11 +98,11 @@ class _Ternary(torch.autograd.Function):
 
 
 def size_of(x_BTC: Tensor) -> Tensor:
-    """mean |x| of every token, [B, T, 1], in float32 or wider."""
+    """Return mean |x| of every token, [B, T, 1], in float32 or wider."""
     return wide(x_BTC).abs().mean(dim=-1, keepdim=True)
 
 
 def _threshold(size_BT1: Tensor, log_alpha_C: Tensor) -> tuple[Tensor, Tensor]:
-    """θ [B, T, C], and where it is above its floor."""
+    """Return θ [B, T, C], and where it is above its floor."""
     threshold_BTC = wide(log_alpha_C).exp() * size_BT1
     return threshold_BTC.clamp(min=FLOOR), threshold_BTC > FLOOR

@@ -1,8 +1,7 @@
-"""Are the spikes alive: firing rates, dead and saturated channels, entropy, per layer and site.
+"""Health of Goose's spikes: firing rates, dead and saturated channels, and entropy, per layer and site.
 
-Counts are taken by forward hooks on the spikes, which are there only while a recorder is open. Every site counts its own
-tokens, so that a segment that is recomputed in the backward, and so counted twice, changes no rate: activation
-checkpointing stays on.
+Forward hooks count the spikes while a recorder is open. Every site counts its own tokens, so a segment that activation
+checkpointing recomputes, and that is counted twice, does not change a rate.
 
 Legend: N tokens, C channels of a site.
 """
@@ -20,80 +19,81 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.models.goose.goose import Goose
 from gramian.models.goose.spike import Spike
+from gramian.models.token_sampling import evaluation_mode
 
 DEAD = 0.001
-"""A channel that fires on fewer tokens is dead. It takes several thousand tokens to tell."""
+"""Fraction of tokens below which a channel is dead; measuring it takes several thousand tokens."""
 SATURATED = 0.999
-"""A channel that fires on more tokens is saturated."""
+"""Fraction of tokens above which a channel is saturated."""
 MAX_ENTROPY = math.log2(3)
-"""Of a ternary spike, in bits."""
+"""Maximum entropy of a ternary spike, in bits."""
 
 
 @dataclass(frozen=True)
 class SiteHealth:
-    """The spikes in front of one matrix."""
+    """Statistics of the spikes in front of one matrix."""
 
     layer: int
-    """Block, counted from 1."""
+    """Index of the block, from 1."""
     site: str
-    """The matrix: "key", "value", "receptance", "memory_out", "fc" or "mlp_out"."""
+    """Name of the matrix: "key", "value", "receptance", "memory_out", "fc" or "mlp_out"."""
     tokens: int
     channels: int
     firing: float
-    """Share of spikes that are not 0."""
+    """Fraction of spikes that are not 0."""
     dead: float
-    """Share of channels that fire on less than 0.1 % of tokens."""
+    """Fraction of channels that fire on less than 0.1 % of tokens."""
     saturated: float
-    """Share of channels that fire on more than 99.9 % of tokens."""
+    """Fraction of channels that fire on more than 99.9 % of tokens."""
     entropy: float
-    """Bits of a channel's spike over tokens, mean over channels; at most log2 3 = 1.585."""
+    """Entropy of a channel's spike over tokens in bits, mean over channels; at most log2 3 = 1.585."""
 
 
 @dataclass(frozen=True)
 class SpikeHealth:
-    """All sites of a model, in the order of the forward."""
+    """Statistics of all sites of a model, in the order of the forward pass."""
 
     sites: tuple[SiteHealth, ...]
 
     @property
     def firing(self) -> float:
-        """Share of spikes that are not 0, over all sites."""
+        """Fraction of spikes that are not 0, over all sites."""
         return self._mean("firing")
 
     @property
     def dead(self) -> float:
-        """Share of dead channels, over all sites."""
+        """Fraction of dead channels, over all sites."""
         return self._mean("dead")
 
     @property
     def saturated(self) -> float:
-        """Share of saturated channels, over all sites."""
+        """Fraction of saturated channels, over all sites."""
         return self._mean("saturated")
 
     @property
     def entropy(self) -> float:
-        """Mean bits of a channel's spike."""
+        """Mean entropy of a channel's spike in bits."""
         return self._mean("entropy")
 
     def events(self, dead: float = 0.05, saturated: float = 0.10) -> list[str]:
-        """One line for each site with more dead or saturated channels than these shares, with a hint."""
-        told = []
+        """Return one line, with a hint, per site whose fraction of dead or saturated channels is above the bound."""
+        events = []
         for s in self.sites:
             where = f"layer {s.layer} {s.site}"
             if s.dead > dead:
-                told.append(
+                events.append(
                     f"{where}: {s.dead:.1%} of channels are dead (above {dead:.1%}); a lower learning rate leaves fewer, and "
                     "thresholds learn their way back, by about the sum of learning rates at most"
                 )
             if s.saturated > saturated:
-                told.append(
+                events.append(
                     f"{where}: {s.saturated:.1%} of channels always fire (above {saturated:.1%}); they say nothing but their "
                     "sign: a lower learning rate, or weight decay on what feeds them"
                 )
-        return told
+        return events
 
     def table(self) -> str:
-        """Plain text, one row per site."""
+        """Return a plain-text table with one row per site."""
         rows = [
             f"{'layer':>5}  {'site':<10}  {'firing':>7}  {'dead':>6}  {'saturated':>9}  entropy of {MAX_ENTROPY:.3f} bit"
         ]
@@ -104,12 +104,12 @@ class SpikeHealth:
         return "\n".join(rows)
 
     def to_json(self) -> str:
-        """All numbers."""
+        """Return all numbers as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "SpikeHealth":
-        """What `to_json` wrote."""
+        """Read the result of `to_json`."""
         return cls(tuple(SiteHealth(**site) for site in json.loads(text)["sites"]))
 
     def _mean(self, field: str) -> float:
@@ -118,35 +118,31 @@ class SpikeHealth:
 
 
 class SpikeRecorder:
-    """Sums of spikes per channel, on the model's device; nothing is read back before `health`."""
+    """Counts spikes per channel on the model's device; `health` is the first to wait for it."""
 
     def __init__(self, spikes: Mapping[tuple[int, str], Spike]) -> None:
-        """Start from zero.
-
-        Args:
-            spikes: {(layer, site): module}.
-        """
+        """Start the counts of {(layer, site): module} at zero."""
         self._counts = {
             place: torch.zeros(3, spike.log_alpha.shape[0], dtype=torch.int64, device=spike.log_alpha.device)
             for place, spike in spikes.items()
         }
 
     def add(self, place: tuple[int, str], spikes: Tensor) -> None:
-        """Count the spikes [..., C] of a site."""
+        """Add the spikes [..., C] of a site."""
         spikes_NC = spikes.detach().flatten(0, -2)
         positive_C, negative_C = (spikes_NC > 0).sum(dim=0), (spikes_NC < 0).sum(dim=0)
         self._counts[place] += torch.stack([positive_C, negative_C, torch.full_like(positive_C, len(spikes_NC))])
 
     def each(self, change: Callable[[Tensor], Any]) -> None:
-        """Let something act on the counts in place, such as a sum over processes."""
+        """Change the counts of every site in place, such as by a sum over processes."""
         for counts_3C in self._counts.values():
             change(counts_3C)
 
     def health(self) -> SpikeHealth:
-        """What was seen so far.
+        """Return the statistics of all counted spikes.
 
         Raises:
-            GramianError: if there was no forward, or a compiled one, which passes hooks by.
+            GramianError: if there was no forward pass, or a compiled one, which does not call hooks.
         """
         counts = {place: found.cpu().double() for place, found in self._counts.items()}
         if any(not found_3C[2].all() for found_3C in counts.values()):
@@ -156,10 +152,15 @@ class SpikeRecorder:
 
 @contextmanager
 def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
-    """Count spikes in every forward inside the context that is not compiled. Cost: one more read of each spike tensor.
+    """Count the spikes of every forward pass inside the context that is not compiled. Cost: one read of each spike tensor.
+
+    Example:
+        >>> with record_spikes(model) as recorder:
+        ...     model(tokens_BT)
+        >>> print(recorder.health().table())
 
     Raises:
-        GramianError: for a dense twin, which has none.
+        GramianError: for a dense twin, which has no spikes.
     """
     spikes = spikes_of(model)
     if not spikes:
@@ -177,22 +178,16 @@ def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
             handle.remove()
 
 
-@torch.no_grad()
 def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
-    """Health over batches of token ids [B, T], in evaluation mode; the training mode is restored. Cost: one forward each."""
-    was_training = model.training
-    model.eval()
-    try:
-        with record_spikes(model) as recorder:
-            for tokens_BT in batches:
-                model.hidden(tokens_BT)  # not the call of the module, which may be compiled
-    finally:
-        model.train(was_training)
+    """Measure spikes over batches of token ids [B, T] in evaluation mode. Cost: one forward pass per batch."""
+    with evaluation_mode(model), record_spikes(model) as recorder:
+        for tokens_BT in batches:
+            model.hidden(tokens_BT)  # the call of the module may be compiled
     return recorder.health()
 
 
 def spikes_of(model: nn.Module) -> dict[tuple[int, str], Spike]:
-    """{(layer, site): module} of a Goose."""
+    """Return {(layer, site): module} of a Goose."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Spike):

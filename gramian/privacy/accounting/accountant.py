@@ -1,8 +1,8 @@
-"""How much privacy was spent: a history of steps, and ε of it through Opacus' accountants.
+"""How much privacy was spent: a history of steps, and its ε through Opacus' accountants.
 
-Opacus' numbers are for normal noise, ours is bounded: they are asked for the δ that is left when the tails have had their part.
+Opacus' numbers are for normal noise, ours is bounded: ε is computed at the δ that is left after the share of the tails.
 
-The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is handed in, so a replay counts
+The steps are not counted here: `ReleaseCounter.spent`, the high-water mark of releases begun, is passed in, so a replay counts
 once and nothing is refunded.
 """
 
@@ -27,7 +27,7 @@ PRV_SEARCH_LIMIT = 50.0
 """Largest target ε of a search with "prv", whose bisection passes through several times as much."""
 
 MOST_NOISE, TOLERANCE = 1e6, 0.01
-"""Largest σ that a search looks at, and how far below its target ε may lie."""
+"""Largest σ of a search, and how far below its target ε may lie."""
 
 History = tuple[tuple[float, float, int], ...]
 """(noise multiplier, sample rate, steps), in order."""
@@ -37,12 +37,9 @@ class Accounting:
     """The steps of a run, in runs of equal (noise multiplier, sample rate), and their ε.
 
     "prv" (numerical composition) is an upper bound that is tight to 0.01 in ε; "rdp" is an upper bound that is looser; "gdp"
-    rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` says so, and so does a
-    warning. Where "rdp" already says more than 200, "prv" gives that bound instead of its own, with a warning. All are of the
+    rests on a central limit theorem, can lie below the truth and is for comparison only: `approximate` is then True, with a
+    warning. Where the bound of "rdp" exceeds 200, "prv" returns it instead of its own, with a warning. All are for the
     Poisson-subsampled Gaussian mechanism under add/remove of one record.
-
-    Args:
-        mechanism: "prv", "rdp" or "gdp".
     """
 
     def __init__(self, mechanism: str = "prv") -> None:
@@ -57,12 +54,12 @@ class Accounting:
 
     @property
     def approximate(self) -> bool:
-        """Whether ε is an approximation instead of an upper bound."""
+        """True if ε is an approximation instead of an upper bound."""
         return self.mechanism == "gdp"
 
     @property
     def history(self) -> History:
-        """(noise multiplier, sample rate, steps) of every run of equal steps that has any."""
+        """(noise multiplier, sample rate, steps) of every run of equal steps."""
         return tuple(run for run in self._history if run[2])
 
     @property
@@ -71,13 +68,9 @@ class Accounting:
         return sum(steps for _, _, steps in self._history)
 
     def record(self, noise_multiplier: float, sample_rate: float) -> None:
-        """Say of which kind the steps are from now on; those counted before stay as they are.
+        """Set the kind of the steps that follow: σ (0: no privacy) and the probability in (0, 1] of a record to take part.
 
         After a resume call `set_steps` with the counter's mark first: releases begun after the checkpoint were of the old kind.
-
-        Args:
-            noise_multiplier: σ, standard deviation of the noise over the clipping norm; 0 = no privacy.
-            sample_rate: probability of a record to take part, in (0, 1].
         """
         _check_kind(noise_multiplier, sample_rate)
         kind = (float(noise_multiplier), float(sample_rate))
@@ -87,11 +80,7 @@ class Accounting:
             self._history.append((*kind, 0))
 
     def set_steps(self, spent: int) -> None:
-        """Count up to the high-water mark; what is new is of the kind recorded last. A lower mark changes nothing.
-
-        Args:
-            spent: `ReleaseCounter.spent`.
-        """
+        """Count up to the mark `ReleaseCounter.spent`; new steps are of the kind recorded last. A lower mark is ignored."""
         new = spent - self.steps
         if new <= 0:
             return
@@ -103,26 +92,16 @@ class Accounting:
         self._history[-1] = (noise_multiplier, sample_rate, steps + new)
 
     def epsilon(self, delta: float, steps: int | None = None) -> float:
-        """ε spent so far at this δ. 0 without steps, infinite if one had no noise, or too little for the tails to fit into δ.
+        """ε of the first `steps` steps, or of all, at δ in (0, 1).
 
-        Cost: seconds at worst for "prv" (an FFT of some 10⁶ points per kind), kept for the same question; no time for the rest.
-
-        Args:
-            delta: δ, in (0, 1).
-            steps: of the first so many alone; None: of all.
-
-        Returns:
-            ε.
+        It is 0 without steps, and infinite if a step had no noise, or too little for its tails to fit into δ. Cost: up to
+        seconds for "prv" (an FFT of some 10⁶ points per kind); results are cached.
         """
         history = self.history if steps is None else _first(self.history, steps)
         return _epsilon(self.mechanism, history, _check_delta("delta", delta))
 
     def catch_up(self, about: Any) -> None:
-        """Take over a later account of the same run: what a release counter kept beside its mark, or this object knew before.
-
-        Args:
-            about: a `state_dict`, or None.
-        """
+        """Load a later account of the same run: the `state_dict`, or None, that a release counter stored beside its mark."""
         if about is None:
             return
         later = Accounting(self.mechanism) if not self.approximate else object.__new__(Accounting)
@@ -136,7 +115,7 @@ class Accounting:
         return {"mechanism": self.mechanism, "history": [list(run) for run in self._history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a history. The mechanism stays: a history may be read by any accountant."""
+        """Load a history. The mechanism stays: any accountant can read a history."""
         history = state.get("history") if isinstance(state, Mapping) else None
         if not isinstance(history, list | tuple) or not all(map(_is_run, history)):
             raise GramianError(
@@ -158,19 +137,8 @@ def find_noise_multiplier(
 ) -> float:
     """The noise multiplier σ with ε(σ) in (target_epsilon - 0.01, target_epsilon], by bisection.
 
-    A target of hundreds may lie below the ε of the smallest σ whose tails fit into δ; that σ is given then.
-
-    Cost: some 10 to 20 evaluations of ε.
-
-    Args:
-        target_epsilon: ε, more than 0.
-        target_delta: δ, in (0, 1).
-        sample_rate: probability of a record to take part, in (0, 1].
-        steps: how many.
-        mechanism: "prv", "rdp" or "gdp".
-
-    Returns:
-        σ.
+    A target of hundreds may lie above the ε of the smallest σ whose tails fit into δ; the result is then that σ. Cost: some 10
+    to 20 evaluations of ε.
     """
     _check_mechanism(mechanism)
     _check_delta("target_delta", target_delta)
@@ -207,7 +175,7 @@ def find_noise_multiplier(
 
 
 def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
-    """Raise where PRV's Fourier transforms have no digits left: below, ε falls with δ, differently on every machine."""
+    """Raise where PRV's Fourier transforms have no digits left: there, ε falls with δ, differently on every machine."""
     least = max(PRV_LEAST_DELTA, PRV_LEAST_DELTA_OF_A_STEP * steps)
     if left < least:
         tails = f", and the noise's tails take {delta - left:.0e}" if left < delta else ""
@@ -218,7 +186,7 @@ def _check_resolved(field: str, delta: float, left: float, steps: int) -> None:
 
 
 def _left_for_normal_noise(history: History, delta: float) -> float:
-    """The δ' at which the ε of normal noise is valid, at δ, for the noise that is drawn: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
+    """The δ' at which the ε of normal noise holds, at δ, for the noise that is drawn: δ = δ'/z + Σ_steps min(1, 2q)·δ₀(σ).
 
     A record takes part with probability q, and δ₀ is what that costs (`tail_delta`) if the larger data set is the one that
     is observed. If it is the smaller one, its noise may lie where the larger one's cannot: probability δ₀ in every step, and
@@ -230,14 +198,14 @@ def _left_for_normal_noise(history: History, delta: float) -> float:
 
 
 def _is_run(run: Any) -> bool:
-    """Two numbers and an integer; True and False are none."""
+    """True for two numbers and an integer, none of them True or False."""
     if not isinstance(run, list | tuple) or len(run) != 3 or any(isinstance(value, bool) for value in run):
         return False
     return all(isinstance(value, int | float) for value in run[:2]) and isinstance(run[2], int)
 
 
 def _first(history: History, steps: int) -> History:
-    """The runs of equal steps that the first so many belong to."""
+    """The history of the first so many steps."""
     found: list[tuple[float, float, int]] = []
     for sigma, rate, count in history:
         if steps > 0:
@@ -278,9 +246,9 @@ def _epsilon(mechanism: str, history: History, delta: float) -> float:
 
 
 def _through_opacus(mechanism: str, what: str, instead: str, compute: Callable[[], float]) -> float:
-    """A number from Opacus; what it cannot compute is one line.
+    """A number from Opacus; a `GramianError` of one line for what it cannot compute.
 
-    Its warnings are left out: those of the import concern other parts of it, that of the RDP orders says that the bound could
+    Its warnings are dropped: those of the import concern other parts of it, that of the RDP orders says that the bound could
     be tighter, and that of GDP is given once, by `Accounting`.
     """
     try:

@@ -11,111 +11,98 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.kernels.chacha import NORMALS_VERSION
-from gramian.parallel.data_parallel import DataParallel
+from gramian.kernels.normal_tail import NORMALS_VERSION
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.accounting.accountant import Accounting
-from gramian.privacy.audit.weights_digest import FIELDS
+from gramian.privacy.audit.weights_digest import FIELDS, digest
 from gramian.privacy.noise.secrets import ReleaseCounter, Secrets, is_count
-from gramian.privacy.options import digest
 
 SCHEMA = 1
 
 
 class Ledger:
-    """One on every process, and alike on all of them once it is open.
-
-    Attributes:
-        accounting: kinds of releases and their ε.
-        secrets: the key.
-        counter: numbers of releases.
-        not_replayed: why the last `load_state_dict(…, replay=True)` was no replay; None: it was one, or was not asked to be.
-    """
+    """The account of one private run; every process has one, and all are equal once they are open."""
 
     def __init__(self, accountant: str, *, insecure_reproducible: bool, seed: int | None) -> None:
-        """Draw the key.
-
-        Args:
-            accountant: "prv", "rdp" or "gdp".
-            insecure_reproducible: take the key from `seed`.
-            seed: of that key.
-        """
+        """Draw the key. The arguments are those of `PrivacyEngine`."""
         self.accounting = Accounting(accountant)
         self.secrets = Secrets(insecure_reproducible=insecure_reproducible, seed=seed)
         self.counter = ReleaseCounter()
-        self._marks: dict[str, int] = {}
+        self._digests: dict[str, int] = {}
         self._kind = (0.0, 1.0)
-        self._replays: dict[str, int] | None = None  # what a replay is held to, from the load to the detach
-        self._lost = False  # releases may have been begun that nobody counted
+        self._replayed_options: dict[str, int] | None = None  # digests that a replay must have, until it ends
+        self._uncounted = False  # True if releases may have been begun that are not in the counter
         self._weights: Callable[[], Tensor] | None = None
-        self._replayed_weights: list[int] | None = None  # digest in the state that is replayed
-        self._watches = False  # from the load of a replay to its first release
+        self._replayed_weights: list[int] | None = None  # weight digest of the state that is replayed
+        self._checks_weights = False  # True from the load of a replay to its first release
         self.not_replayed: str | None = None
-        self._parallel: DataParallel | None = None
+        """Why the last `load_state_dict(…, replay=True)` did not become a replay; None: it did, or was not asked to."""
+        self._parallel: ProcessGrid | None = None
         self._device = torch.device("cpu")
 
     def open(
         self,
-        told: Mapping[str, Any],
-        known: tuple[int, int] | None,
+        options: Mapping[str, Any],
+        data: tuple[int, int] | None,
         kind: tuple[float, float],
-        parallel: DataParallel,
+        parallel: ProcessGrid,
         device: torch.device,
         weights: Callable[[], Tensor],
     ) -> None:
         """Begin with these options, on every process.
 
         Args:
-            told: option -> value, the same on every process, and in a replay the same as before.
-            known: of a data set that batches are drawn from, length and mark of its records.
+            options: {name: value}, the same on every process, and in a replay the same as before.
+            data: fingerprint of the data set that batches are drawn from.
             kind: noise multiplier and sample rate of the releases.
             parallel: the processes of the run.
-            device: of its parameters.
-            weights: gives `weight_digest` of the model.
+            device: device of the parameters.
+            weights: computes `weight_digest` of the model.
 
         Raises:
             GramianError: naming the option that differs.
         """
         self.secrets.refuse_forks()
         self._parallel, self._device, self._weights = parallel, device, weights
-        data = {} if known is None else {"data_loader": known}  # first: the rate follows from it
-        marks = {field: digest(value) for field, value in {**data, **told}.items()}
-        if self._replays is not None:
-            _check_replay(self._replays, marks)  # raising, it leaves the replay due
-        self._marks, self._kind = marks, kind
+        first = {} if data is None else {"data_loader": data}  # the rate follows from it
+        digests = {field: digest(value) for field, value in {**first, **options}.items()}
+        if self._replayed_options is not None:
+            _check_replay(self._replayed_options, digests)  # raising, it leaves the replay due
+        self._digests, self._kind = digests, kind
         self._agree()
-        self._hold_replay_to_weights()
-        self._warn_of_lost()
+        self._end_replay_on_other_weights()
+        self._warn_of_uncounted()
         self.accounting.record(*kind)
         self.accounting.set_steps(self.counter.spent)  # a counter file may have been there before
 
     def close(self) -> None:
-        """The run is over, or did not begin; the account stays."""
+        """End a run, or one that did not begin; the account stays."""
         self._parallel = None
 
     def end_replay(self) -> None:
-        """What follows is no replay any more, unless a state is loaded for another one."""
-        if self._replays is not None:
+        """End a replay: releases that follow have a new key and new numbers."""
+        if self._replayed_options is not None:
             self.counter.move_on()
             self._renew_key()
 
     def begin(self) -> int:
-        """Number of a new release, counted before it exists.
+        """Count a new release before it exists and return its number.
 
         Raises:
-            GramianError: in a forked process; and if it is the first of a replay, and the weights are not those of the state.
+            GramianError: in a forked process; and for the first of a replay, if the weights are not those of the state.
         """
         self.secrets.refuse_forks()
-        if self._watches and not self._same_weights():
+        if self._checks_weights and not self._same_weights():
             raise GramianError(
                 "replay: the weights were changed after load_state_dict; expected them loaded before it, or replay=False"
             )
-        self._watches = False
+        self._checks_weights = False
         number = self.counter.begin(self.accounting.state_dict())
         self.accounting.set_steps(self.counter.spent)
         return number
 
     def bind(self, path: "str | os.PathLike[str]", *, must_exist: bool) -> None:
-        """Keep the mark of the counter in a file, which the first process writes."""
+        """Store the mark of the counter in a file, which the first process writes."""
         if not isinstance(path, str | os.PathLike):
             raise GramianError(f"path: expected that of the counter file, got {path!r}")
         parallel = self._parallel
@@ -123,7 +110,7 @@ class Ledger:
         if first:
             released = self.counter.released
             self.counter.bind(os.fspath(path), must_exist=must_exist)
-            if self._replays is not None:
+            if self._replayed_options is not None:
                 self.counter.restore(released, replay=True)
             self.accounting.catch_up(self.counter.about)
         if parallel is not None:  # else `open` does
@@ -131,8 +118,8 @@ class Ledger:
         self._count()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, the key included."""
-        due = self._replays if self._parallel is None else None
+        """The complete account, with the key."""
+        due = self._replayed_options if self._parallel is None else None
         weights = None if self._weights is None else self._weights()
         if due is not None:
             weights = None if self._replayed_weights is None else torch.tensor(self._replayed_weights)
@@ -143,14 +130,14 @@ class Ledger:
             "accountant": self.accounting.state_dict(),
             "counter": self.counter.state_dict(),
             "secrets": self.secrets.state_dict(),
-            "config": dict(self._marks if due is None else due),
+            "config": dict(self._digests if due is None else due),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, replay: bool) -> None:
-        """Take over an account; where `replay` is False the counter moves past every release begun, under a new key.
+        """Load an account; where `replay` is False the counter moves past every release begun, under a new key.
 
         Raises:
-            GramianError: if the state is none of ours, or not of a run that can be replayed here; nothing has changed then.
+            GramianError: if the state is not one of `state_dict`, or cannot be replayed here; nothing has changed then.
         """
         _check_state(state)
         asked, replay = replay, replay and state.get("generator") == NORMALS_VERSION
@@ -164,59 +151,60 @@ class Ledger:
             raise GramianError(
                 f"state: its counter has {begun.spent} releases and its account {accounting.steps}; expected as many"
             )
-        marks = dict(state["config"])
-        if replay and not marks:
+        digests = dict(state["config"])
+        if replay and not digests:
             raise GramianError(
                 "replay: the state does not say what followed it; expected one saved after make_private, or replay=False"
             )
         if replay and is_open:
-            _check_replay(marks, self._marks)
+            _check_replay(digests, self._digests)
         if is_open and not state["accountant"]["history"]:
             accounting.record(*self._kind)
         accounting.catch_up(self.counter.about)
         self.counter.load_state_dict(state["counter"], replay=replay)  # last: it may write a file, and fail
-        self.secrets, self.accounting, self._replays, self._lost = secrets, accounting, marks, False
+        self.secrets, self.accounting, self._replayed_options, self._uncounted = secrets, accounting, digests, False
         weights = state.get("weights")
         self._replayed_weights = None if weights is None else weights.tolist()
         self.not_replayed = None
         if not replay:
             self._renew_key()
         if asked and not replay:
-            self._tell_no_replay(
-                f"its noise is of generator {state.get('generator', 1)}, and this one is {NORMALS_VERSION}"
-            )
+            generator = state.get("generator", 1)
+            self._report_no_replay(f"its noise is of generator {generator}, and this one is {NORMALS_VERSION}")
         if is_open:
             self._share_key()
             self._share_counter()
-            self._hold_replay_to_weights()
-            self._warn_of_lost()
+            self._end_replay_on_other_weights()
+            self._warn_of_uncounted()
         self._count()
 
-    def _hold_replay_to_weights(self) -> None:
+    def _end_replay_on_other_weights(self) -> None:
         """End a replay on other weights than those of the state: their clipped sums would differ. Collective.
 
-        A process that knows no digest, or that of another process's shards, says nothing against it.
+        A process that has no digest of the state, or that of another rank's shards, does not object.
         """
         assert self._parallel is not None
-        self._watches = bool(self._parallel.from_first(bytes([self._replays is not None]), self._device)[0])
-        if self._watches and not self._same_weights():
-            self._watches = False
+        self._checks_weights = bool(
+            self._parallel.from_first(bytes([self._replayed_options is not None]), self._device)[0]
+        )
+        if self._checks_weights and not self._same_weights():
+            self._checks_weights = False
             self.end_replay()
             self._share_key()
             self._share_counter()
-            self._tell_no_replay("weights, optimizer state or number of processes are not those of the state")
+            self._report_no_replay("weights, optimizer state or number of processes are not those of the state")
 
     def _same_weights(self) -> bool:
         """False if the weights of any process are known to differ from those of the state that is replayed. Collective."""
         assert self._parallel is not None and self._weights is not None
-        same = self._replays is None or self._replayed_weights is not None
+        same = self._replayed_options is None or self._replayed_weights is not None
         if self._replayed_weights is not None:
             (processes, process, mark), now = self._replayed_weights, self._weights().tolist()
             same = processes == now[0] and (process != now[1] or mark == now[2])
         agreed = self._parallel.differing({"weights": int(same)}, self._device) is None
         return same and agreed
 
-    def _tell_no_replay(self, reason: str) -> None:
+    def _report_no_replay(self, reason: str) -> None:
         self.not_replayed = reason
         if self._parallel is None or self._parallel.rank == 0:
             warnings.warn(
@@ -225,29 +213,29 @@ class Ledger:
             )
 
     def _renew_key(self) -> None:
-        """Where a resume is no replay: nobody knows which noise was drawn with the key, here or in a copy of the run."""
+        """Draw a new key where a resume is not a replay: the old one may have drawn noise, here or in a copy of the run."""
         self.secrets.renew()
-        self._replays, self._replayed_weights, self._watches, self._lost = None, None, False, True
-        if self._parallel is None:  # else what follows is what `open` was told
-            self._marks = {}
+        self._replayed_options, self._replayed_weights, self._checks_weights, self._uncounted = None, None, False, True
+        if self._parallel is None:  # else the options of `open` still hold
+            self._digests = {}
 
-    def _warn_of_lost(self) -> None:
+    def _warn_of_uncounted(self) -> None:
         first = self._parallel is not None and self._parallel.rank == 0
-        if self._lost and first and not self.counter.bound:
+        if self._uncounted and first and not self.counter.bound:
             warnings.warn(
                 "state: steps begun after it was saved are not known, so they are not in epsilon; "
                 "expected bind_counter(path) beside the checkpoint",
                 stacklevel=4,
             )
-        self._lost = False
+        self._uncounted = False
 
     def _agree(self) -> None:
-        """One data set and one set of options on all processes, and the first one's key and counter."""
+        """Check that all processes have the same data set and options, and share the first one's key and counter."""
         parallel = self._parallel
-        if parallel is None or parallel.world == 1:
+        if parallel is None or parallel.size == 1:
             return
-        marks = {**self._marks, "accountant": digest(self.accounting.mechanism)}
-        field = parallel.differing(marks, self._device)
+        digests = {**self._digests, "accountant": digest(self.accounting.mechanism)}
+        field = parallel.differing(digests, self._device)
         if field == "data_loader":
             raise GramianError(
                 "data_loader: its data set is not the same on every process; expected the whole one everywhere"
@@ -258,16 +246,16 @@ class Ledger:
         self._share_counter()
 
     def _share_key(self) -> None:
-        """Every process has the first one's key."""
-        if self._parallel is not None and self._parallel.world > 1:
+        """Send the first process's key to all."""
+        if self._parallel is not None and self._parallel.size > 1:
             state = self.secrets.state_dict()
             key = self._parallel.from_first(bytes(state["key"].tolist()), self._device)
             self.secrets.load_state_dict({**state, "key": torch.tensor(list(key), dtype=torch.uint8)})
 
     def _share_counter(self) -> None:
-        """Every process counts as the first does."""
+        """Send the first process's counter to all."""
         parallel = self._parallel
-        if parallel is not None and parallel.world > 1:
+        if parallel is not None and parallel.size > 1:
             mine = self.counter.state_dict()
             sent = b"".join(mine[key].to_bytes(8, "big") for key in ("released", "spent"))
             got = parallel.from_first(sent, self._device)
@@ -276,13 +264,13 @@ class Ledger:
                 self.counter.load_state_dict(theirs, replay=True)
 
     def _count(self) -> None:
-        """What the counter knows, in ε; a counter file alone does not say of which kind its releases were."""
+        """Account for all releases of the counter; a counter file alone does not know of which kind they were."""
         if self.accounting.history or self._parallel is not None:
             self.accounting.set_steps(self.counter.spent)
 
 
 def _check_state(state: Any) -> None:
-    """Raise unless the fields are there that `Ledger` and the engine read themselves."""
+    """Raise a `GramianError` unless a state has the fields that `Ledger` and the engine read."""
     if not isinstance(state, Mapping) or not is_count(state.get("schema")) or state["schema"] != SCHEMA:
         raise GramianError(f"state: expected what engine.state_dict() gave (schema {SCHEMA})")
     missing = {"secrets", "accountant", "counter", "nonfinite", "config"} - set(state)
@@ -292,7 +280,7 @@ def _check_state(state: Any) -> None:
     damaged = [field for field in ("secrets", "accountant", "counter") if not isinstance(state[field], Mapping)]
     if not is_count(state["nonfinite"]):
         damaged.append("nonfinite")
-    if not is_count(state.get("generator", 1)):  # a state of before there were several has none
+    if not is_count(state.get("generator", 1)):  # states of the first generator have no such field
         damaged.append("generator")
     if weights is not None and not (
         isinstance(weights, Tensor) and weights.dtype == torch.int64 and weights.shape == (len(FIELDS),)
@@ -304,9 +292,9 @@ def _check_state(state: Any) -> None:
         raise GramianError(f"state: its {damaged[0]} is damaged; expected what engine.state_dict() gave")
 
 
-def _check_replay(before: Mapping[str, int], marks: Mapping[str, int]) -> None:
-    """Raise unless what these options mark can be a replay of what followed the state."""
-    changed = [field for field in {**before, **marks} if before.get(field) != marks.get(field)]
+def _check_replay(before: Mapping[str, int], digests: Mapping[str, int]) -> None:
+    """Raise a `GramianError` unless the digests of all options are those of the state."""
+    changed = [field for field in {**before, **digests} if before.get(field) != digests.get(field)]
     if changed:
         raise GramianError(
             f"replay: {changed[0]} is not what it was when the state was saved; expected the same, or replay=False"

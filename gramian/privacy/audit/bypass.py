@@ -1,4 +1,4 @@
-"""Gradients that no noise would cover: those that reach a trained parameter past its tap, and those of other parameters.
+"""Refuse gradients that no noise would cover: of a trained parameter past its tap, and of parameters outside the engine.
 
 Both are an error, on every step, before anything is added to `p.grad` of a trained parameter.
 """
@@ -22,24 +22,19 @@ from gramian.taps.model.user_names import named_parameters
 from gramian.taps.passes import accumulates
 
 
-class Bypass:
-    """Watches the parameters, and under FSDP2 the unsharded tensors that stand for them in a forward."""
+class BypassDetector:
+    """Refuses gradients that reach a parameter, or under FSDP2 the unsharded tensor in its place, past the layer's tap."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], listens: Callable[[], bool] = lambda: True) -> None:
-        """Put a hook on every parameter.
-
-        Args:
-            trained: the parameters.
-            listens: False while a proof runs the model untapped.
-        """
-        self._names, self._listens = set(trained), listens
+    def __init__(self, trained: Mapping[str, nn.Parameter], is_active: Callable[[], bool]) -> None:
+        """Put a hook on every parameter; `is_active` returns False while a proof runs the model untapped."""
+        self._names, self._is_active = set(trained), is_active
         self._watched: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for name, p in trained.items():
             self.watch(name, p)
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """See what reaches this tensor, too."""
+        """Put a hook on a tensor that stands for a trained parameter."""
         if name in self._names and tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._watched:
             self._watched[id(tensor)] = tensor
             self._handles.append(tensor.register_hook(partial(self._refuse, name)))
@@ -52,7 +47,7 @@ class Bypass:
         self._watched.clear()
 
     def _refuse(self, name: str, gradient: Tensor | None) -> None:
-        if gradient is None or not self._listens():  # a compiled backward calls hooks of weights that get nothing, too
+        if gradient is None or not self._is_active():  # a compiled backward calls hooks without a gradient, too
             return
         raise GramianError(
             f"{name}: got a gradient that did not come through its layer's tap and would not be clipped; expected the weight "
@@ -60,37 +55,34 @@ class Bypass:
         )
 
 
-class Outside:
-    """Other parameters that train on the same backward, such as a head behind the private module, or a model in front of it.
+class OutsideParameters:
+    """Refuses other parameters that train on the same backward: a head behind the private module, a model in front of it.
 
-    A plain `loss.backward()` shows nobody the graph behind the loss. Candidates are therefore looked for where they can be
-    seen: behind the inputs of the private module, behind the loss of `engine.backward`, and in every optimizer that takes a
-    step while the model is private. A backward that reaches the private model is refused if autograd is about to add to
-    `.grad` of a candidate. So a head with an optimizer of its own is refused at the second backward at the latest; one
-    that is updated by hand is not seen.
+    The graph behind a plain `loss.backward()` is not visible. Candidates are therefore collected where they can be seen: behind
+    the inputs of the private module, behind the loss of `engine.backward`, and in every optimizer that takes a step while the
+    model is private. A backward that reaches the private model is refused if autograd is about to add to `.grad` of a
+    candidate. So a head with an optimizer of its own is refused at the second backward at the latest; one that is updated by
+    hand is not seen.
     """
 
     def __init__(
         self, root: nn.Module, trained: Mapping[str, nn.Parameter], optimizer: Optimizer, unreleased: Callable[[], bool]
     ) -> None:
-        """See the steps of all optimizers from now on, until `remove`.
+        """Watch the steps of all optimizers until `remove`.
 
-        Args:
-            root: the private module.
-            trained: its parameters that the private optimizer steps.
-            optimizer: that one.
-            unreleased: tells whether `p.grad` holds sums without noise.
+        `trained` are the parameters of `root` that the private `optimizer` steps; `unreleased` returns True while their
+        `.grad` holds sums without noise.
         """
         self._root, self._optimizer = weakref.ref(root), weakref.ref(optimizer)
         self._trained = {id(p): name for name, p in trained.items()}
         self._unreleased = unreleased
-        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._other_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._behind: Any = WeakIdKeyDictionary()
         """Parameters behind inputs and losses."""
         self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(self._before_any_step))
 
     def remove(self) -> None:
-        """See no more steps."""
+        """Stop watching optimizers."""
         self._handle.remove()
 
     def look_behind(self, tensors: Any) -> None:
@@ -104,12 +96,10 @@ class Outside:
                     self._behind[p] = True
 
     def refuse(self) -> None:
-        """Called inside a backward that reached the private model.
-
-        Raises:
-            GramianError: if another parameter gets a gradient in it.
-        """
-        stepped = [p for optimizer in self._others for group in optimizer.param_groups for p in group["params"]]
+        """Raise a `GramianError` if another parameter gets a gradient in the running backward of the private model."""
+        stepped = [
+            p for optimizer in self._other_optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         for p in (*self._behind.keys(), *stepped):
             if id(p) not in self._trained and p.requires_grad and accumulates(get_gradient_edge(p).node):
                 raise GramianError(
@@ -120,7 +110,7 @@ class Outside:
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self._optimizer():
             return
-        self._others.add(optimizer)
+        self._other_optimizers.add(optimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if id(p) in self._trained and p.grad is not None and self._unreleased():
                 raise GramianError(
@@ -135,7 +125,7 @@ class Outside:
 
 
 def _parameters_behind(tensor: Tensor) -> Iterator[nn.Parameter]:
-    """Parameters that a backward through a tensor would reach."""
+    """Walk through the graph and yield the parameters that a backward through a tensor would reach."""
     waiting, seen = [get_gradient_edge(tensor).node], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Whether a loss keeps the samples of a batch apart: the row proof, with the user's own loss in place of random cotangents."""
+"""Prove that a loss keeps the samples of a batch apart: the row proof, with the user's loss in place of random cotangents."""
 
 import inspect
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 from gramian.taps.hub import Hub
-from gramian.taps.proof.proof_runs import Refuted
+from gramian.taps.proof.isolated_runs import undisturbed
+from gramian.taps.proof.proof_runs import Refuted, refuse
 from gramian.taps.proof.prover import Prover
-from gramian.taps.proof.row_proof import refuse, undisturbed
 from gramian.taps.proof.sample_arguments import SampleArguments
 
 FEW = 32
 """Below so many samples several numberings are tried: a loss that couples few pairs is missed by one of them in three."""
 SCALES = (1.0, 2.0**-8, 2.0**-16)
-"""Of the loss, until its gradients are finite: a loss scale may be too large for the first batch, and falls in the loop."""
+"""Factors of the loss that are tried until its gradients are finite: a loss scale may be too large for the first batch."""
 
 
 def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor], batch: Any) -> None:
-    """Replace keyed sets of samples; rows of all others must stay as they are, as must one sample's gradient when it is alone.
+    """Replace keyed sets of samples; rows of the rest must not change, nor may one sample's gradient when it is alone.
 
     Cost: 2⌈log₂ B⌉ + 4 forwards and backwards of the loss, four times as many below 32 samples.
 
     Args:
-        hub: of the model.
+        hub: hub of the model.
         root: the model.
         loss_fn: the loss of a batch.
         batch: tensors with the samples on dim 0, in any structure.
@@ -67,12 +67,12 @@ def check_independence(hub: Hub, root: nn.Module, loss_fn: Callable[..., Tensor]
 
 
 def numberings(rows: int) -> int:
-    """How many numberings of so many samples are tried."""
+    """Number of numberings of so many samples that are tried."""
     return 4 if rows < FEW else 1
 
 
 def _shows(prover: Prover) -> bool:
-    """False if no sample had a gradient, or one was not finite."""
+    """Run one proof; False if no sample had a gradient, or one was not finite."""
     if prover.open:
         raise GramianError("batch: all its samples are equal; expected samples that differ")
     try:
@@ -85,7 +85,7 @@ def _shows(prover: Prover) -> bool:
 
 
 def _call(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """The loss, with the model in front where the function takes one argument more than the batch has parts."""
+    """Call the loss, with the model first where the function takes one argument more than the batch has parts."""
     given = list(batch) if isinstance(batch, tuple | list) else [batch]
     try:
         takes = list(inspect.signature(loss_fn).parameters.values())

@@ -1,4 +1,4 @@
-"""Gradients and weights must stay as they are from a backward to the step that adds the noise.
+"""Detect changes of gradients and weights between a backward and the step that adds the noise.
 
 A write to `p.data` or `p.grad.data` moves no version counter, and a write that leaves all values moves it. So gradients are
 compared by value: a checksum of every element is taken when the backward returns, and again in the step. Weights are compared
@@ -21,11 +21,11 @@ SAMPLED = 2**15
 """Elements of each parameter whose values are compared."""
 
 
-class Watch:
-    """What gradients and weights were when a backward returned. Vectors are [N], in the order of the trained parameters."""
+class ChangeDetector:
+    """Checksums of gradients and weights when a backward returned. Vectors are [N], in the order of the trained parameters."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Begin without a backward to look back on."""
+        """Begin before the first backward."""
         self._trained = dict(trained)
         self._gradients: Tensor | None = None
         """Checksums of `p.grad` as the last backward left it."""
@@ -36,23 +36,22 @@ class Watch:
         self._weights: Tensor | None = None
         self._versions: list[int] = []
         self._may_be_zero: dict[frozenset[str], Tensor] = {}
-        """{parameters for which zeros are a change: mask of all other parameters}, on the device, of the last comparison."""
+        """{parameters for which zeros are a change: mask of all other parameters} of the last comparison, on the device."""
 
     @property
     def on(self) -> bool:
-        """True from a backward to `clear`."""
+        """True between a backward and `clear`."""
         return self._gradients is not None
 
     def clear(self) -> None:
-        """The gradients have their noise, or are dropped: anybody may write."""
+        """Forget the checksums: the gradients have their noise, or are dropped, and may be written to."""
         self._gradients = self._unscaled = self._changed = self._weights = None
 
     @torch.no_grad()
     def take(self, inverse_scale: Tensor | None = None) -> None:
-        """A backward has returned: remember gradients and, after the first since `clear`, weights.
+        """Take checksums of the gradients that a backward left and, after the first one since `clear`, of the weights.
 
-        Args:
-            inverse_scale: what `unscale_` would multiply the gradients with; a copy of them is then formed for the moment.
+        With `inverse_scale`, by which a GradScaler's `unscale_` multiplies, also those of unscaled copies.
         """
         gradients = self._ordered_gradients()
         self._gradients = self._marked(checksums(gradients))
@@ -62,20 +61,18 @@ class Watch:
             self._weights, self._versions = self._weights_now(), self._versions_now()
 
     def _marked(self, now: Tensor) -> Tensor:
-        """Checksums that no gradient has, where one was changed before it was added to."""
+        """The checksums, made wrong where a gradient was changed before the backward added to it."""
         return now if self._changed is None else now + self._changed
 
     def carry(self, never_zero: Collection[str]) -> None:
-        """Another backward is about to add to the gradients: remember which were changed. Nobody waits for the device."""
+        """Before another backward adds to the gradients: note which were changed, without waiting for the device."""
         self._changed = self.changed_gradients(never_zero)
 
     @torch.no_grad()
     def changed_gradients(self, never_zero: Collection[str], unscaled: bool = False) -> Tensor:
-        """Which gradients are not what the last backward left, nor zeros or None; bool.
+        """Which gradients are not what the last backward left, nor zeros or None; bool [N].
 
-        Args:
-            never_zero: parameters for which zeros are a change, too.
-            unscaled: True if a GradScaler has divided the gradients since.
+        For parameters in `never_zero` zeros are a change, too. `unscaled`: a GradScaler has divided the gradients since.
         """
         before = self._unscaled if unscaled and self._unscaled is not None else self._gradients
         assert before is not None
@@ -86,7 +83,7 @@ class Watch:
         return (now != before) & ~((now == 0) & self._may_be_zero[names])
 
     def written_weights(self) -> list[str]:
-        """Parameters whose version moved. No look at the device."""
+        """Names of the parameters whose version moved; reads nothing from the device."""
         if self._weights is None:
             return []
         now = self._versions_now()
@@ -94,7 +91,7 @@ class Watch:
 
     @torch.no_grad()
     def changed_weights(self) -> Tensor:
-        """Which weights were written to, or have other values; bool."""
+        """Which weights were written to, or have other values; bool [N]."""
         assert self._weights is not None
         changed, written = self._weights_now() != self._weights, self.written_weights()
         return changed | torch.tensor([n in written for n in self._trained]).to(changed.device) if written else changed
@@ -127,9 +124,7 @@ def _unscaled(gradients: list[Tensor], inverse_scale: Tensor) -> list[Tensor]:
     copies = [gradient.clone() for gradient in gradients]
     for device, dtype in {(copy.device, copy.dtype) for copy in copies}:
         group = [copy for copy in copies if copy.device == device and copy.dtype == dtype]
-        if (
-            dtype == torch.bfloat16 and device.type == "cuda"
-        ):  # torch refuses to unscale these: only fused optimizers do
+        if dtype == torch.bfloat16 and device.type == "cuda":  # torch refuses to unscale: only fused optimizers do
             torch._foreach_mul_(group, inverse_scale.to(device))
             continue
         found = torch.zeros(1, device=device)

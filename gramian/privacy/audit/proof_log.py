@@ -1,4 +1,4 @@
-"""What a private run knows of its row proofs: which releases they cover, when one is repeated, and what the record says."""
+"""The row proofs of a private run: which releases they cover, when one is repeated, and how they are recorded."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ PERIOD = 1000
 
 @dataclass
 class ProofLog:
-    """Of one engine."""
+    """The row proofs of one engine."""
 
     option: str | int
+    """`proof` of `make_private`."""
     loss: bool = False
     """True once `check_independence` has passed."""
     last: int = 0
@@ -23,38 +24,29 @@ class ProofLog:
     failed: int | None = None
     """The release before which a repeated run failed."""
     _asked: int = -1
+    _before: int = 0
+    """`last` before the run that was due last."""
 
     def is_due(self, release: int, key: bytes) -> bool:
-        """True for the first forward of one release in a period: those whose keyed hash is a multiple of it. No wait.
-
-        Args:
-            release: number of the release that the forward is for.
-            key: 32 secret bytes.
-        """
+        """True for the first forward of one release in a period: those whose hash by a secret key is a multiple of it."""
         if self.option == "off" or release == self._asked:
             return False
         self._asked = release
         period = self.option if isinstance(self.option, int) else PERIOD
-        drawn = int.from_bytes(
-            hashlib.blake2b(release.to_bytes(8, "little"), key=key, person=b"row proof").digest()[:8]
-        )
-        due = release > 0 and drawn % period == 0
+        hashed = hashlib.blake2b(release.to_bytes(8, "little"), key=key, person=b"row proof").digest()
+        due = release > 0 and int.from_bytes(hashed[:8]) % period == 0
         if due:
             self.last, self._before = release, self.last
         return due
 
-    _before: int = 0
-
     def fail(self, release: int) -> None:
-        """The run that was due failed: nothing since the run before it is covered."""
+        """Note that the run that was due failed: no release since the run before it is covered."""
         self.last, self.failed = self._before, release
 
     def record(self, proven: Sequence[Proven], rows: str | None = None) -> dict[str, Any]:
-        """JSON-able: what was shown, on what, and which releases it does not cover.
+        """What was shown of every structure of inputs, and which releases it does not cover, as JSON values.
 
-        Args:
-            proven: of every structure of inputs.
-            rows: says it all, where rows need no proof.
+        `rows` replaces the result where rows need no proof.
         """
         shown = rows or ("off" if self.option == "off" else "proven" if proven else "not proven yet")
         return {

@@ -1,8 +1,9 @@
 """A digest of what the next sum of a private run depends on: weights, buffers and the optimizer's state.
 
-A replay draws the noise of a release again, so its sum must be the same: on other weights it would be another one.
+A replay draws the noise of a release again, so its sum must be the same: on other weights it would differ.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,31 +12,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gramian.kernels import chacha
-from gramian.parallel.data_parallel import DataParallel, local, reshard
-from gramian.privacy.options import digest
+from gramian.parallel.data_parallel import local, reshard
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.taps.model.user_names import join, named_modules
 
 CHUNK = 2**22
 """Elements per piece: 32 MB of keys, and as much for the products."""
 
 FIELDS = ("processes", "process", "digest")
-"""Of a digest: number of processes, whose part of the weights it is of (0 where all hold the same), and its 64 bits."""
+"""Parts of a weight digest: number of processes, rank whose shards it covers (0 where all ranks hold the same), 64 bits."""
+
+
+def digest(value: Any) -> int:
+    """63 bits of the `repr` of a value."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def weight_digest(
-    root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], parallel: DataParallel
+    root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter], parallel: ProcessGrid
 ) -> Tensor:
     """int64 [3], `FIELDS`: Σ_t Σ_j m_tj Σ_i k_i w_tji modulo 2⁶⁴, w the bits of element i of chunk j of tensor t.
 
-    The odd multipliers k and m are fixed and known: the digest finds accidents, and can be forged. Under FSDP2 it is of this
-    process's shards, so that no process waits for another; with another number of processes it is another. The device is not
-    waited for. Cost: three passes over the tensors, and 64 MB.
+    The odd multipliers k and m are fixed and known: the digest finds accidents, and can be forged. Under FSDP2 it covers this
+    process's shards, so that no process waits for another; it changes with the number of processes. The host does not wait for
+    the device. Cost: three passes over the tensors, and 64 MB.
 
     Args:
-        root: its parameters and persistent buffers count.
-        optimizer: its state's tensors count, options such as the learning rate do not.
-        trained: its parameters by name.
-        parallel: how the model is spread over processes.
+        root: its parameters and persistent buffers are included.
+        optimizer: the tensors of its state are included, options such as the learning rate are not.
+        trained: the optimizer's parameters by name.
+        parallel: how the model is distributed over processes.
     """
     reshard(root)
     tensors = dict(_tensors(root, optimizer, trained))
@@ -51,14 +57,14 @@ def weight_digest(
         for j, words in enumerate(_words(t).split(CHUNK)):
             part = (words.to(torch.int64) * keys[t.device][: len(words)]).sum() * (digest((identity, j)) | 1)
             total += part.to(device, non_blocking=True)
-    sharded = parallel.kind == "fsdp2"
-    return torch.stack([torch.full_like(total, parallel.world), torch.full_like(total, sharded * parallel.rank), total])
+    sharded = parallel.uses_fsdp2
+    return torch.stack([torch.full_like(total, parallel.size), torch.full_like(total, sharded * parallel.rank), total])
 
 
 def _tensors(
     root: nn.Module, optimizer: Optimizer, trained: Mapping[str, nn.Parameter]
 ) -> Iterator[tuple[str, Tensor]]:
-    """This process's part of every tensor that counts, each place of a shared one."""
+    """(name, this process's part) of every tensor that is included; a shared tensor under each of its names."""
     for name, module in named_modules(root):
         buffers = {key: t for key, t in module._buffers.items() if key not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *buffers.items()):

@@ -1,25 +1,30 @@
-"""How each parameter's share of a private step is computed: by which norm, and what is held until the clip factors are known.
+"""Choose, for each parameter of a private step, how its per-sample norms and its clipped sum are computed.
 
-With B samples, T tokens per sample, a weight of M×N and e bytes per element, a linear layer may be handled in three ways.
-All form the same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; what they cost beyond that, and hold, is
+With B samples, T tokens per sample, a weight of M×N and e bytes per element, a linear layer has three ways. All compute the
+same weight gradient (2·B·T·M·N FLOPs) as an ordinary step; their extra work, and the bytes stored until the clip factors are
+known:
 
-| way | holds | extra work |
+| way | stores | extra work |
 |---|---|---|
 | gram | A and G: B·T·(M+N)·e | B·T·(T+128)·(M+N) FLOPs, and weighting: a pass over the narrower side, or a slower GEMM |
 | direct | the same | 2·B·T·M·N FLOPs, and weighting |
 | keep | per-sample gradients: B·M·N·e | three passes over them |
 
-An ordinary step frees activations while the backward runs; what is held here takes their place, so a step that holds as much
-as they were peaks where an ordinary one does. The fastest ways that together fit into the budget are taken: each parameter
-starts with its fastest, and while the sum is too large, the one that frees the most bytes for the least time changes. Times
-come from constants measured once (`MACHINES`), never from a clock, so a second run plans the same.
+An ordinary step frees activations while the backward runs. The stored tensors take their place, so a step that stores as much
+as the activations did has the memory peak of an ordinary one. `plan_clipping` gives each parameter its fastest way and, while
+the sum exceeds the budget, changes the parameter that frees the most bytes for the least time. Times come from constants
+measured once (`MACHINES`), never from a clock, so that every run makes the same plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Literal
 
 from gramian.core.byte_amounts import format_bytes
+from gramian.plan.budget import Budget
+from gramian.plan.plan_table import PlanTable
 
 Way = Literal["gram", "direct", "keep", "sum", "rows", "rank1", "parts"]
 NormAlgorithm = Literal["auto", "gram", "direct"]
@@ -33,13 +38,13 @@ class Machine:
     product: float
     """FLOPs of a library GEMM."""
     weighted: float
-    """FLOPs of the product that weights every sample in its accumulator; 0: a side is scaled before instead."""
+    """FLOPs of the product that weights every sample in its accumulator; 0: one operand is scaled before the product."""
     gram: float
     """FLOPs of the symmetric Gram kernel."""
     direct: float
     """FLOPs of the GEMM that ends in a sum of squares."""
     bandwidth: float
-    """Bytes."""
+    """Bytes of memory traffic."""
 
 
 MACHINES: dict[str, Machine] = {
@@ -52,28 +57,25 @@ MACHINES: dict[str, Machine] = {
 
 @dataclass(frozen=True)
 class Share:
-    """What is known of one parameter before a step: everything follows from shapes."""
+    """Shapes of one parameter and of its part in a step, from which bytes and times follow."""
 
     parameter: str
     form: str
-    """"outer" (a matrix that meets every token), "sum" (biases, norms), "rows" (tables), or "other"."""
+    """"outer" (a matrix that multiplies every token), "sum" (biases, norms), "rows" (tables), "parts", or "other"."""
     batch: int
     tokens: int
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of an element in which gradients are kept."""
+    """Bytes of an element of a stored gradient."""
     held: int
-    """Bytes of what a later weighted sum reads."""
+    """Bytes of the tensors that a later weighted sum reads."""
     scaled: int = 0
-    """Bytes of the narrower side."""
+    """Bytes of the narrower operand."""
 
     @property
     def elements(self) -> int:
-        """Of the parameter."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        """Number of elements of the parameter."""
+        return prod(self.shape)
 
     @property
     def kept(self) -> int:
@@ -84,26 +86,32 @@ class Share:
 
 @dataclass(frozen=True)
 class ClippingRow:
-    """One line of the plan."""
+    """The way of one parameter, with its cost."""
 
     parameter: str
     way: Way
     tokens: int
     shape: tuple[int, ...]
     held: int
-    """Bytes."""
+    """Bytes stored until the clip factors are known."""
     seconds: float
-    """Beyond an ordinary step."""
+    """Time beyond an ordinary step."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The text of its line in the plan's table."""
+        shape = "×".join(map(str, self.shape))
+        time = f"{self.seconds * 1e3:.3f} ms"
+        return self.parameter, shape, str(self.tokens), self.way, format_bytes(self.held), time
 
 
 def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str) -> list[ClippingRow]:
-    """The ways open to a parameter, fastest first.
+    """The ways that a parameter can be handled, fastest first.
 
     Args:
-        share: its shapes.
-        machine: rates.
+        share: the parameter's shapes.
+        machine: rates of the device.
         algorithm: "auto", or the norm algorithm forced on linear layers.
-        storage: "auto", "bookkeeping" (nothing is kept but what a weighted sum needs) or "keep".
+        storage: "auto", "bookkeeping" (store only what a weighted sum reads) or "keep" (store per-sample gradients).
     """
 
     def row(way: Way, held: int, seconds: float) -> ClippingRow:
@@ -112,10 +120,9 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
     keep = row("keep", share.kept, 3 * share.kept / machine.bandwidth)
     if share.form == "sum":
         return [row("sum", share.kept, share.held / machine.bandwidth)]
-    if share.form == "rows":
-        return [row("rows", share.held, 4 * share.held / machine.bandwidth)]
-    if share.form == "parts":
-        return [row("parts", share.held, 4 * share.held / machine.bandwidth)]
+    if share.form in ("rows", "parts"):
+        way: Way = "rows" if share.form == "rows" else "parts"
+        return [row(way, share.held, 4 * share.held / machine.bandwidth)]
     if share.form != "outer":
         return [keep]
     rows, columns = share.shape
@@ -142,18 +149,25 @@ def ways(share: Share, machine: Machine, algorithm: NormAlgorithm, storage: str)
 
 @dataclass(frozen=True)
 class ClippingPlan:
-    """What every parameter does in a step of one shape; `str()` is the table."""
+    """The way of every parameter in a step of one shape; `str()` is the table.
+
+    ```python
+    loss.backward()  # of a model that `engine.make_private` returned
+    print(engine.plan)
+    ```
+    """
 
     rows: tuple[ClippingRow, ...]
     budget: int | None
+    """Bytes that may be stored; None: no limit."""
     two_pass: bool
-    """True if not even the leanest ways fit, so that nothing may be held: norms first, then a second backward."""
+    """True if not even the leanest ways fit: norms first, then a second backward, and nothing is stored."""
     proof: str = ""
-    """What was shown of the attribution of rows, in words."""
+    """A line on how the attribution of rows to samples was proven."""
 
     @property
     def held(self) -> int:
-        """Bytes held when the clip factors become known."""
+        """Bytes stored when the clip factors become known."""
         return 0 if self.two_pass else sum(row.held for row in self.rows)
 
     def __getitem__(self, parameter: str) -> ClippingRow:
@@ -164,31 +178,17 @@ class ClippingPlan:
         """The row of a parameter, if it has one."""
         return self._by_name.get(parameter)
 
-    @property
+    @cached_property
     def _by_name(self) -> Mapping[str, ClippingRow]:
-        found = self.__dict__.get("_names")
-        if found is None:
-            found = {row.parameter: row for row in self.rows}
-            object.__setattr__(self, "_names", found)
-        return found
+        return {row.parameter: row for row in self.rows}
 
     def __str__(self) -> str:
         """One line per parameter, and the sums."""
-        lines = [("parameter", "shape", "tokens", "way", "held", "extra time")]
-        for row in self.rows:
-            shape = "×".join(map(str, row.shape))
-            lines.append(
-                (row.parameter, shape, str(row.tokens), row.way, format_bytes(row.held), f"{row.seconds * 1e3:.3f} ms")
-            )
-        total = sum(row.seconds for row in self.rows)
-        budget = "none" if self.budget is None else format_bytes(self.budget)
+        seconds = sum(row.seconds for row in self.rows)
         mode = "two passes, nothing held" if self.two_pass else f"held {format_bytes(self.held)}"
-        lines.append(("total", "", "", mode, f"budget {budget}", f"{total * 1e3:.3f} ms"))
-        widths = [max(len(line[i]) for line in lines) for i in range(6)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        return "\n".join([*table, *([self.proof] if self.proof else [])])
+        total = ("total", "", "", mode, f"budget {Budget(self.budget)}", f"{seconds * 1e3:.3f} ms")
+        columns = ("parameter", "shape", "tokens", "way", "held", "extra time")
+        return str(PlanTable(columns, [*self.rows, total], [self.proof] if self.proof else []))
 
 
 def plan_clipping(
@@ -198,19 +198,19 @@ def plan_clipping(
     algorithm: NormAlgorithm = "auto",
     storage: str = "auto",
 ) -> ClippingPlan:
-    """The fastest ways that together fit into the budget.
+    """Choose the fastest ways that together fit into the budget.
 
     Args:
-        shares: every parameter that is trained.
-        machine: rates.
-        budget: bytes that may be held; None: no limit.
-        algorithm: forced norm algorithm of linear layers, or "auto".
+        shares: every trained parameter.
+        machine: rates of the device.
+        budget: bytes that may be stored; None: no limit.
+        algorithm: norm algorithm forced on linear layers, or "auto".
         storage: "auto", "bookkeeping" or "keep".
     """
     options = [ways(share, machine, algorithm, storage) for share in shares]
     chosen = [open_ways[0] for open_ways in options]
     held = sum(row.held for row in chosen)
-    while budget is not None and held > budget:
+    while not Budget(budget).fits(held):
         changes = [
             ((row.held - other.held) / max(other.seconds - row.seconds, 1e-12), i, other)
             for i, (row, open_ways) in enumerate(zip(chosen, options, strict=True))
@@ -226,9 +226,9 @@ def plan_clipping(
 
 
 def default_budget(shares: Iterable[Share]) -> int:
-    """Inputs and output gradients of every layer, which take the place of the step's activations, and one set of weights.
+    """Bytes of every layer's inputs and output gradients, which replace the step's activations, and of one set of weights.
 
-    Per-sample gradients that there is no other way than to write down (layers without a formula, biases) come on top.
+    Per-sample gradients that have to be formed (layers without a formula, biases) are counted in addition.
     """
     written = {"other", "sum"}
     return sum(

@@ -1,12 +1,12 @@
-"""From the shapes of a forward to the plan of its backward: how each parameter's norms and sum will be formed.
+"""Plan a backward from the shapes of its forward: how each parameter's norms and sum will be formed.
 
-Every tapped layer shows its inputs and output as it runs. Its site is then asked, on meta tensors, which per-sample gradients
-it will bring, and the planner is told their shapes. A forward of the same shapes is planned once.
+Every tapped layer reports its inputs and output as it runs. Its site is then asked, on meta tensors, which per-sample gradients
+it will bring, and `plan_clipping` chooses by their shapes. A forward of the same shapes is planned once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,43 +23,37 @@ from gramian.privacy.clipping.clipping_plan import (
     plan_clipping,
     ways,
 )
+from gramian.privacy.options import Storage
 from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient, Summed
 from gramian.taps.gradients.joined import Joined
 
-Storage = Literal["auto", "bookkeeping", "keep", "two_pass"]
 REMEMBERED = 16
-"""Forwards whose shapes are kept until their backward comes."""
+"""Number of recent forwards whose shapes are stored until their backward runs."""
 
 
-class Foresight:
-    """Shapes of the forwards under way, and the plans made from them."""
+class ClippingPlanner:
+    """The shapes of the forwards under way, and the plans made from them."""
 
     def __init__(
         self, trained: Mapping[str, nn.Parameter], storage: Storage, algorithm: NormAlgorithm, budget: int | None
     ) -> None:
-        """Have seen nothing.
-
-        Args:
-            trained: the parameters that are planned.
-            storage: what is held between the norms and the sums.
-            algorithm: forced on linear layers, or "auto".
-            budget: bytes that may be held; None: as much as the step's own activations.
-        """
+        """Plan for the trained parameters; a budget of None bytes allows as much as the step's own activations take."""
         self._trained, self._storage, self._algorithm, self._budget = trained, storage, algorithm, budget
         self._plans: dict[Any, ClippingPlan] = {}
-        self._seen: dict[int, list[Any]] = {}
+        self._uses: dict[int, list[Any]] = {}
+        """{number of a forward: (tap, shapes of its saved inputs, shape of its output) of every use of a layer}."""
         self._number, self._batch = -1, 0
 
     def begin(self, number: int, batch: int) -> None:
-        """A forward begins."""
+        """Begin to collect the shapes of a forward."""
         self._number, self._batch = number, batch
-        self._seen = {n: uses for n, uses in self._seen.items() if n > number - REMEMBERED}
-        self._seen[number] = []
+        self._uses = {n: uses for n, uses in self._uses.items() if n > number - REMEMBERED}
+        self._uses[number] = []
 
-    def see(self, tap: Any, kept: list[Tensor], output: Any) -> None:
+    def see(self, tap: Any, inputs: list[Tensor], output: Any) -> None:
         """Note the shapes of one use of a layer."""
         made = (tuple(output.shape), output.dtype) if isinstance(output, Tensor) else None
-        self._seen.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in kept), made))
+        self._uses.setdefault(self._number, []).append((tap, tuple((tuple(t.shape), t.dtype) for t in inputs), made))
 
     def newest(self) -> ClippingPlan | None:
         """The plan for the last forward; None where its shapes are not known (compiled)."""
@@ -68,22 +62,22 @@ class Foresight:
     def take(self, number: int, batch: int) -> ClippingPlan | None:
         """The plan for a forward whose backward begins; its shapes are forgotten."""
         plan = self._planned(number, batch)
-        self._seen.pop(number, None)
+        self._uses.pop(number, None)
         return plan
 
-    def choose(self, share: Share, bytes_held: int | None) -> ClippingRow:
-        """How a parameter that no plan foresaw is handled, with so much held already; None: only its norms are wanted.
+    def choose(self, share: Share, saved_bytes: int | None) -> ClippingRow:
+        """Choose how an unplanned parameter is handled, with so many bytes saved already; None: only its norms are wanted.
 
         Raises:
             GramianError: if nothing fits into what is left of the budget.
         """
-        storage = "bookkeeping" if bytes_held is None else self._storage
+        storage = "bookkeeping" if saved_bytes is None else self._storage
         open_ways = ways(share, self._machine([share]), self._algorithm, storage)
-        if bytes_held is None:
+        if saved_bytes is None:
             return open_ways[0]
-        if self._budget is None:  # compiled: what the step holds is not known, so keep only where that holds no more
+        if self._budget is None:  # compiled: what the step saves is not known, so keep only where that saves no more
             return next((way for way in open_ways if way.way != "keep" or way.held <= share.held), open_ways[0])
-        fitting = [way for way in open_ways if bytes_held + way.held <= self._budget]
+        fitting = [way for way in open_ways if saved_bytes + way.held <= self._budget]
         if not fitting:
             raise GramianError(
                 f"memory_budget: {share.parameter} needs {min(way.held for way in open_ways)} bytes, more than are left "
@@ -93,38 +87,38 @@ class Foresight:
         return fitting[0]
 
     def _planned(self, number: int, batch: int) -> ClippingPlan | None:
-        uses = self._seen.get(number, [])
+        uses = self._uses.get(number, [])
         if not uses:
             return None
-        key = (batch, *((tap.name, kept, made) for tap, kept, made in uses))
+        key = (batch, *((tap.name, inputs, made) for tap, inputs, made in uses))
         if key not in self._plans:
             self._plans[key] = self._make_plan([*self._shares(uses, batch).values()])
         return self._plans[key]
 
     def _shares(self, uses: Sequence[Any], batch: int) -> dict[str, Share]:
         shares: dict[str, Share] = {}
-        for tap, kept, made in uses:
+        for tap, shapes, made in uses:
             module = tap.owner()
-            locals_ = {local: name for local, name in tap.parameters.items() if name in self._trained}
-            if made is None or not tap.site.compiles:  # the generic fallback writes per-sample gradients down
-                found = {name: self._written(name, batch) for name in locals_.values()}
+            names = {local: name for local, name in tap.parameters.items() if name in self._trained}
+            if made is None or not tap.site.compiles:  # the generic fallback forms explicit per-sample gradients
+                found = {name: self._explicit(name, batch) for name in names.values()}
             else:
-                inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kept]
+                inputs = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
                 output = torch.empty(made[0], dtype=made[1], device="meta")
                 try:
                     gradients = tap.site.gradients(module, inputs, [output], batch, None)
-                except RuntimeError:  # it reads numbers of the module, not shapes alone: handled when they are there
+                except RuntimeError:  # it reads numbers of the module, not shapes alone: planned when they are there
                     continue
                 found = {
-                    locals_[local]: share_of(locals_[local], gradient)
+                    names[local]: share_of(names[local], gradient)
                     for local, gradient in gradients.items()
-                    if local in locals_
+                    if local in names
                 }
             for name, share in found.items():
                 shares[name] = share if name not in shares else _joined(shares[name], share)
         return shares
 
-    def _written(self, name: str, batch: int) -> Share:
+    def _explicit(self, name: str, batch: int) -> Share:
         p = self._trained[name]
         return Share(name, "other", batch, 1, tuple(p.shape), max(p.element_size(), 4), 0)
 
@@ -142,7 +136,7 @@ class Foresight:
 
 
 def share_of(name: str, gradient: PerSampleGradient) -> Share:
-    """What the planner must know of a gradient."""
+    """Describe a per-sample gradient to the planner: its form, shapes and bytes."""
     tensors = gradient.tensors()
     itemsize = gradient.dtype.itemsize
     held = sum(t.nbytes for t in tensors)
@@ -158,7 +152,7 @@ def share_of(name: str, gradient: PerSampleGradient) -> Share:
 
 
 def _joined(one: Share, other: Share) -> Share:
-    """Two uses of one parameter."""
+    """The share of a parameter that is used twice."""
     same = one.form == other.form
     if same and one.form == "outer":
         return replace(

@@ -16,11 +16,7 @@ def layers_with_sites(root: nn.Module) -> list[tuple[str, nn.Module, Site]]:
 
 
 def refuse_mixing(layers: Sequence[tuple[str, nn.Module, Site]]) -> None:
-    """Refuse layers that are seen to mix samples, or to store something of them, in the mode that they are in now.
-
-    Raises:
-        GramianError: naming the layer.
-    """
+    """Raise a `GramianError` that names a layer which mixes samples, or stores something of them, in its present mode."""
     for name, layer, site in layers:
         reason = site.check_per_sample(layer) or (site.check(layer) if site.kind == "embedding" else None)
         if reason is None and isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats:

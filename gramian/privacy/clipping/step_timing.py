@@ -1,6 +1,6 @@
-"""Where the time of a private step goes: `GRAMIAN_PROFILE=1` records it without ever waiting for the device.
+"""Times of the parts of a private step: `GRAMIAN_PROFILE=1` records them without ever waiting for the device.
 
-Times are pairs of CUDA events (wall clock on a CPU) in a ring buffer; they are read when somebody asks, after the step.
+Times are pairs of CUDA events (wall clock on a CPU) in a ring buffer; `report` reads them after the step.
 """
 
 import os
@@ -43,10 +43,18 @@ class Entry:
 
 
 class Stopwatch:
-    """Off unless asked for: then `time` hands out one shared empty context."""
+    """Records times while it is on; off, `time` returns one shared empty context, which costs nothing.
+
+    ```python
+    stopwatch = Stopwatch(on=True)
+    with stopwatch.time("norm", "fc.weight", cuda=x.is_cuda):
+        x @ w
+    stopwatch.report()
+    ```
+    """
 
     def __init__(self, on: bool | None = None) -> None:
-        """Follow GRAMIAN_PROFILE unless told."""
+        """Switch on or off; None: as GRAMIAN_PROFILE says."""
         self.on = os.environ.get("GRAMIAN_PROFILE", "0") not in ("", "0") if on is None else on
         self.step = 0
         self.entries: deque[Entry] = deque(maxlen=ENTRIES)
@@ -58,11 +66,11 @@ class Stopwatch:
         return self._timed(phase, what, way, flops, nbytes, cuda) if self.on else _NOTHING
 
     def now(self, cuda: bool) -> Any:
-        """A moment, for `add`; None while the stopwatch is off."""
+        """The present moment, for `add`; None while the stopwatch is off."""
         return _now(cuda) if self.on else None
 
     def add(self, phase: str, start: Any, cuda: bool) -> None:
-        """What began at a moment ends now."""
+        """Record work that began at `start` and ends now."""
         if self.on and start is not None:
             self.entries.append(Entry(self.step, phase, "", "", 0.0, 0.0, (start, _now(cuda))))
 
@@ -73,7 +81,7 @@ class Stopwatch:
         self.entries.append(Entry(self.step, phase, what, way, flops, nbytes, (start, _now(cuda))))
 
     def report(self) -> list[dict[str, Any]]:
-        """One line per phase, parameter and way: calls, mean milliseconds, TFLOP/s and bytes. Waits for the device."""
+        """Calls, mean milliseconds, TFLOP/s and bytes for each phase, parameter and way. Waits for the device."""
         if any(not isinstance(entry.span[0], float) for entry in self.entries):
             torch.cuda.synchronize()
         sums: dict[tuple[str, str, str], list[float]] = {}

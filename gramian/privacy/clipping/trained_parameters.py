@@ -1,4 +1,4 @@
-"""Which parameters a private step trains, and whether it can."""
+"""The parameters that a private step trains, and checks that it can."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from gramian.taps.model.user_names import named_parameters
 
 
 def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's trainable parameters under the user's names, in the model's order. Others of the model are warned of.
+    """The optimizer's trainable parameters under the user's names, in the model's order; a warning if the model has more.
 
     Raises:
         GramianError: if there are none, if some are not the model's, if one has a hook, or no shape yet.
@@ -25,17 +25,13 @@ def trained_parameters(root: nn.Module, optimizer: Optimizer) -> dict[str, nn.Pa
         warnings.warn(
             f"optimizer: does not have {left_out[0]}{' and others' if len(left_out) > 1 else ''}, which will get no "
             "gradient; expected requires_grad=False, or all trained parameters in one optimizer",
-            stacklevel=3,
+            stacklevel=4,
         )
     return trained
 
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run.
-
-    Raises:
-        GramianError: naming it.
-    """
+    """Refuse hooks on a parameter's gradient: no gradient reaches the parameter itself, so they would never run."""
     for name, p in trained.items():
         if p._backward_hooks:
             raise GramianError(

@@ -1,7 +1,7 @@
-"""Noise that belongs to the element of a parameter, not to the process that holds it.
+"""Gaussian noise as a function of (noise key, release, element), whichever process holds the element.
 
 Every element has one global index; its noise is the normal number at that place of the key stream of (noise key, release).
-Then any sharding over dim 0, on any number of ranks, draws what the whole parameter draws.
+So any sharding over dim 0, on any number of ranks, draws the noise of the unsharded parameter.
 
 Noise is sampled in float32 and added in floating point: that is the usual model of DP-SGD, and it does not defend against an
 adversary who reads low-order bits of the result.
@@ -18,17 +18,17 @@ from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 MOST_ELEMENTS = 2**40
-"""Elements of a release; two of them are a pair of Box–Muller."""
+"""Most elements of a release; two of them are a pair of Box–Muller."""
 
 TAIL_MASS = 2.0**-64
-"""Probability of a pair with the radius `chacha.BOUND`, in whose place a normal distribution has all larger ones."""
+"""Probability of a pair with the radius `BOUND`, in whose place a normal distribution has all larger ones."""
 
 TAIL_RADIUS = math.sqrt(-2 * math.log(TAIL_MASS))
 """Radius R beyond which a pair of normal numbers lies with that probability: 9.42."""
 
 
 def tail_delta(noise_multiplier: float) -> float:
-    """δ₀: what δ grows by for one participation of a record, because the noise is bounded and normal numbers are not.
+    """δ₀ by which δ grows for one participation of a record at this σ, because the noise is bounded and normal numbers are not.
 
     A record shifts the mean of the noise by v with ‖v‖ ≤ s = 1/σ, in standard deviations. Where both densities are positive,
     their ratio is that of normal distributions. Nothing bounds it where the shift pushes a pair of elements out of the disk of
@@ -38,13 +38,7 @@ def tail_delta(noise_multiplier: float) -> float:
         Σ g(a_k) ≤ g(s) + (√K - 1)·s·R·e^(-R²/2) ≤ e^(-(R - s)²/2) + √K·s·R·2⁻⁶⁴ = δ₀,    K = 2³⁹
 
     The first term is P(|Z₁, Z₂| > R - 1/σ), of a shift in one element; the second, of one spread over all: 4.1e-16 + 3.8e-13 at
-    σ = 1, 1.1e-12 + 7.6e-13 at σ = ½.
-
-    Args:
-        noise_multiplier: σ.
-
-    Returns:
-        δ₀; 1 where R - s < √3, below σ = 0.13.
+    σ = 1, 1.1e-12 + 7.6e-13 at σ = ½. δ₀ is 1 where R - s < √3, below σ = 0.13.
     """
     shift = math.inf if noise_multiplier == 0 else 1 / noise_multiplier
     if TAIL_RADIUS - shift < math.sqrt(3):
@@ -53,7 +47,7 @@ def tail_delta(noise_multiplier: float) -> float:
 
 
 class NoisePlan:
-    """Where the parameters of a model stand in the key stream of a release.
+    """The places of a model's parameters in the key stream of a release.
 
     Parameters follow each other in the given order; each starts at an even place, so that no pair of Box–Muller is shared by
     two. A nonce has 2³⁶ places: the nonce of place p of release n is n + 2⁶⁴·⌊p / 2³⁶⌋. At most 2⁴⁰ places: what `tail_delta`
@@ -61,7 +55,7 @@ class NoisePlan:
 
     Args:
         key: the noise key, 32 bytes, the same on every rank.
-        parameters: (name, global shape) of all of them, in an order that is the same on every rank and after a resume.
+        parameters: (name, global shape) of each, in an order that is the same on every rank and after a resume.
     """
 
     def __init__(self, key: bytes, parameters: Iterable[tuple[str, Sequence[int]]]) -> None:
@@ -94,19 +88,15 @@ class NoisePlan:
     ) -> Tensor:
         """Add this release's noise to a parameter's gradient, or to the rows of it that this rank holds, in place.
 
-        Cost: one pass over the local gradient.
+        Cost: one pass over the local gradient; one that is not contiguous goes through a copy.
 
         Args:
-            grad_local: [stop - start, ...] of a contiguous range of dim 0; the whole gradient where `rows` is None. A gradient
-                that is not contiguous goes through a copy.
-            name: of the parameter.
+            grad_local: [stop - start, ...], rows of dim 0; the complete gradient where `rows` is None.
+            name: name of the parameter.
             std: standard deviation of the noise, a number or a 0-dim tensor on the gradient's device.
             release: number of the release, from `ReleaseCounter.begin`, below 2⁶⁴.
-            rows: (start, stop) or a slice in dim 0 of the whole parameter.
-            factor: what the sum is multiplied by before it is rounded.
-
-        Returns:
-            The gradient.
+            rows: (start, stop) or a slice in dim 0 of the complete parameter.
+            factor: factor of the sum of gradient and noise, before it is rounded.
         """
         if name not in self.shapes:
             raise GramianError(f"{name}: not in the noise plan; expected one of its {len(self.shapes)} parameters")
@@ -139,7 +129,7 @@ class NoisePlan:
 
 
 def _range(name: str, shape: tuple[int, ...], rows: tuple[int, int] | slice) -> tuple[int, int]:
-    """(start, stop) of dim 0, checked."""
+    """Check a range of dim 0 and return it as (start, stop)."""
     if not shape:
         raise GramianError(f"{name}: rows of a 0-dim parameter; expected rows=None")
     if isinstance(rows, slice):

@@ -1,4 +1,4 @@
-"""What must stay secret and what must never repeat: the key, the counter of releases, and the files that hold them.
+"""The secret key of a private run, the counter of its releases, and the files that store them.
 
 A release is one noisy sum that leaves the process. Its noise is a function of (key, release number, element), so a number
 that was begun is never given to another sum: the counter is on disk before the noise exists.
@@ -9,29 +9,31 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
+from gramian.core.durable_files import replace_file, replacing
 from gramian.core.errors import GramianError
 
 KEY_BYTES = 32
+FORMAT = 1
+"""Version of the counter file."""
 
 
 class Secrets:
     """A 256-bit key from the operating system, and the independent keys derived from it.
 
     Neither `repr` nor a pickle shows it; it leaves through `state_dict` alone, for `save_private`. Copies are refused, that of
-    `os.fork` too: two holders of one key would draw the same noise for different sums. The processes of one run share a key on
-    purpose, each through its own `load_state_dict`.
+    `os.fork` too: two processes with one key would draw the same noise for different sums. The processes of one run share a key
+    on purpose, each through its own `load_state_dict`.
 
     Args:
-        insecure_reproducible: take the key from `seed`, which anyone can guess. For tests; recorded.
-        seed: with `insecure_reproducible` only.
+        insecure_reproducible: derive the key from `seed`, which anyone can guess. For tests; recorded.
+        seed: seed of the key, with `insecure_reproducible` only.
     """
 
     def __init__(self, *, insecure_reproducible: bool = False, seed: int | None = None) -> None:
@@ -48,28 +50,21 @@ class Secrets:
 
     @property
     def noise_key(self) -> bytes:
-        """The key of the noise: nonce = release number, place = global element index."""
+        """The key of the noise: the nonce is the release number, the place the global element index."""
         return self.subkey("noise")
 
     @property
     def sampling_key(self) -> bytes:
-        """The key of the Poisson draws: nonce = draw number, place = record."""
+        """The key of the Poisson draws: the nonce is the draw number, the place the record."""
         return self.subkey("sampling")
 
     def subkey(self, label: str) -> bytes:
-        """A 32-byte key for one purpose: BLAKE2b keyed with the secret, over the label.
-
-        Args:
-            label: the purpose; different labels give independent keys.
-
-        Returns:
-            The derived key.
-        """
+        """A 32-byte key for one purpose: BLAKE2b keyed with the secret, over the label."""
         self.refuse_forks()
         return hashlib.blake2b(label.encode(), digest_size=32, key=self._key, person=b"gramian subkey").digest()
 
     def refuse_forks(self) -> None:
-        """Raise in a process that was forked from the one with the key."""
+        """Raise a `GramianError` in a process that was forked from the one with the key."""
         if os.getpid() != self._process:
             raise GramianError(
                 f"engine: its key belongs to process {self._process}, from which this one was forked, and both would draw the "
@@ -77,19 +72,19 @@ class Secrets:
             )
 
     def renew(self) -> None:
-        """Another key: nothing that was drawn with the old one can be drawn again. A fixed seed stays what it is."""
+        """Draw another key, so that nothing is drawn again with the old one; the key of a fixed seed stays."""
         if not self.insecure_reproducible:
             self._key = os.urandom(KEY_BYTES)
 
     def state_dict(self) -> dict[str, Any]:
-        """The key itself, as uint8 [32], and the flag. For `save_private`, and for rank 0 to give to the others."""
+        """The key itself, as uint8 [32], and the flag: for `save_private`, and for rank 0 to send to the other ranks."""
         return {
             "key": torch.tensor(list(self._key), dtype=torch.uint8),
             "insecure_reproducible": self.insecure_reproducible,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the key of a checkpoint or of rank 0."""
+        """Load the key of a checkpoint or of rank 0."""
         key, insecure = state.get("key"), state.get("insecure_reproducible")
         if not isinstance(key, torch.Tensor) or key.dtype != torch.uint8 or list(key.shape) != [KEY_BYTES]:
             raise GramianError(f"key: missing or of another shape; expected a uint8 tensor of {KEY_BYTES} in the state")
@@ -111,7 +106,7 @@ class Secrets:
 
 
 class ReleaseCounter:
-    """Numbers for releases, each given to one sum, and how many were begun.
+    """Gives each release a number of its own, and counts how many were begun.
 
     `spent` is a high-water mark: the releases begun so far, in this process or, by the bound file, in an earlier one. It is
     what the accountant counts, and it only grows: beginning a number a second time, in a replay, adds nothing.
@@ -122,11 +117,11 @@ class ReleaseCounter:
         self._spent = 0
         self._path: Path | None = None
         self.about: Any = None
-        """What was said of the releases when the last one was begun, in this process or by the bound file."""
+        """The state of the accounting when the last release was begun, in this process or by the bound file."""
 
     @property
     def spent(self) -> int:
-        """Distinct releases begun."""
+        """Number of distinct releases begun."""
         return self._spent
 
     @property
@@ -135,14 +130,10 @@ class ReleaseCounter:
         return self._next
 
     def bind(self, path: str | os.PathLike[str], *, must_exist: bool = False) -> None:
-        """Keep the mark in a file from now on; a file that is there already is taken into account, never lowered.
+        """Store the mark in a file beside the checkpoint from now on; the mark of an existing file is never lowered.
 
         One process of a run binds (rank 0). The next release moves past every number in the file unless `restore` says that
-        it is a replay.
-
-        Args:
-            path: of the file, beside the checkpoint.
-            must_exist: a resumed run passes True: without the file nobody knows which numbers were begun.
+        it is a replay. A resumed run passes `must_exist`: without the file it is not known which numbers were begun.
         """
         path = Path(path)
         recorded = _read_mark(path)
@@ -157,20 +148,15 @@ class ReleaseCounter:
 
     @property
     def bound(self) -> bool:
-        """Whether the mark is kept in a file."""
+        """True if the mark is stored in a file."""
         return self._path is not None
 
     def begin(self, about: Any = None) -> int:
-        """Begin a release.
+        """Begin a release and return its number.
 
         With a bound file the mark is durable before the number is returned: two fsyncs and a rename, up to a few milliseconds
-        on a disk. If it cannot be written nothing has begun.
-
-        Args:
-            about: what kind of releases there were and this one is of, in plain values; kept beside the mark.
-
-        Returns:
-            Its number.
+        on a disk. If it cannot be written nothing has begun. `about`, the state of the accounting in plain values, is stored
+        beside the mark.
         """
         release = self._next
         if release + 1 > self._spent:
@@ -191,7 +177,7 @@ class ReleaseCounter:
             released: `released` at the checkpoint.
             replay: True if the steps that follow are, bit for bit, those that followed the checkpoint before: the numbers from
                 `released` on are given again and counted once. False in every other case: the next number is past all begun.
-            spent: at the checkpoint, where a mark that is higher is not known.
+            spent: `spent` at the checkpoint; a higher mark that is known here stays.
         """
         if released < 0:
             raise GramianError(f"released: {released}; expected at least 0")
@@ -203,11 +189,11 @@ class ReleaseCounter:
         self._next = released if replay else mark
 
     def state_dict(self) -> dict[str, int]:
-        """Where the counter stands; plain integers."""
+        """The next number and the mark, as plain integers."""
         return {"released": self._next, "spent": self._spent}
 
     def load_state_dict(self, state: dict[str, int], *, replay: bool = False) -> None:
-        """`restore` from a state, whose own mark counts too."""
+        """`restore` from a state; its mark counts too."""
         released, spent = state.get("released"), state.get("spent")
         if not is_count(released) or not is_count(spent) or released > spent:
             raise GramianError(
@@ -216,7 +202,7 @@ class ReleaseCounter:
         self.restore(released, replay, spent)
 
     def move_on(self) -> None:
-        """The next number is past all begun: a replay ends here."""
+        """End a replay: the next number is past all begun."""
         self._next = self._spent
 
     def __repr__(self) -> str:
@@ -224,30 +210,19 @@ class ReleaseCounter:
 
 
 def is_count(value: Any) -> TypeGuard[int]:
-    """An integer of at least 0; True and False are none."""
+    """True for an integer of at least 0; False for True and False."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def save_private(path: str | os.PathLike[str], state: Any) -> None:
-    """Write a torch file that only its owner can read, whole or not at all.
-
-    Args:
-        path: of the file; an older one is replaced.
-        state: tensors and plain values in dicts and lists.
-    """
-    _write_durably(Path(path), lambda file: torch.save(state, file))
+    """Write tensors and plain values to a torch file of mode 0600, atomically; an older file is replaced."""
+    path = Path(path)
+    with _refused_in_one_line(path), replacing(path, private=True) as temporary, temporary.open("wb") as file:
+        torch.save(state, file)
 
 
 def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
-    """Read a file of `save_private`, without running code from it.
-
-    Args:
-        path: of the file. A warning says if others can read it.
-        map_location: as for `torch.load`.
-
-    Returns:
-        What was saved.
-    """
+    """Read a file of `save_private`, without running code from it; a warning if other users can read it."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -255,7 +230,7 @@ def load_private(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> 
             state = torch.load(file, map_location=map_location, weights_only=True)
     except OSError as reason:
         raise GramianError(f"{path}: {reason.strerror}; expected a file written by save_private") from None
-    except Exception as reason:  # whatever a damaged file makes the reader do
+    except Exception as reason:  # a damaged file may raise anything
         first = (str(reason).strip() or type(reason).__name__).splitlines()[0]
         raise GramianError(f"{path}: not readable ({first}); expected a file written by save_private") from None
     if mode & 0o077:
@@ -281,33 +256,18 @@ def _read_mark(path: Path) -> int | None:
 
 
 def _read_about(path: Path) -> Any:
-    """What the counter file says of its releases; it was read as a mark before."""
+    """The accounting state in a counter file that was read as a mark before."""
     return json.loads(path.read_text(encoding="utf-8")).get("about")
 
 
 def _write_mark(path: Path, mark: int, about: Any = None) -> None:
-    _write_durably(path, lambda file: file.write(json.dumps({"begun": mark, "about": about}).encode()))
+    with _refused_in_one_line(path):
+        replace_file(path, json.dumps({"format": FORMAT, "begun": mark, "about": about}).encode(), private=True)
 
 
-def _write_durably(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Temporary file of mode 0600, fsync, rename, fsync of the folder."""
-    temporary = None
+@contextlib.contextmanager
+def _refused_in_one_line(path: Path) -> Iterator[None]:
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        temporary = None
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        yield
     except OSError as reason:
         raise GramianError(f"{path}: {reason.strerror}; expected a folder that can be written") from None
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

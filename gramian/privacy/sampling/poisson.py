@@ -1,6 +1,7 @@
-"""Keyed Poisson sampling: who takes part in a draw is a function of (key, draw number, record), on any number of ranks.
+"""Keyed Poisson sampling: whether a record takes part in a draw is a function of (key, draw number, record).
 
-So a run resumes from a draw number, and a change of world size changes who computes what, not what is drawn.
+It does not depend on the number of ranks, so a run resumes from a draw number, and a change of world size changes which rank
+computes a record, not which records are drawn.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,23 +15,14 @@ from gramian.core.errors import GramianError
 from gramian.kernels import chacha
 
 _CHUNK = 2**19
-"""Records per piece: 4 MB of key stream."""
+"""Records per piece of key stream: 4 MB."""
 
 
 def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int64]:
-    """The records of one Poisson draw: record i takes part, independently of all others, iff u_i < rate.
+    """Indices, ascending, of one Poisson draw from `size` records: record i takes part, independently, iff u_i < rate.
 
-    u_i is the 53-bit uniform of words 2i and 2i+1 of the key stream with the draw number as nonce. Cost: 8·size bytes of key
-    stream, about 10 ms for a million records.
-
-    Args:
-        key: 32 bytes, the sampling key.
-        draw_number: number of the draw, below 2⁹⁶.
-        size: records of the data set.
-        rate: the probability to take part, in (0, 1].
-
-    Returns:
-        Their indices, ascending, int64.
+    u_i is the 53-bit uniform of words 2i and 2i+1 of the key stream with the draw number (below 2⁹⁶) as nonce. Cost: 8·size
+    bytes of key stream, about 10 ms for a million records.
     """
     if not 0 < rate <= 1:
         raise GramianError(f"sample_rate: {rate}; expected a probability in (0, 1]")
@@ -46,31 +38,14 @@ def draw(key: bytes, draw_number: int, size: int, rate: float) -> NDArray[np.int
 
 
 def share(indices: NDArray[np.int64], rank: int, world: int) -> NDArray[np.int64]:
-    """What one rank takes of a draw: every world-th record from its own place on, so that shares differ by at most one.
-
-    Args:
-        indices: the draw.
-        rank: of the process.
-        world: number of ranks.
-
-    Returns:
-        Its records.
-    """
+    """One rank's records of a draw: every world-th from its own place on, so that shares differ by at most one."""
     if not 0 <= rank < world:
         raise GramianError(f"rank: {rank} of {world}; expected 0 to {world - 1}")
     return indices[rank::world]
 
 
 def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
-    """Pieces in which every rank runs a draw: as many as the largest share needs, at least one.
-
-    Args:
-        count_per_rank_max: records of the largest share.
-        max_physical_batch: most records in one piece; None = any number.
-
-    Returns:
-        The number of pieces.
-    """
+    """Number of pieces in which every rank runs a draw: as many as the largest share needs, at least one."""
     if max_physical_batch is None:
         return 1
     if max_physical_batch < 1:
@@ -80,7 +55,7 @@ def pieces(count_per_rank_max: int, max_physical_batch: int | None) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """One physical batch of one draw, as one rank sees it."""
+    """One physical batch of one draw, on one rank."""
 
     draw: int
     piece: int
@@ -89,19 +64,19 @@ class Piece:
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """The physical batches of one rank, over the steps of an epoch; a `batch_sampler` for a DataLoader.
+    """The physical batches of one rank over the steps of an epoch, as the `batch_sampler` of a DataLoader.
 
     Every rank yields the same number of pieces in every draw; a piece may be empty.
 
     Args:
         key: the sampling key, 32 bytes, the same on every rank.
-        size: records of the whole data set.
-        rate: the probability of a record to take part in a draw.
+        size: records of the complete data set.
+        rate: probability of a record to take part in a draw.
         steps: draws per epoch.
-        next_draw: gives the number of the first draw whenever an epoch begins.
-        rank: of this process.
+        next_draw: returns the number of the first draw when an epoch begins.
+        rank: rank of this process.
         world: number of ranks.
-        max_physical_batch: most records in one piece; None = the whole share at once.
+        max_physical_batch: most records in one piece; None: the rank's share at once.
     """
 
     def __init__(
@@ -137,7 +112,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         ]
 
     def epoch(self) -> Iterator[Piece]:
-        """The pieces of `steps` draws from `next_draw()` on."""
+        """Yield the pieces of `steps` draws from `next_draw()` on."""
         first = self._next_draw()
         for number in range(first, first + self.steps):
             yield from self.pieces_of(number)

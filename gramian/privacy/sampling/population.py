@@ -1,4 +1,4 @@
-"""How many records a loader's batches come from: what the sample rate is a share of."""
+"""The number of records that a loader's batches come from, by which the sample rate is computed."""
 
 from collections.abc import Sized
 from typing import Any
@@ -18,19 +18,16 @@ from gramian.privacy.sampling.private_loader import PrivateLoader
 
 
 def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> int | None:
-    """Records that the batches of all processes come from.
+    """Number of records that the batches of all processes come from; None where it is not known.
 
-    Poisson draws are from the whole data set. A loader that stays as it is reads what its sampler yields in a pass, and that
-    is `len(sampler)` on each process: with the data set's length the rate of a record in a subset would be understated.
+    Poisson draws are from the complete data set. The user's own loader reads what its sampler yields in a pass, and that is
+    `len(sampler)` on each process: with the data set's length the rate of a record in a subset would be understated.
 
     Args:
-        loader: this process's.
-        world: number of processes, whose samplers are believed to yield different records.
-        poisson: its sampler is replaced.
-        rate_given: nobody has to compute the rate.
-
-    Returns:
-        Their number; None: not known.
+        loader: the loader of this process.
+        world: number of processes, whose samplers are assumed to yield different records.
+        poisson: True if Poisson draws replace its sampler.
+        rate_given: True if the user gave the sample rate, which need not be computed.
 
     Raises:
         GramianError: for a sampler that Poisson draws would not follow, or whose records may repeat in a pass.
@@ -60,7 +57,7 @@ def population(loader: Any, world: int, *, poisson: bool, rate_given: bool) -> i
 
 
 def _sampler_of(loader: Any) -> Any:
-    """What yields the indices: a batch sampler of the user's own, or a sampler."""
+    """The object that yields the indices: a batch sampler of the user's own, or a sampler."""
     batches = getattr(loader, "batch_sampler", None)
     if batches is None:
         return loader.sampler
@@ -68,7 +65,7 @@ def _sampler_of(loader: Any) -> Any:
 
 
 def _goes_over(sampler: Any) -> int | None:
-    """Records of which a sampler yields each, but for what makes the processes even; None: not known."""
+    """Number of records of which a sampler yields each, up to padding between processes; None: not known."""
     kind = type(sampler)
     if kind is DistributedSampler:
         return len(sampler.dataset)
@@ -80,7 +77,7 @@ def _goes_over(sampler: Any) -> int | None:
 def _yields(sampler: Any, world: int) -> int | None:
     """Records in a pass of all processes' samplers, if none is there twice; None: not known.
 
-    Samplers are told apart by their exact type: a subclass may do anything.
+    Only exact types of samplers are known: a subclass may do anything.
     """
     kind, everywhere = type(sampler), len(sampler) * world if isinstance(sampler, Sized) else 0
     if kind is DistributedSampler:

@@ -1,4 +1,4 @@
-"""One sample as the loader would collate it alone: what shows that padding leaks from one sample into another."""
+"""Samples as the loader would collate them alone, to show that padding does not leak from one sample into another."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -10,41 +10,36 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gramian.taps.proof.sample_arguments import SampleArguments
-from gramian.taps.proof.single_unit import Lone
+from gramian.taps.proof.single_unit import SampleAlone
 
-MOST = 4
-"""Samples that are collated alone."""
-SHIFT = 2
-"""Tokens that may be cut off a batch: a language model reads all but the last."""
-
+MOST_ALONE = 4
+"""Most samples that are collated alone."""
+LARGEST_CUT = 2
+"""Most tokens that a loop may cut off a batch: a language model reads all but the last."""
 
 Path = tuple[Any, ...]
+"""Keys from the root of a batch to a tensor."""
 
 
 @dataclass(frozen=True)
 class LastBatch:
-    """What a loader handed over last."""
+    """The batch that a loader yielded last."""
 
     batch: Any
     records: int
+    """Number of its records."""
     singles: Callable[[], list[Any]]
     """Collates each of its records alone."""
 
-    def samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[Lone]:
-        """Some samples, each alone, as arguments of the model: of different lengths where they differ, the shortest first.
+    def samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
+        """Up to 4 of the samples numbered in `among`, each alone, as arguments of the model.
 
-        Cost: one record read and collated for each sample of the batch.
-
-        Args:
-            samples: the arguments of a forward.
-            among: numbers of samples to choose from.
-
-        Returns:
-            Up to 4, one where none is padded; none if the arguments are not those of this batch.
+        They have different lengths where lengths differ, the shortest first; it is one sample where none is padded, and none if
+        the arguments are not those of this batch. Cost: one record read and collated for each sample of the batch.
         """
-        whole = _tensors(self.batch)
+        tensors = _tensors(self.batch)
         places = {
-            number: next((place for place in (_Place.of(path, t, mine) for path, t in whole.items()) if place), None)
+            number: next((place for place in (_Place.of(path, t, mine) for path, t in tensors.items()) if place), None)
             for number, mine in enumerate(samples.leaves)
             if samples.rows[number] and isinstance(mine, Tensor)
         }
@@ -52,25 +47,25 @@ class LastBatch:
             return []
         singles = [_tensors(single) for single in self.singles()]
         sizes = {row: sum(leaf.numel() for leaf in singles[row].values()) for row in among}
-        longest = sum(leaf.numel() for leaf in whole.values()) // samples.batch
+        longest = sum(leaf.numel() for leaf in tensors.values()) // samples.batch
         padded = sorted((row for row in sizes if sizes[row] < longest), key=sizes.__getitem__)
-        chosen = padded[:: -(-len(padded) // MOST)] if padded else [next(iter(sizes))]
+        chosen = padded[:: -(-len(padded) // MOST_ALONE)] if padded else [next(iter(sizes))]
         found = [self._alone(samples, places, singles[row], row) for row in chosen]
         return [one for one in found if one is not None]
 
     def _alone(
         self, samples: SampleArguments, places: "Mapping[int, _Place | None]", single: "Mapping[Path, Tensor]", row: int
-    ) -> Lone | None:
-        """One sample; None if it is not what the batch holds: read anew, a record may be another one (augmentation).
+    ) -> SampleAlone | None:
+        """One sample alone; None if it differs from the batch's: read again, a record may change (augmentation).
 
-        What the user made of a batch (positions, lengths) is the sample's row of it, cut to the sample's tokens.
+        Arguments that the user made of a batch (positions, lengths) become the sample's row, cut to the sample's tokens.
         """
-        whole, taken, left, cut = _tensors(self.batch), list(samples.leaves), False, dict[int, int]()
+        tensors, taken, left, cut = _tensors(self.batch), list(samples.leaves), False, dict[int, int]()
         for number, place in places.items():
             if place is None:
                 continue
             own, mine = single.get(place.path), samples.leaves[number]
-            at_end = _ends(own[0], whole[place.path][row]) if own is not None and own.shape[:1] == (1,) else None
+            at_end = _ends(own[0], tensors[place.path][row]) if own is not None and own.shape[:1] == (1,) else None
             if own is None or at_end is None:
                 return None
             left = left or at_end
@@ -89,53 +84,53 @@ class LastBatch:
         for number, leaf in enumerate(samples.leaves):
             if samples.rows[number] and not isinstance(leaf, Tensor):
                 taken[number] = leaf[row : row + 1]
-        return Lone(row, pytree.tree_unflatten(taken, samples.spec), left)
+        return SampleAlone(row, pytree.tree_unflatten(taken, samples.spec), left)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an argument of the model lies in the loader's batch: which tensor, and how many tokens were cut off both ends."""
+    """The place of a model argument in the loader's batch: which tensor, and how many tokens were cut off both ends."""
 
     path: Path
     start: int
     end: int
 
     @classmethod
-    def of(cls, path: Path, whole: Tensor, mine: Tensor) -> "_Place | None":
-        """None if it is not there."""
-        if _same(whole, mine):
+    def of(cls, path: Path, tensor: Tensor, mine: Tensor) -> "_Place | None":
+        """The place of an argument in one tensor of the batch; None if it is not there."""
+        if _same(tensor, mine):
             return cls(path, 0, 0)
-        if whole.dim() < 2 or whole.dim() != mine.dim():
+        if tensor.dim() < 2 or tensor.dim() != mine.dim():
             return None
-        missing = whole.shape[1] - mine.shape[1]
-        cuts = [cls(path, start, missing - start) for start in range(missing + 1)] if 0 < missing <= SHIFT else []
-        return next((one for one in cuts if _same(one.cut(whole), mine)), None)
+        missing = tensor.shape[1] - mine.shape[1]
+        cuts = [cls(path, start, missing - start) for start in range(missing + 1)] if 0 < missing <= LARGEST_CUT else []
+        return next((one for one in cuts if _same(one.cut(tensor), mine)), None)
 
-    def cut(self, whole: Tensor) -> Tensor:
-        """The tokens that are left."""
-        return whole[:, self.start : whole.shape[1] - self.end] if self.start or self.end else whole
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Cut a tensor of the batch, or of one record, in the same way."""
+        return tensor[:, self.start : tensor.shape[1] - self.end] if self.start or self.end else tensor
 
 
-class RememberingCollate:
-    """A loader's collate function that remembers the records of the batch that it collated last, in this process.
+class RecordingCollate:
+    """A loader's collate function that stores the records of the batch that it collated last, in this process.
 
-    Under workers it remembers nothing here, and a slice of the batch stands in for the sample alone.
+    With workers nothing is stored in this process, and a slice of the batch stands in for the sample alone.
     """
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
-        """Remember nothing yet."""
+        """Wrap a collate function."""
         self.collate = collate
         self.last: tuple[Sequence[Any], Any] | None = None
 
     def __call__(self, records: Sequence[Any]) -> Any:
-        """Collate, and remember."""
+        """Collate records and store them."""
         batch = self.collate(records)
         self.last = (records, batch)
         return batch
 
     def __reduce__(self) -> Any:
-        """Without the records."""
-        return (RememberingCollate, (self.collate,))
+        """Pickle without the records."""
+        return (RecordingCollate, (self.collate,))
 
     def last_batch(self) -> LastBatch | None:
         """The last batch, if it was collated here."""
@@ -146,13 +141,13 @@ class RememberingCollate:
 
 
 def _tensors(batch: Any) -> dict[Path, Tensor]:
-    """{where it is in the batch: tensor}. Of lists with an entry for each sample, a single record has one."""
+    """{path in the batch: tensor}."""
     leaves, _ = pytree.tree_flatten_with_path(_plain(batch))
     return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _plain(batch: Any) -> Any:
-    """Mappings and dataclasses of any class as dicts: the tree of a batch goes on inside of them."""
+    """A batch with mappings and dataclasses of any class as dicts, which pytree enters."""
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
@@ -165,7 +160,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _ends(alone: Tensor, row: Tensor) -> bool | None:
-    """Whether a record's tokens end a row of the batch (True) or begin it (False); None if they are not there."""
+    """True if a record's tokens end a row of the batch, False if they begin it, None if they are not there."""
     if alone.dim() != row.dim() or any(here > there for here, there in zip(alone.shape, row.shape, strict=True)):
         return None
     begins = row[tuple(slice(0, size) for size in alone.shape)]

@@ -1,9 +1,9 @@
-"""Per-sample gradients of one parameter that are never written down unless somebody asks.
+"""Per-sample gradients of one parameter, as recipes: g_i is formed only where something asks for it.
 
-Every layer that gramian knows explains the gradient of each of its parameters as one of four forms:
-`Outer` (Σ_t l_t r_tᵀ: linear layers), `Summed` (Σ_t g_t: biases and norm layers), `Indexed` (rows of an embedding) and
-`ExplicitGradient` (a tensor per sample: convolutions and the generic fallback). Several uses of one parameter are `Joined` per
-sample before anything is squared.
+A site explains the gradient of each of its parameters as one of these forms: `Outer` (Σ_t l_t r_tᵀ: linear layers), `Summed`
+(Σ_t g_t: biases), `Normed` (Σ_t g_t ⊙ x̂_t: scales of norm layers), `Indexed` (rows of an embedding), `Convolved`
+(convolutions) and `ExplicitGradient` (a tensor per sample: the generic fallback). `join` sums several uses of one parameter
+per sample before anything is squared.
 """
 
 from gramian.taps.gradients.convolved import Convolved

@@ -4,7 +4,9 @@ Samples are folded into the groups of one convolution: with R images, C channels
 gradient of a convolution over [1, R·C, …] with R·q groups *is* the R per-sample gradients. No patch is copied.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ class Convolved(PerSampleGradient):
     """g_i of a convolution, from images_BK [B, K, C, …] and output gradients [B, K, O, …]: K images per sample."""
 
     def __init__(self, images_BK: Tensor, gradients_BK: Tensor, geometry: Geometry) -> None:
-        """Keep views; nothing is computed."""
+        """Store views; nothing is computed."""
         self.images_BK, self.gradients_BK, self.geometry = images_BK, gradients_BK, geometry
         self.batch = images_BK.shape[0]
         self.shape = geometry.weight_shape
@@ -63,11 +65,11 @@ class Convolved(PerSampleGradient):
         return _weight_gradient(images, gradients, self.geometry) if images.shape[0] else images.new_zeros(self.shape)
 
     def token_squares(self) -> Tensor:
-        """Not additive over patches without unfolding: the "token" of a convolution is the whole sample."""
+        """Not additive over patches without unfolding: the "token" of a convolution is the entire sample."""
         return self.sum_of_squares()
 
     def magnitude(self) -> Tensor:
-        """Σ ‖x‖‖g‖ over images: each of the kernel's taps sees at most the whole image."""
+        """Σ ‖x‖‖g‖ over images: each position of the kernel sees at most the entire image."""
         taps = float(torch.Size(self.shape[2:]).numel() ** 0.5)
         bound: Tensor = (wide_norms(self.images_BK.flatten(2)) * wide_norms(self.gradients_BK.flatten(2))).sum()
         return taps * bound
@@ -87,21 +89,17 @@ class Convolved(PerSampleGradient):
         along_outputs = torch.einsum("igop,gok->igkp", by_group, left_OK.reshape(groups, outputs // groups, -1))
         return (along_images.reshape(along_outputs.shape) * along_outputs).sum((1, 3))
 
-    def select(self, start: int, stop: int) -> "Convolved":
-        """Samples start … stop-1."""
-        return Convolved(self.images_BK[start:stop], self.gradients_BK[start:stop], self.geometry)
-
     def regroup(self, units: Units) -> ExplicitGradient:
         """Rows summed by unit, written out."""
         return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
-    def copy(self) -> "Convolved":
-        """Own images and gradients."""
-        return Convolved(self.images_BK.clone(), self.gradients_BK.clone(), self.geometry)
-
     def tensors(self) -> list[Tensor]:
         """Images and gradients."""
         return [self.images_BK, self.gradients_BK]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same convolution on images and gradients, mapped."""
+        return type(self)(function(self.images_BK), function(self.gradients_BK), self.geometry)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
         """One ordinary convolution-backward, its gradients weighted."""

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from gramian.linalg.wide import wide_dtype, wide_mm
+from gramian.core.dtypes import wide_dtype
+from gramian.linalg.wide import wide_mm
 
 COUNT = 8
 """K. A product with 8 columns reads as much memory as one with a single column."""
@@ -17,12 +18,7 @@ class Directions:
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        """Draw the entries.
-
-        Args:
-            shape: of the parameter.
-            device: of its gradient.
-        """
+        """Draw the entries for a parameter's shape, on the device of its gradient."""
         rows, columns = shape[0] if shape else 1, torch.Size(shape[1:]).numel()
         generator = torch.Generator().manual_seed(rows * 1_000_003 + columns)
         left_MK, right_NK = ((32 * torch.randn(n, COUNT, generator=generator)).round() / 32 for n in (rows, columns))

@@ -1,4 +1,7 @@
-"""A gradient that had to be written down: one tensor per sample."""
+"""A per-sample gradient that is stored as such: one tensor for each sample."""
+
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -10,13 +13,13 @@ from gramian.taps.units import Units
 
 
 class ExplicitGradient(PerSampleGradient):
-    """g_i, given. A "token" of such a gradient is the whole sample."""
+    """g_i, given as a tensor [B, *shape]. A "token" of such a gradient is the entire sample."""
 
     def __init__(self, gradients_B: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Keep [B, *shape].
+        """Store the gradients.
 
         Args:
-            gradients_B: a gradient per sample.
+            gradients_B: [B, *shape], a gradient per sample.
             dtype: narrowest dtype that they were formed from, if not their own.
         """
         self.gradients_B = gradients_B
@@ -40,21 +43,17 @@ class ExplicitGradient(PerSampleGradient):
         """Σ ‖g_i‖."""
         return wide_norms(flat(self.gradients_B)).sum()
 
-    def select(self, start: int, stop: int) -> "ExplicitGradient":
-        """Samples start … stop-1."""
-        return ExplicitGradient(self.gradients_B[start:stop], self.dtype)
-
     def regroup(self, units: Units) -> "ExplicitGradient":
         """Rows summed by unit."""
         return ExplicitGradient(units.sum_rows(self.per_sample()), self.dtype)
 
-    def copy(self) -> "ExplicitGradient":
-        """Own the gradients."""
-        return ExplicitGradient(self.gradients_B.clone(), self.dtype)
-
     def tensors(self) -> list[Tensor]:
         """The gradients."""
         return [self.gradients_B]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The gradients, mapped."""
+        return type(self)(function(self.gradients_B), self.dtype)
 
     def squared_norms(self, choice: str = "auto") -> Tensor:
         """Of what is given, one read: [B]."""

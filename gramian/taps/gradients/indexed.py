@@ -1,12 +1,14 @@
 """The gradient of an embedding table: row v is the sum of the output gradients of the tokens that looked v up."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from gramian.linalg.wide import wide, wide_mm, wide_norms
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
-from gramian.taps.units import Units
 
 
 class Indexed(PerSampleGradient):
@@ -15,7 +17,7 @@ class Indexed(PerSampleGradient):
     summed_wide = False
 
     def __init__(self, index_BT: Tensor, rows_BTD: Tensor, vocabulary: int) -> None:
-        """Keep views; nothing is computed."""
+        """Store views; nothing is computed."""
         self.index_BT, self.rows_BTD = index_BT, rows_BTD
         self.batch = rows_BTD.shape[0]
         self.shape = (vocabulary, rows_BTD.shape[2])
@@ -47,21 +49,13 @@ class Indexed(PerSampleGradient):
         along_rows = wide_mm(rows, directions.sides(rows.dtype)[1])
         return directions.sides(along_rows.dtype)[0][self.index_BT.flatten()] * along_rows
 
-    def select(self, start: int, stop: int) -> "Indexed":
-        """Samples start … stop-1."""
-        return Indexed(self.index_BT[start:stop], self.rows_BTD[start:stop], self.shape[0])
-
-    def regroup(self, units: Units) -> "Indexed":
-        """Tokens laid out by unit; padding looks up row 0 with a zero gradient."""
-        return Indexed(units.gather_tokens(self.index_BT), units.gather_tokens(self.rows_BTD), self.shape[0])
-
-    def copy(self) -> "Indexed":
-        """Own index and rows."""
-        return Indexed(self.index_BT.clone(), self.rows_BTD.clone(), self.shape[0])
-
     def tensors(self) -> list[Tensor]:
         """Index and rows."""
         return [self.index_BT, self.rows_BTD]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same table from index and rows, mapped; padding by unit looks up row 0 with a zero gradient."""
+        return type(self)(function(self.index_BT), function(self.rows_BTD), self.shape[0])
 
     @property
     def tokens(self) -> int:

@@ -4,8 +4,9 @@
 cross terms for free; an embedding tied to a linear head meets it in T² instead of V·D.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,14 +25,7 @@ CANCELLED = 1e-2
 
 
 def join(parts: Sequence[PerSampleGradient]) -> PerSampleGradient:
-    """All uses of one parameter in one pass as one per-sample gradient.
-
-    Args:
-        parts: the uses, all of the same shape and batch.
-
-    Returns:
-        One recipe; a single form where all uses have the same one.
-    """
+    """All uses of one parameter in one pass as one per-sample gradient: of their common form where they have one."""
     if len(parts) == 1:
         return parts[0]
     outers = [part for part in parts if isinstance(part, Outer)]
@@ -53,7 +47,7 @@ class Joined(PerSampleGradient):
     """g_i = Σ_k g_ik over uses of different forms."""
 
     def __init__(self, parts: Sequence[PerSampleGradient]) -> None:
-        """Keep the parts."""
+        """Store the parts."""
         self.parts = list(parts)
         self.batch, self.shape = parts[0].batch, parts[0].shape
         self.dtype = min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
@@ -79,29 +73,25 @@ class Joined(PerSampleGradient):
         """The terms of all parts."""
         return torch.cat([part.projected(directions) for part in self.parts])
 
-    def select(self, start: int, stop: int) -> "Joined":
-        """Samples start … stop-1."""
-        return Joined([part.select(start, stop) for part in self.parts])
-
     def regroup(self, units: Units) -> PerSampleGradient:
         """Each part regrouped."""
         return Joined([part.regroup(units) for part in self.parts])
 
-    def copy(self) -> "Joined":
-        """Own every part."""
-        return Joined([part.copy() for part in self.parts])
-
     def tensors(self) -> list[Tensor]:
-        """Of all parts."""
+        """The tensors of all parts."""
         return [t for part in self.parts for t in part.tensors()]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The sum of all parts, mapped."""
+        return type(self)([part.mapped(function) for part in self.parts])
 
     @property
     def tokens(self) -> int:
-        """Of the longest part."""
+        """T of the longest part."""
         return max(part.tokens for part in self.parts)
 
     def weighted_total(self, weights_B: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum of the parts', wide."""
+        """Sum of the parts' weighted totals, wide."""
         wide = torch.float64 if torch.float64 in (t.dtype for t in self.tensors()) else torch.float32
         return torch.stack([part.weighted_total(weights_B, wide) for part in self.parts]).sum(0).to(dtype)
 

@@ -1,6 +1,8 @@
 """The gradient of a normalisation layer's scale: Σ_t g_t ⊙ x̂_t, with x̂ formed again from the layer's input."""
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,13 +25,13 @@ class Normed(Summed):
         centred: bool,
         rounded: bool,
     ) -> None:
-        """Keep views; nothing is computed.
+        """Store views; nothing is computed.
 
         Args:
-            inputs_BTN: what the layer saw.
-            gradients_BTN: gradient of its output.
-            shape: of the parameter, N elements.
-            eps: of the layer.
+            inputs_BTN: the layer's inputs.
+            gradients_BTN: gradients of its outputs.
+            shape: shape of the parameter, N elements.
+            eps: the layer's ε.
             centred: True if the mean is removed (layer norm), False for root-mean-square norms.
             rounded: True if x̂ is formed in float32 and rounded to the input's dtype (Hugging Face).
         """
@@ -62,20 +64,14 @@ class Normed(Summed):
 
     def projected(self, directions: Directions) -> Tensor:
         """⟨u_k v_kᵀ, g_t ⊙ x̂_t⟩ for every token: [B·T, K]. The products are written down and dropped."""
-        products_BTN = self._with(self.inputs_BTN, self.gradients_BTN).tokens_BTN
+        products_BTN = self.mapped(lambda t: t).tokens_BTN
         return Summed(products_BTN, self.shape).projected(directions)
 
     def tensors(self) -> list[Tensor]:
         """Inputs and gradients."""
         return [self.inputs_BTN, self.gradients_BTN]
 
-    def select(self, start: int, stop: int) -> "Normed":
-        """Samples start … stop-1."""
-        return self._with(self.inputs_BTN[start:stop], self.gradients_BTN[start:stop])
-
-    def copy(self) -> "Normed":
-        """Own inputs and gradients."""
-        return self._with(self.inputs_BTN.clone(), self.gradients_BTN.clone())
-
-    def _with(self, inputs_BTN: Tensor, gradients_BTN: Tensor) -> "Normed":
-        return Normed(inputs_BTN, gradients_BTN, self.shape, self.eps, self.centred, self.rounded)
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same layer on inputs and gradients, mapped."""
+        tensors = function(self.inputs_BTN), function(self.gradients_BTN)
+        return type(self)(*tensors, self.shape, self.eps, self.centred, self.rounded)

@@ -4,20 +4,21 @@ Legend: B samples, T tokens, M×N the parameter. `nn.Linear` has l = output grad
 whose weight is stored transposed, has them the other way round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from gramian.core.dtypes import wide_dtype
 from gramian.kernels.norms.direct_squares import direct_squares
 from gramian.kernels.norms.gram_squares import gram_squares
 from gramian.kernels.sums.scaled_rows import scaled_rows
 from gramian.kernels.sums.weighted_product import weighted_product
-from gramian.linalg.wide import wide, wide_bmm, wide_dtype, wide_mm, wide_norms
+from gramian.linalg.wide import wide, wide_bmm, wide_mm, wide_norms
 from gramian.plan.norm_algorithm import Algorithm, choose
 from gramian.taps.gradients.directions import Directions
 from gramian.taps.gradients.per_sample_gradient import PerSampleGradient
-from gramian.taps.units import Units
 
 GRAM_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}
 """Relative error of a squared norm above which the Gram form is not trusted."""
@@ -27,7 +28,7 @@ class Outer(PerSampleGradient):
     """g_i = Σ_t l_it r_itᵀ, from left_BTM and right_BTN."""
 
     def __init__(self, left_BTM: Tensor, right_BTN: Tensor) -> None:
-        """Keep views of both sides; nothing is computed."""
+        """Store views of both sides; nothing is computed."""
         self.left_BTM, self.right_BTN = left_BTM, right_BTN
         self._squares: dict[str, Tensor] = {}
         self.batch = left_BTM.shape[0]
@@ -58,21 +59,13 @@ class Outer(PerSampleGradient):
         along_left = wide_mm(left, directions.sides(left.dtype)[0])
         return along_left * wide_mm(right, directions.sides(right.dtype)[1])
 
-    def select(self, start: int, stop: int) -> "Outer":
-        """Samples start … stop-1."""
-        return Outer(self.left_BTM[start:stop], self.right_BTN[start:stop])
-
-    def regroup(self, units: Units) -> "Outer":
-        """Tokens laid out by unit."""
-        return Outer(units.gather_tokens(self.left_BTM), units.gather_tokens(self.right_BTN))
-
-    def copy(self) -> "Outer":
-        """Own both sides."""
-        return Outer(self.left_BTM.clone(), self.right_BTN.clone())
-
     def tensors(self) -> list[Tensor]:
         """Both sides."""
         return [self.left_BTM, self.right_BTN]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The outer products of both sides, mapped."""
+        return type(self)(function(self.left_BTM), function(self.right_BTN))
 
     @property
     def tokens(self) -> int:

@@ -1,7 +1,8 @@
-"""What every per-sample gradient can answer."""
+"""The interface of a per-sample gradient: norms, sums and projections of g_1 … g_B without forming them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,20 +51,24 @@ class PerSampleGradient(ABC):
         return directions.project(self.total())[None]
 
     @abstractmethod
-    def select(self, start: int, stop: int) -> "PerSampleGradient":
-        """The same recipe for samples start … stop-1 (a view)."""
-
-    @abstractmethod
-    def regroup(self, units: Units) -> "PerSampleGradient":
-        """The same gradients, summed by unit instead of by row."""
-
-    @abstractmethod
-    def copy(self) -> "PerSampleGradient":
-        """A recipe that owns its tensors, for use after the backward pass has moved on."""
-
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """What the recipe reads."""
+        """The tensors [B, …] that the recipe reads."""
+
+    @abstractmethod
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The same recipe, with a function applied to each of its tensors."""
+
+    def select(self, start: int, stop: int) -> Self:
+        """The same recipe for samples start … stop-1 (a view)."""
+        return self.mapped(lambda t: t[start:stop])
+
+    def copy(self) -> Self:
+        """A recipe that owns its tensors, for use after the backward pass has moved on."""
+        return self.mapped(torch.clone)
+
+    def regroup(self, units: Units) -> "PerSampleGradient":
+        """The same gradients, summed by unit instead of by row: tokens [B, T, …] laid out by unit."""
+        return self.mapped(units.gather_tokens)
 
     @property
     def tokens(self) -> int:

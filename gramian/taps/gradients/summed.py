@@ -1,5 +1,8 @@
 """The gradient of a parameter that is added to every token, or multiplies it by a known factor: Σ_t g_t."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,7 @@ class Summed(PerSampleGradient):
     def __init__(
         self, tokens_BTN: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Keep a view of the tokens; nothing is computed.
+        """Store a view of the tokens; nothing is computed.
 
         Args:
             tokens_BTN: a gradient per token.
@@ -50,27 +53,22 @@ class Summed(PerSampleGradient):
     def projected(self, directions: Directions) -> Tensor:
         """⟨u_k v_kᵀ, g_t⟩ for every token: [B·T, K]. 2·B·T·K·N FLOPs."""
         tokens = self.tokens_BTN.flatten(0, 1)
-        tokens = (
-            tokens if len(self.shape) == 1 else wide(tokens)
-        )  # products of entries have too many digits for half precision
+        if len(self.shape) != 1:  # products of entries have too many digits for half precision
+            tokens = wide(tokens)
         left_MK, right_NK = directions.sides(tokens.dtype)
         return wide_mm(tokens, (left_MK[:, None] * right_NK).flatten(0, 1))
-
-    def select(self, start: int, stop: int) -> "Summed":
-        """Samples start … stop-1."""
-        return Summed(self.tokens_BTN[start:stop], self.shape, self.dtype)
 
     def regroup(self, units: Units) -> "Summed":
         """Tokens laid out by unit."""
         return Summed(units.gather_tokens(self.tokens_BTN), self.shape, self.dtype)
 
-    def copy(self) -> "Summed":
-        """Own the tokens."""
-        return Summed(self.tokens_BTN.clone(), self.shape, self.dtype)
-
     def tensors(self) -> list[Tensor]:
         """The tokens."""
         return [self.tokens_BTN]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The sum over tokens, mapped."""
+        return type(self)(function(self.tokens_BTN), self.shape, self.dtype)
 
     @property
     def tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""The user's model as capture sees it: its names, its layers, its state, and how to leave that untouched."""
+"""The user's model as capture sees it: its names, its layers, its state, and how to preserve that."""

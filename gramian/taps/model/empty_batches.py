@@ -1,7 +1,7 @@
-"""Batches without rows: many models cannot run on them, so they run on one row of zeros that nobody sees or counts.
+"""Batches without rows run on one row of zeros, which is cut from the outputs again: many models need a row.
 
-Under FSDP2 every process must gather weights in one order, and that follows from which tensor is whose output: the root's is
-another one than its last layer's on a process without rows, so it is on all of them.
+Under FSDP2 every process must gather weights in one order, which depends on the identity of output tensors: the root's output
+is another tensor than its last layer's on a process without rows, so it must be on all processes (`apart`).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 def with_a_row(arguments: Any) -> Any:
-    """Arguments in which every tensor of no rows has one, of zeros."""
+    """Arguments in which every tensor without rows has one row of zeros."""
 
     def filled(value: Any) -> Any:
         empty = isinstance(value, Tensor) and value.dim() > 0 and not value.shape[0]
@@ -22,7 +22,7 @@ def with_a_row(arguments: Any) -> Any:
 
 
 def without_a_row(output: Any) -> Any:
-    """Outputs without that row: what has one row has none; the graph stays. A loss stays, and what it sends back is dropped."""
+    """Outputs with one row become outputs with none, in the same graph. A loss stays; its gradient is dropped."""
 
     def cut(value: Any) -> Any:
         one = isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1
@@ -32,7 +32,7 @@ def without_a_row(output: Any) -> Any:
 
 
 def apart(output: Any) -> Any:
-    """The same outputs as other tensors, no views to autograd."""
+    """The same outputs as other tensors, which are not views to autograd."""
     return pytree.tree_map(
         lambda value: _another(value) if isinstance(value, Tensor) and value.requires_grad else value, output
     )

@@ -1,4 +1,4 @@
-"""Finding the layers of a model that have something to explain."""
+"""Find the layers of a model that have a site, and its trainable parameters, under the user's names."""
 
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ def discover(root: nn.Module) -> tuple[list[FoundLayer], dict[str, ParameterInfo
         root: the user's module, unwrapped.
 
     Returns:
-        The layers, parents first, and {the user's name: what is known about a trainable parameter}.
+        The layers, parents first, and {the user's name: facts about a trainable parameter}.
 
     Raises:
         GramianError: if nothing is trainable, or a layer with trainable parameters cannot be tapped.

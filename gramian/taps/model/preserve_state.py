@@ -1,4 +1,4 @@
-"""Extra forwards and backwards that leave no trace in the user's model."""
+"""Extra forwards and backwards that leave no trace in gradients, buffers, random states and Python state of a model."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -17,15 +17,15 @@ from gramian.taps.model.python_state import PythonState, held_values, same_value
 
 @contextmanager
 def preserve_state(root: nn.Module, counters: bool = False, arguments: Iterable[Any] = ()) -> Iterator[None]:
-    """Gradients, buffers and random states are afterwards what they were; on demand also what modules and hooks count.
+    """Restore gradients, buffers and random states afterwards, also after an error; on demand also Python state.
 
-    Inside, no parameter has a gradient, and FSDP2 reduces none, not even those that the user is still accumulating, and frees
-    whole weights after every backward; modes are left as they are, so dropout drops as the user set it. Also restores after an
-    error. Memory: a copy of every buffer.
+    Inside, no parameter has a gradient, FSDP2 reduces none, not even those that the user is still accumulating, and frees
+    gathered weights after every backward; modes are not changed, so dropout drops as the user set it. Memory: a copy of every
+    buffer.
 
     Args:
         root: the model.
-        counters: True to put back what modules and hooks remember in Python (`PythonState`).
+        counters: True to restore what modules and hooks store in Python (`PythonState`).
         arguments: values that its forward is given, among which may be generators.
     """
     sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
@@ -62,13 +62,13 @@ class Buffers:
         places = [
             (user_names.join(name, local), module._buffers, local)
             for name, module in user_names.named_modules(root)
-            if not isinstance(module, torch.jit.ScriptModule)  # whose buffers are no dict; taps refuse it
+            if not isinstance(module, torch.jit.ScriptModule)  # its buffers are not a dict; taps refuse it
             for local in module._buffers
         ]
         self._found = [(name, owner, local, owner[local], _copy(owner[local])) for name, owner, local in places]
 
     def changed(self) -> dict[str, torch.Tensor | None]:
-        """{name: a copy of its value now} of the buffers that have another value than they had."""
+        """{name: a copy of its present value} of the buffers whose value changed."""
         return {
             name: _copy(owner[local])
             for name, owner, local, _, value in self._found
@@ -88,22 +88,17 @@ def _copy(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-class Beginning:
-    """What a forward begins with: random states, buffers, and what modules remember in Python."""
+class InitialState:
+    """The state in which a forward begins: random states, buffers, and what modules store in Python."""
 
     def __init__(self, root: nn.Module, arguments: Iterable[Any] = ()) -> None:
-        """Copy it.
-
-        Args:
-            root: the model.
-            arguments: values that its forward is given, among which may be generators.
-        """
+        """Copy the state of a model, and of generators among the arguments of its forward."""
         self._generators = Generators(root, arguments)
         self._states = self._generators.states()
         self.buffers, self.python = Buffers(root), PythonState(root)
 
     def restore(self, *, forget: bool = True) -> None:
-        """Begin again; without forgetting, modules go on from what they remember in Python."""
+        """Restore the state; with `forget=False`, what modules store in Python stays."""
         self._generators.restore(self._states)
         self.buffers.restore()
         if forget:
@@ -111,7 +106,7 @@ class Beginning:
 
     @property
     def drew(self) -> bool:
-        """True if a random number was drawn since."""
+        """True if a random number was drawn since the copy."""
         return self._generators.moved(self._states)
 
 

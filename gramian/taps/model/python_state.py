@@ -1,7 +1,7 @@
-"""What a model remembers in Python: attributes of its modules, and what its hooks count in.
+"""The Python state of a model: attributes of its modules, and variables that its hooks write.
 
 A forward may count steps, append to lists, or write tensors into attributes. Extra forwards must leave no trace of that, and
-each of them must begin with what the first began with.
+each of them must begin in the same state as the first.
 """
 
 import functools
@@ -21,16 +21,16 @@ from torch.nn.modules import module as torch_module
 from gramian.taps.model import user_names
 
 OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""Attributes of every module, which torch and the taps look after."""
+"""Attributes that every module has; torch and the taps restore these themselves."""
 PLAIN = (int, float, complex, bool, str, bytes, type(None))
 CONTAINERS = (list, set, deque, OrderedDict, dict)
-"""Also what is derived from them: items are read and written by these classes' own methods, not by overridden ones."""
+"""Containers, and classes derived from them; items are read and written by these classes' methods, not overridden ones."""
 DEPTH = 6
 """How far containers and objects are followed from an attribute."""
 LARGEST = 256
 """Items of larger containers (vocabularies, histories) are not followed; such a container has changed if its length has."""
 FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "gramian", "numpy"}
-"""Packages whose objects look after themselves."""
+"""Packages whose objects are not followed."""
 FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def identity(self) -> int:
-        """Of the owner, which an object that is a container is twice: with its items and with its attributes."""
+        """Identity of the owner; an object that is a container has two, one for its items and one for its attributes."""
         return _identity(self.owner)
 
     def restore(self) -> None:
@@ -58,24 +58,24 @@ class _Place:
 
 
 class PythonState:
-    """Values in attributes of modules, in hooks, and in containers and plain objects that these hold.
+    """A copy of the values in attributes of modules, in hooks, and in containers and plain objects inside of these.
 
     Memory: a copy of every tensor that is an attribute and neither a parameter nor a buffer. Of a hook, variables of its
     closure, its object, its arguments (`functools.partial`) and the global variables that it names are followed.
     """
 
     def __init__(self, root: nn.Module, *, tensors: bool = True) -> None:
-        """Copy what is there.
+        """Copy the present state.
 
         Args:
             root: the model.
-            tensors: False for attributes and containers alone: what is written into a tensor, and what hooks count, stays.
+            tensors: False for attributes and containers alone, without values of tensors and state of hooks.
         """
         self._root = root
         self._places = list(_places(root, hooks=tensors, copies=tensors))
 
     def restore(self) -> None:
-        """Put everything back; attributes that are new are removed."""
+        """Restore everything; attributes that are new are removed."""
         for place in self._places:
             place.restore()
 
@@ -104,7 +104,7 @@ def tensors_inside(value: Any) -> list[Tensor]:
 
 
 def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
-    """Tensors that modules hold in attributes and through which a loss may send a gradient: {name: tensor}."""
+    """Tensors in attributes of modules through which a loss may send a gradient: {name: tensor}."""
     return {
         user_names.join(place.name, str(key)): value
         for place in _places(root, hooks=False, copies=False)
@@ -117,13 +117,13 @@ def graph_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def held_values(root: nn.Module) -> Iterator[Any]:
-    """Everything that modules hold in attributes, containers and plain objects."""
+    """All values in attributes of modules, and in containers and plain objects inside of these."""
     for place in _places(root, hooks=False, copies=False):
         yield from (value for _, value in _items(place.content))
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """The same values of the same kind; what is no number equals itself."""
+    """True for the same values of the same type; NaN equals NaN."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.shape == other.shape and one.tobytes() == other.tobytes()
     if any(isinstance(t, Tensor) and is_functorch_wrapped_tensor(t) for t in (one, other)):
@@ -155,7 +155,7 @@ def _places(root: nn.Module, hooks: bool = True, copies: bool = True) -> Iterato
 
 
 def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, copies: bool = True) -> Iterator[_Place]:
-    """A place, and the places that its values are."""
+    """A place, and the places of its values."""
     if _identity(owner) in seen:
         return
     seen.add(_identity(owner))
@@ -166,9 +166,7 @@ def _followed(name: str, owner: Any, content: Any, seen: set[int], depth: int, c
         path = user_names.join(name, str(key))
         if isinstance(value, CONTAINERS):
             yield from _followed(path, value, _container(value), seen, depth - 1, copies)
-        elif isinstance(value, tuple) and not all(
-            isinstance(item, PLAIN) for item in value
-        ):  # may hold what can change
+        elif isinstance(value, tuple) and not all(isinstance(item, PLAIN) for item in value):  # an item may change
             yield from _followed(path, value, list(value), seen, depth - 1, copies)
         if _is_users(value):
             yield from _followed(path, _Attributes(value), attributes(value), seen, depth - 1, copies)
@@ -207,7 +205,7 @@ class _Attributes:
 
 
 def _function(name: str, function: Any, seen: set[int]) -> Iterator[_Place]:
-    """What a user's hook remembers; torch's own hooks (FSDP2) and the taps' look after themselves."""
+    """The state of a user's hook; torch's own hooks (FSDP2) and the taps' are left out."""
     if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "gramian"):
         return
     if isinstance(function, functools.partial):
@@ -262,7 +260,7 @@ def _container(owner: Any) -> Any:
 
 
 def _fill(owner: Any, content: Any) -> None:
-    """Let a container have these items and no other ones."""
+    """Replace all items of a container by these."""
     kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
     kind.clear(owner)
     if issubclass(kind, dict):

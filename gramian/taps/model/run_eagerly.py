@@ -1,4 +1,4 @@
-"""Compiled modules that run as they were written."""
+"""Run compiled modules eagerly, as they were written."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ import torch
 _lock = threading.Lock()
 _inside = 0
 _stance: Any = None
-"""What restores the stance."""
+"""Object whose `__exit__` restores the stance."""
 
 
 @contextmanager

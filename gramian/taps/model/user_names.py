@@ -12,11 +12,11 @@ WRAPPED_CHILD = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-"""Wrapper classes and the name under which they keep the user's module; that segment is left out of every name."""
+"""Wrapper classes and the attribute that holds the user's module, a segment that is left out of every name."""
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
-    """What a wrapper wraps, or None if the module is no wrapper.
+    """The module inside a wrapper, or None if the module is not a wrapper.
 
     Raises:
         GramianError: for wrappers that gramian does not work with.
@@ -71,7 +71,7 @@ def named_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter(module: nn.Module, local: str) -> nn.Parameter:
-    """What stands under a parameter's local name right now: the parameter, or a tensor in its place."""
+    """The parameter under a local name, or the tensor that stands in its place right now."""
     owner, _, leaf = local.rpartition(".")
     found = (module.get_submodule(owner) if owner else module)._parameters[leaf]
     assert found is not None

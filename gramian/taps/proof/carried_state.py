@@ -1,4 +1,4 @@
-"""Under privacy no sample may reach a later batch through what a model remembers: nothing clips it and no noise covers it."""
+"""Under privacy no sample may reach a later batch through buffers or attributes, where it is neither clipped nor noised."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -10,15 +10,7 @@ from gramian.taps.proof.proof_runs import Refuted
 
 
 def refuse_buffers(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> None:
-    """Compare buffers after runs on different samples.
-
-    Args:
-        one: {name: value} of those that a run changed.
-        other: the same of a run on other samples.
-
-    Raises:
-        Refuted: naming a buffer that differs.
-    """
+    """Raise Refuted for a buffer, of {name: value} that each run changed, that differs after runs on different samples."""
     for name in sorted(one.keys() | other.keys()):
         if not same_values(one.get(name), other.get(name)):
             raise Refuted(
@@ -33,11 +25,7 @@ def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_attribute(name: str) -> NoReturn:
-    """The next batch depends on what an attribute remembers.
-
-    Raises:
-        Refuted: always.
-    """
+    """Raise Refuted for an attribute that stores samples on which the next batch depends."""
     raise Refuted(
         f"{name}: is an attribute that remembers samples, and the next batch depends on it, which no clipping bounds and no "
         "noise covers; expected a module that keeps no statistics of private data, or one in evaluation mode"

@@ -1,7 +1,7 @@
 """The arguments of a compiled forward, passed through its graph to the proof, which runs the eager module.
 
-A graph can hand tensors and numbers to an operator. So arguments are written as a text that names what stands where, and lists
-of tensors, integers and reals in the order of the text.
+A graph can pass tensors and numbers to an operator. So arguments are written as a text with a placeholder for each of them,
+and as lists of tensors, integers and reals in the order of the text.
 """
 
 import ast
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass
 class Written:
-    """Arguments as a graph can pass them."""
+    """The tensors and numbers of arguments, in the order of their text."""
 
     tensors: list[Tensor] = field(default_factory=list)
     integers: list[int] = field(default_factory=list)
     reals: list[float] = field(default_factory=list)
 
     def write(self, value: Any) -> str:
-        """The text of a value; its numbers and tensors go to the lists. "?" for what cannot be passed."""
+        """Return the text of a value and append its numbers and tensors to the lists; "?" stands for what cannot be passed."""
         if isinstance(value, Tensor):
             self.tensors.append(value)
             return "'t'"
@@ -47,11 +47,7 @@ class Written:
 
 
 def read(text: str, tensors: Sequence[Tensor], integers: Sequence[int], reals: Sequence[float]) -> Any:
-    """The arguments that were written.
-
-    Raises:
-        ValueError: if something could not be passed.
-    """
+    """Return the arguments that were written; raise ValueError if one could not be passed."""
     return _read(ast.literal_eval(text), {"t": iter(tensors), "i": iter(integers), "f": iter(reals)})
 
 
@@ -70,7 +66,7 @@ def _read(value: Any, lists: dict[str, Iterator[Any]]) -> Any:
 
 
 def apart_from_the_graph(function: Callable[[], None]) -> None:
-    """Run a function as if no compiled graph were under way: in a thread of its own, where autograd records as usual.
+    """Run a function outside of the compiled graph under way: in a thread of its own, where autograd records as usual.
 
     The autocast state, the device and its stream are those of the caller; an error is raised here.
     """

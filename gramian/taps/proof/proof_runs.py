@@ -1,26 +1,29 @@
-"""Single runs of a row proof: one forward and one backward each, from the same random state, under random cotangents."""
+"""Single runs of a row proof: one forward and one backward each, from the same beginning, under random cotangents.
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+Every run starts from the same random states, buffers and attributes (`InitialState`). An untapped run gives outputs and
+autograd's gradients; a tapped run gives fingerprints of the rows that the taps attribute to each sample, on the batch or on
+other samples in its places. Cotangents are drawn once and move with their samples.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gramian.core.errors import GramianError
 from gramian.kernels.checksums import checksums
 from gramian.parallel.data_parallel import local
 from gramian.taps.model import user_names
-from gramian.taps.model.preserve_state import Beginning
+from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.model.python_state import graph_tensors
+from gramian.taps.proof.model_outputs import left_in_attributes, output_tensors, rows_of
 from gramian.taps.proof.row_fingerprint import Fingerprint
 from gramian.taps.proof.row_recorder import Key, Recorder
 from gramian.taps.proof.sample_arguments import SampleArguments
-
-if TYPE_CHECKING:
-    from gramian.taps.hub import Hub
+from gramian.taps.tapped_model import Call, TappedModel
 
 HALF = 1e-4
 """ε of half precision and narrower is above it."""
@@ -39,14 +42,19 @@ class Refuted(Exception):  # noqa: N818
     """A run showed that rows cannot be attributed; the message names the layer and what was seen."""
 
 
+def refuse(failure: Refuted) -> NoReturn:
+    """Raise a failed proof as the user's error."""
+    raise GramianError(str(failure)) from failure.__cause__
+
+
 @dataclass
 class TappedRun:
-    """What one run of the tapped model brought."""
+    """The results of one run of the tapped model."""
 
     rows: dict[Key, Fingerprint]
     sides: dict[Key, str]
     outputs: list[Fingerprint]
-    calls: list[Any]
+    calls: list[Call]
     drew: bool
     """True if a random number was drawn."""
     recorder: Recorder
@@ -57,9 +65,9 @@ class TappedRun:
 
     @property
     def rounding(self) -> float:
-        """What sums of the largest terms may be off by: 64 ε · largest input · largest output gradient; 0 in half precision.
+        """Rounding of sums of the largest terms: 64 ε · largest input · largest output gradient; 0 in half precision.
 
-        There it would be half of these terms themselves. Indices of tables are no inputs that anything is multiplied with.
+        There it would be half of these terms themselves. Indices of tables are not multiplied with anything.
         """
         sides: dict[str, float] = {"input": 1.0, "output gradient": 0.0, "sum over calls": 0.0}
         for key, fingerprint in self.rows.items():
@@ -70,36 +78,34 @@ class TappedRun:
 
 
 class ProofRuns:
-    """Runs one call of a model on other samples."""
+    """Runs one call of a model, on the batch or with other samples in its places."""
 
     def __init__(
         self,
-        hub: "Hub",
+        model: TappedModel,
         execute: Execute,
         samples: SampleArguments,
         seed: int,
         second_axis: SecondAxis = "certain",
-        beginning: Beginning | None = None,
+        beginning: InitialState | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Copy the state from which every run begins; nothing runs yet.
 
         Args:
-            hub: of the model.
-            execute: runs the model, or the loss.
+            model: the tapped model.
+            execute: runs the model, or the loss, on arguments.
             samples: the arguments.
             seed: of the cotangents and fingerprints.
             second_axis: which outputs of the model have their samples on axis 1 (states of recurrent layers): those whose axis
                 1 is B and whose axis 0 cannot hold them ("certain"), or all whose axis 1 is B, with or without the first.
-            beginning: what every run begins with; None: what is there now.
+            beginning: the state from which every run begins; None: the present one.
         """
-        root = hub.root()
-        assert root is not None
-        self._hub, self._execute, self._samples, self._seed = hub, execute, samples, seed
-        self._root = root
-        self._beginning = beginning or Beginning(root, samples.leaves)
+        self._model, self._execute, self._samples, self._seed = model, execute, samples, seed
+        self._root = model.root_module
+        self._beginning = beginning or InitialState(self._root, samples.leaves)
         self.count = 0
         self.cotangents: list[Tensor | None] = []
-        """Of every output, in the order of the batch; None: no backward through it."""
+        """The cotangent of every output, in the order of the batch; None: no backward goes through it."""
         self.row_outputs: set[int] = set()
         """Numbers of the outputs that have rows of samples."""
         self.second_axis = second_axis
@@ -110,26 +116,23 @@ class ProofRuns:
         self.returned = 0
         """The model returns the outputs before this number; a loss may read the rest from attributes of its modules."""
         self.titles: list[str] = []
-        """What each output is, in words."""
+        """The description of each output in error messages."""
         self.shared: set[str] = set()
         """Layers whose one row was expanded to a row for each sample."""
 
     @property
     def everyone(self) -> range:
-        """The batch as it is."""
+        """Each sample in its own place."""
         return range(self._samples.batch)
 
     def rows_of(self, output: Tensor) -> int:
-        """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
+        """Rows of an output that belong to one sample (`model_outputs.rows_of`)."""
         return rows_of(output, self._samples)
 
     def untapped(
         self, choose: Callable[[list[Tensor]], Sequence[int]]
     ) -> tuple[list[Fingerprint], dict[str, Tensor | None]]:
-        """Run the untapped model, and set the cotangents of the outputs that are chosen.
-
-        Args:
-            choose: gives numbers of the outputs.
+        """Run the untapped model, and set the cotangents of the outputs whose numbers are chosen.
 
         Returns:
             Fingerprints of all outputs, and SCALE times the gradient of every weight.
@@ -140,7 +143,7 @@ class ProofRuns:
         self._begin()
         frozen = {name: p for name, p in user_names.named_parameters(self._root) if not p.requires_grad}
         before = _values(frozen)
-        with self._hub.untapped() as weights:
+        with self._model.untapped() as weights:
             outputs = self._find_second(self._results(self._samples.take(self.everyone)))
             _refuse_written(frozen, before)
             chosen = set(choose(outputs))
@@ -152,14 +155,9 @@ class ProofRuns:
     def on(
         self, arguments: Any, cotangents: Callable[[list[Tensor]], list[tuple[Tensor, Tensor]] | None]
     ) -> dict[str, Tensor | None] | None:
-        """The gradients of the untapped model on other arguments.
-
-        Args:
-            arguments: of the call.
-            cotangents: gives pairs of outputs and cotangents; None: the outputs do not fit.
-        """
+        """Gradients of the untapped model on other arguments; None if `cotangents` finds that its outputs do not fit."""
         self._begin()
-        with self._hub.untapped() as weights:
+        with self._model.untapped() as weights:
             outputs = self._outputs(arguments)
             pairs = cotangents(outputs)
             found = _gradients([(y, torch.ones_like(y)) for y in outputs] if pairs is None else pairs, weights)
@@ -171,10 +169,10 @@ class ProofRuns:
         """Run the tapped model on other samples, each with its own cotangent.
 
         Args:
-            source: who stands in each place.
+            source: the sample, or token, in each place.
             sums: sketch the sums of the parameters' gradients.
             alone: units whose own gradients are sketched.
-            forget: False to go on from what modules remember of the run before.
+            forget: False to start from what modules remember of the run before.
 
         Raises:
             Refuted: if outputs have other shapes, or the model fails on rows that were expanded.
@@ -182,29 +180,29 @@ class ProofRuns:
         self._begin(forget)
         tokens = isinstance(source, Tensor)
         arguments = self._samples.take_tokens(source) if tokens else self._samples.take(source)  # type: ignore[arg-type]
-        recorder = Recorder(self._seed, self._samples.units, self._hub.batch_size, sums=sums, alone=alone)
-        with self._hub.rehearsal(recorder) as rehearsal, blamed_on(rehearsal.expanded):
+        recorder = Recorder(self._seed, self._samples.units, self._model.batch_size, sums=sums, alone=alone)
+        with self._model.recorded_by(recorder) as run, blamed_on(run.expanded):
             outputs = self._outputs(arguments)
             drew = self._beginning.drew
             prints = [self._fingerprint(y) for y in outputs]
             pairs, misfits = self._pairs(outputs, source)
-            _grad(pairs, [self._hub.probe])  # also of what does not fit: other processes may gather for it
+            _grad(pairs, [self._model.probe])  # also of what does not fit: other processes may gather for it
         if misfits:
             raise Refuted(
                 f"{self.titles[misfits[0]]}: has another shape when other samples are there; expected rows of samples"
             )
-        self.shared |= rehearsal.expanded
-        calls, buffers = list(rehearsal.calls), self._beginning.buffers.changed()
-        remembered = self._beginning.python.values() if sums or self._hub.rule.withholds else {}
+        self.shared |= run.expanded
+        calls, buffers = list(run.calls), self._beginning.buffers.changed()
+        remembered = self._beginning.python.values() if sums or self._model.rule.withholds else {}
         return TappedRun(recorder.rows, recorder.sides, prints, calls, drew, recorder, buffers, remembered)
 
     def _outputs(self, arguments: Any) -> list[Tensor]:
-        """The outputs of the model; those whose samples lie on axis 1 with them on axis 0."""
+        """The outputs of the model, with samples on axis 0 also where the model has them on axis 1."""
         found = self._results(arguments)
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(found)]
 
     def _results(self, arguments: Any) -> list[Tensor]:
-        """What the model returns, and what it leaves in attributes."""
+        """The tensors that the model returns, then those that it leaves in attributes."""
         before = {id(t) for t in graph_tensors(self._root).values()}
         returned = output_tensors(self._execute(arguments))
         left = left_in_attributes(self._root, before, returned)
@@ -223,7 +221,7 @@ class ProofRuns:
         return [y.movedim(1, 0) if number in self._second else y for number, y in enumerate(outputs)]
 
     def _begin(self, forget: bool = True) -> None:
-        self._hub.lockstep.announce()
+        self._model.lockstep.announce()
         self.count += 1
         self._beginning.restore(forget=forget)
 
@@ -287,8 +285,8 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
 def _values(parameters: dict[str, nn.Parameter]) -> Tensor:
     """Checksums of the first values of floating-point parameters, and 0 for other ones."""
     tensors = [local(p.detach()) for p in parameters.values()]
-    words = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
-    found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, words, strict=True)]
+    compared = [t.is_floating_point() and t.element_size() > 1 and not t.is_meta for t in tensors]
+    found = [t.contiguous() if fits else torch.empty(0) for t, fits in zip(tensors, compared, strict=True)]
     return checksums(found, SAMPLED) if found else torch.empty(0)
 
 
@@ -330,38 +328,3 @@ def _grad(pairs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> S
     finally:
         for found, before in hooks:
             found.update(before)
-
-
-def rows_of(output: Tensor, samples: SampleArguments) -> int:
-    """Rows of an output that belong to one sample; 0 if its first axis is no multiple of B, or units share its rows."""
-    units = samples.units
-    if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
-        return 0
-    if not output.dim() or not output.shape[0] or output.shape[0] % samples.batch:
-        return 0
-    return output.shape[0] // samples.batch
-
-
-def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
-    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            found += [leaf] if leaf.is_floating_point() else []
-        elif depth and not callable(leaf):
-            slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
-            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
-            found += [t for value in values for t in output_tensors(value, depth - 1)]
-    return found
-
-
-def left_in_attributes(root: nn.Module, before: Collection[int], returned: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Tensors with a gradient that a forward left in attributes of modules (an auxiliary loss): {name: tensor}.
-
-    Args:
-        root: the model.
-        before: identities of those that were there before the forward.
-        returned: what it returned, which is not listed again.
-    """
-    known = {*before, *map(id, returned)}
-    return {name: t for name, t in graph_tensors(root).items() if id(t) not in known}

@@ -1,14 +1,7 @@
-"""The row proof of one call: what taps attribute to a sample is a function of that sample alone.
+"""The row proof of one call and one set of outputs: sums, replacements, order and single units (see `gramian.taps.proof`).
 
-Taps attribute rows (a_i, g_i) of every call to sample i. If they are functions of sample i alone, and what the taps make of all
-of them adds up to autograd's gradient, then what is attributed to i is i's gradient. So a proof shows
-
-1. that the tapped model returns what the untapped one returns, and that the sums are autograd's, twice those of half the loss
-   (the backward is linear, so that B times the share of a mean is a sample's gradient);
-2. that rows, and rows of the outputs, stay as they are when other samples are replaced: 2⌈log₂ U⌉ runs, in each of which the
-   units with bit b of a random numbering equal to v are replaced, so that of every ordered pair one stays while the other goes;
-3. where nothing random runs, or with modules in evaluation mode (no dropout): that a reversed batch has reversed rows, and that
-   one unit alone has the gradient that was attributed to it.
+In: the arguments of the call by sample, and which outputs get a random cotangent. Out: `Proven`, or `Refuted` with the layer's
+name and what was seen. Legend: U units (samples, or groups of rows or tokens that belong together), B rows of the batch.
 
 Cost: 2⌈log₂ U⌉ + 4 forwards and backwards for each set of outputs that is proven by itself, one more with dropout, and up to 4
 of single samples where a loader pads; where units have several rows, 2⌈log₂ B⌉ + 2 that show whether these are independent.
@@ -17,59 +10,48 @@ call, and in part 1 one gradient.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.taps.audit import AGREES
-from gramian.taps.model.preserve_state import Beginning
+from gramian.taps.model.preserve_state import InitialState
 from gramian.taps.proof.carried_state import changed, refuse_attribute, refuse_buffers
-from gramian.taps.proof.proof_runs import HALF, SCALE, Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
-from gramian.taps.proof.row_fingerprint import Fingerprint
-from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
+from gramian.taps.proof.evaluation_mode import evaluating
+from gramian.taps.proof.proof_runs import Execute, ProofRuns, Refuted, SecondAxis, Source, TappedRun
+from gramian.taps.proof.row_comparison import EQUAL, RowComparison
 from gramian.taps.proof.sample_arguments import SampleArguments, donors
-from gramian.taps.proof.single_unit import FindLone, LoneUnit, compare_alone, fits_alone
-
-if TYPE_CHECKING:
-    from gramian.taps.hub import Hub
-
-ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
-REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative difference between a batch and the same samples in another order, by dtype."""
-ROUNDING = 64
-"""Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
-ROUNDING_OF_HALF = 8
-"""The same in half precision, where 64 would be half of the value."""
-EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
+from gramian.taps.proof.single_unit import FindAlone, UnitAlone, compare_alone, fits_alone
+from gramian.taps.sites.generic import REPRODUCES
+from gramian.taps.tapped_model import Call, TappedModel
 
 
 @dataclass
 class Proven:
     """What was shown on a batch, for the record."""
 
-    calls: frozenset[Any]
+    calls: frozenset[Call]
     shared: frozenset[str]
     """Layers that see one row for all samples, which may be expanded."""
     units: int
     runs: int
     reversal: bool
+    """True if the reversed batch was compared."""
     alone: str
-    """"slice", "collated", or why there was no such run."""
+    """"slice" or "collated", with an addition, or the reason why no unit ran alone."""
     fixed: tuple[int, ...] = ()
     """Arguments whose first axis is B by chance, and which were left alone."""
     open_outputs: dict[int, str] = field(default_factory=dict)
     """{number of an output: which one it is, and why it was not proven}: no backward may go through it."""
     exact: bool = True
     """True if rows were unchanged bit for bit."""
-    silent: frozenset[Any] = frozenset()
+    silent: frozenset[Call] = frozenset()
     """Calls whose output gradient was zero."""
     partition: tuple[int, ...] | None = None
-    """The grouping of rows into units, where rows of one unit depend on each other: nothing is shown of other groupings."""
+    """The grouping of rows into units, where rows of one unit depend on each other: other groupings are not proven."""
     unpadded: tuple[Any, ...] | None = None
     """Sizes of a batch in which the loader padded no sample; batches of other sizes are still to be proven with padding."""
     stateful: bool = False
@@ -83,36 +65,34 @@ class Prover:
 
     def __init__(
         self,
-        hub: "Hub",
+        model: TappedModel,
         execute: Execute,
         samples: SampleArguments,
         *,
         seed: int = 0,
-        lone: FindLone = lambda among: [],
+        lone: FindAlone = lambda among: [],
         second_axis: SecondAxis = "certain",
-        beginning: Beginning | None = None,
+        beginning: InitialState | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Number the units at random; nothing runs yet.
 
         Args:
-            hub: of the model.
+            model: this, `execute`, `samples`, `second_axis` and `beginning` as in `ProofRuns`.
             execute: runs the model, or the loss, on arguments.
             samples: the arguments.
-            seed: of the numbering, the replacements and the cotangents.
+            seed: seed of the numbering, the replacements and the cotangents.
             lone: gives some samples as a loader would collate them alone; none: a slice is taken.
-            second_axis: see `ProofRuns`.
-            beginning: see `ProofRuns`.
+            second_axis: outputs with samples on axis 1.
+            beginning: the state from which every run begins.
         """
-        root = hub.root()
-        assert root is not None
-        self._root, self._samples, self._units, self._find_lone = root, samples, samples.units, lone
-        self._draw, self._private = random.Random(seed), hub.rule.withholds
-        self.runs = ProofRuns(hub, execute, samples, seed, second_axis, beginning)
-        self._repeat: TappedRun | None = None
+        self._root, self._samples, self._units, self._find_lone = model.root_module, samples, samples.units, lone
+        self._draw, self._private = random.Random(seed), model.rule.withholds
+        self.runs = ProofRuns(model, execute, samples, seed, second_axis, beginning)
+        self._compare = RowComparison(self.runs)
         self.fits_alone = False
-        """True if a sample alone ran with the whole of every input that belongs to nobody."""
-        self._records: set[str] = set()
-        """Attributes that hold samples, and that nothing reads."""
+        """True if a sample alone ran with all of every input that carries no samples."""
+        self._unread: set[str] = set()
+        """Attributes that store samples, and that no later batch depends on."""
         self._contents = samples.contents()
         self._count = samples.batch if self._units is None else self._units.count
         self._numbers = self._draw.sample(range(self._count), self._count)
@@ -123,14 +103,12 @@ class Prover:
         """True if all samples are equal, so that nothing can be shown."""
         return len(set(self._contents)) < 2
 
-    # ---- the three parts -------------------------------------------------------------------------------------------
-
-    def prove(self, choose: Callable[[list[Tensor]], Sequence[int]], *, whole: bool = True) -> Proven:
+    def prove(self, choose: Callable[[list[Tensor]], Sequence[int]], *, sums_only: bool = False) -> Proven:
         """Prove some outputs together.
 
         Args:
             choose: gives the numbers of the outputs that get a cotangent.
-            whole: False for part 1 alone.
+            sums_only: True for part 1 alone.
 
         Raises:
             Refuted: naming the layer and what was seen.
@@ -139,18 +117,18 @@ class Prover:
         runs = self.runs
         outputs, gradients = runs.untapped(choose)
         chosen = [i for i, cotangent in enumerate(runs.cotangents) if cotangent is not None]
-        lone = self._lone(range(self._count)) if whole else []
+        lone = [] if sums_only else self._lone(range(self._count))
         base = runs.tapped(runs.everyone, sums=True, alone=[unit.number for unit in lone])
-        self._compare_outputs(outputs, base)
-        finite = self._compare_sums(base, gradients)
+        self._compare.compare_outputs(outputs, base)
+        finite = self._compare.compare_sums(base, gradients)
         del gradients
         reversal, alone = False, "no such run"
-        if whole:
+        if not sums_only:
             for replaced in self.separating_sets():
                 self.separate(base, replaced)
             reversal, alone = self._reorder(base, chosen, lone)
         elif runs.shared:
-            self._constant(base)
+            self._refuse_shared_samples(base)
         loud = {key[1:3] for key, rows in base.rows.items() if base.sides[key] == "output gradient" and rows.largest}
         return Proven(
             calls=frozenset(base.calls),
@@ -162,12 +140,14 @@ class Prover:
             shows=finite and bool(self._with_gradient(base)),
             unpadded=self._unpadded(lone),
             stateful=bool(base.buffers or base.remembered),
-            exact=not self._repeat,
+            exact=self._compare.exact,
             silent=frozenset(call for call in base.calls if call[:2] not in loud),
         )
 
+    # ---- replacements ----------------------------------------------------------------------------------------------
+
     def separating_sets(self) -> list[set[int]]:
-        """Sets of units such that of every ordered pair one set holds the second and not the first."""
+        """Sets of units such that for every ordered pair some set has the second and not the first."""
         bits = max(1, (self._count - 1).bit_length())
         return [
             {unit for unit, number in enumerate(self._numbers) if number >> bit & 1 == value}
@@ -176,7 +156,7 @@ class Prover:
         ]
 
     def separate(self, base: TappedRun, replaced: set[int]) -> None:
-        """Replace some units; the rows of all others must not change.
+        """Replace some units; the rows of all units that stay must not change.
 
         Raises:
             Refuted: if they do.
@@ -196,46 +176,52 @@ class Prover:
         if self._private:
             refuse_buffers(base.buffers, run.buffers)
             self._refuse_memory(base, run)
-        moved = self._moved(base, run, stayed, stayed)
-        if moved is not None:
+        change = self._compare.first_change(base, run, stayed, stayed)
+        if change is not None:
             raise Refuted(
-                f"{moved[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
-                f"next to each other and in the order of the batch{moved[1]}"
+                f"{change[0]} when other samples are replaced; expected rows that depend on one sample each, those of a sample "
+                f"next to each other and in the order of the batch{change[1]}"
             )
 
+    def _other_tokens(self, replaced: set[int]) -> Tensor:
+        """For every token of the replaced units another token of the batch: [B, T]."""
+        assert self._units is not None
+        ids_BT = self._units.ids.cpu()
+        places = torch.arange(ids_BT.numel())
+        generator = torch.Generator().manual_seed(self._draw.getrandbits(62))
+        shuffled = places[torch.randperm(len(places), generator=generator)]
+        goes = torch.isin(ids_BT.flatten(), torch.tensor(sorted(replaced)))
+        return torch.where(goes, shuffled, places).view(ids_BT.shape)
+
     def _refuse_memory(self, base: TappedRun, run: TappedRun) -> None:
-        """Under privacy no later batch may depend on samples that modules remember in attributes.
+        """Raise Refuted, under privacy, if a later batch depends on samples that modules store in attributes.
 
-        Attributes that differ after both runs may be a record that nothing reads, so a batch is run after each of them.
-
-        Args:
-            base: a run of the batch.
-            run: the last run, of other samples.
-
-        Raises:
-            Refuted: naming an attribute.
+        Attributes that differ after a run of the batch (`base`) and of other samples (`run`, the last run) may be a record that
+        nothing reads, so a batch is run after each of them.
         """
         names = changed(base.remembered, run.remembered)
-        if self._records.issuperset(names):
+        if self._unread.issuperset(names):
             return
         everyone = self.runs.everyone
         after_others = self.runs.tapped(everyone, forget=False)
         self.runs.tapped(everyone)
         after_itself = self.runs.tapped(everyone, forget=False)
-        if self._moved(after_itself, after_others, everyone, everyone, EQUAL) is not None:
+        if self._compare.first_change(after_itself, after_others, everyone, everyone, EQUAL) is not None:
             refuse_attribute(names[0])
-        self._records.update(names)
+        self._unread.update(names)
 
-    def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[LoneUnit]) -> tuple[bool, str]:
+    # ---- order, and units alone ------------------------------------------------------------------------------------
+
+    def _reorder(self, base: TappedRun, chosen: Sequence[int], lone: Sequence[UnitAlone]) -> tuple[bool, str]:
         """Compare with the reversed batch, and with units alone.
 
-        Where random numbers were drawn, modules run in evaluation mode: of a sample alone other units would drop out.
+        Where random numbers were drawn, both run in evaluation mode: of a sample alone other units would drop out.
 
         Returns:
             Whether the batch was reversed, and how units were alone.
         """
         if base.drew:
-            with _evaluating(self._root):
+            with evaluating(self._root):
                 try:
                     base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
                 except (GramianError, Refuted):
@@ -253,11 +239,35 @@ class Prover:
             base = self.runs.tapped(self.runs.everyone, alone=[unit.number for unit in lone])
         if not lone:
             return self._units is None, "tokens of several units share rows"
-        words = compare_alone(self.runs, self._samples, base, lone, chosen)
-        self.fits_alone = words in ("slice", "collated")
-        return self._units is None, words
+        how = compare_alone(self.runs, self._samples, base, lone, chosen)
+        self.fits_alone = how in ("slice", "collated")
+        return self._units is None, how
 
-    def _unpadded(self, lone: Sequence[LoneUnit]) -> tuple[Any, ...] | None:
+    def _reverse(self, base: TappedRun) -> None:
+        order = list(reversed(self.runs.everyone))
+        run = self.runs.tapped(order)
+        change = self._compare.first_change(base, run, order, self.runs.everyone, REPRODUCES)
+        if change is not None:
+            raise Refuted(
+                f"{change[0]} when the batch is reversed; expected rows that follow their sample to its place in the batch"
+            )
+
+    def _lone(self, among: Sequence[int]) -> list[UnitAlone]:
+        """Units that are run alone: the loader's choice, else the first of the numbering; none if units share rows."""
+        collated = self._find_lone(among) if self._units is None else []
+        if collated:
+            return [UnitAlone(one.row, [one.row], one) for one in collated]
+        units = self._unit_of_rows()
+        first = min((unit for unit in units if unit in among), key=self._numbers.__getitem__, default=None)
+        return [] if first is None else [UnitAlone(first, [i for i, unit in enumerate(units) if unit == first], None)]
+
+    def _unit_of_rows(self) -> list[int]:
+        """The unit of each row; empty if several units share rows."""
+        if self._units is None:
+            return list(self.runs.everyone)
+        return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
+
+    def _unpadded(self, lone: Sequence[UnitAlone]) -> tuple[Any, ...] | None:
         """Sizes of the batch if samples alone, as the loader collates them, have the same; else None."""
         sizes, collated = self._samples.sizes, [unit.collated for unit in lone if unit.collated is not None]
         alone = [self._samples.of_one(one.arguments).sizes for one in collated]
@@ -269,20 +279,10 @@ class Prover:
         sides = [rows for key, rows in base.rows.items() if base.sides[key] != "input"]
         return {int(unit) for rows in sides for unit in (rows.projections_RK != 0).any(1).nonzero().flatten()}
 
-    def _reverse(self, base: TappedRun) -> None:
-        order = list(reversed(self.runs.everyone))
-        moved = self._moved(base, self.runs.tapped(order), order, self.runs.everyone, REPRODUCES)
-        if moved is not None:
-            raise Refuted(
-                f"{moved[0]} when the batch is reversed; expected rows that follow their sample to its place in the batch"
-            )
+    # ---- one row for all samples -----------------------------------------------------------------------------------
 
-    def _constant(self, base: TappedRun) -> None:
-        """What a layer sees as one row for all samples must not change with the samples: the batch rolled by one.
-
-        Raises:
-            Refuted: if it does.
-        """
+    def _refuse_shared_samples(self, base: TappedRun) -> None:
+        """Raise Refuted if a row that a layer sees for all samples changes when the batch is rolled by one."""
         batch = self._samples.batch
         run = self.runs.tapped([(i + 1) % batch for i in range(batch)])
         shared = {(layer, ordinal) for layer, ordinal, rows in base.calls if rows == 0}
@@ -295,157 +295,3 @@ class Prover:
                     f"{key[1] or 'model'}: sees one row that depends on samples; expected one row for each sample, or one "
                     "that is the same for all"
                 )
-
-    def _unit_of_rows(self) -> list[int]:
-        """The unit of each row; of rows that several units share, none."""
-        if self._units is None:
-            return list(self.runs.everyone)
-        return self._units.ids.tolist() if self._units.ids.dim() == 1 else []
-
-    def _lone(self, among: Sequence[int]) -> list[LoneUnit]:
-        """Units that are run alone: the loader's choice, else the first of the numbering; none if units share rows."""
-        collated = self._find_lone(among) if self._units is None else []
-        if collated:
-            return [LoneUnit(one.row, [one.row], one) for one in collated]
-        units = self._unit_of_rows()
-        first = min((unit for unit in units if unit in among), key=self._numbers.__getitem__, default=None)
-        return [] if first is None else [LoneUnit(first, [i for i, unit in enumerate(units) if unit == first], None)]
-
-    def _other_tokens(self, replaced: set[int]) -> Tensor:
-        """For every token of the replaced units another token of the batch: [B, T]."""
-        assert self._units is not None
-        ids_BT = self._units.ids.cpu()
-        places = torch.arange(ids_BT.numel())
-        generator = torch.Generator().manual_seed(self._draw.getrandbits(62))
-        shuffled = places[torch.randperm(len(places), generator=generator)]
-        goes = torch.isin(ids_BT.flatten(), torch.tensor(sorted(replaced)))
-        return torch.where(goes, shuffled, places).view(ids_BT.shape)
-
-    # ---- comparisons -----------------------------------------------------------------------------------------------
-
-    def _moved(
-        self,
-        base: TappedRun,
-        run: TappedRun,
-        rows: Sequence[int],
-        places: Sequence[int],
-        tolerances: Mapping[torch.dtype, float] | None = None,
-    ) -> tuple[str, str] | None:
-        """The first tensor of which a row is not what it was, in words, and advice; None: all are.
-
-        Args:
-            base: the batch as it is.
-            run: another one.
-            rows: rows of the first that are compared.
-            places: where the second has them.
-            tolerances: relative, by dtype; None: bit for bit, or as far as two equal runs are apart.
-        """
-        if base.rows.keys() != run.rows.keys():
-            odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
-            return f"{odd[1] or 'model'}: is called another number of times", ""
-        here, there = list(rows), list(places)
-        for words, one, other, key in self._compared(base, run):
-            side = None if isinstance(key, int) else base.sides[key]
-            if one.shape != other.shape:
-                return f"{words} has another shape", ""
-            equal = one.hashes_R[here] == other.hashes_R[there]
-            if bool(equal.all()):
-                continue
-            apart = (one.projections_RK[here] - other.projections_RK[there]).square().mean(1).sqrt()
-            relative = None if tolerances is None else _tolerance(tolerances, base)
-            allowed = self._apart(base, run, key, one) if relative is None else relative * one.largest
-            numbers = one.finite()[here] | other.finite()[there]  # else both rows are no numbers
-            off = ~equal & ~(apart <= allowed) & numbers
-            if bool(off.any()):
-                constant = side == "output gradient" and self._sees_no_sample(base, run, key)
-                return f"{words} of sample {here[int(off.nonzero()[0])]} changes", ONE_ROW if constant else ""
-        return None
-
-    @staticmethod
-    def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
-        """True if all inputs of a call are the same in both runs, whatever the samples are."""
-        inputs = [
-            k for k, side in base.sides.items() if side == "input" and not isinstance(key, int) and k[:3] == key[:3]
-        ]
-        return bool(inputs) and all(torch.equal(base.rows[k].hashes_R, run.rows[k].hashes_R) for k in inputs)
-
-    def _compared(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
-        """Tensors of both runs, in words: inputs in the order of the forward, output gradients, joined calls, outputs."""
-        pairs: list[tuple[str, Fingerprint, Fingerprint, Key | int]] = [
-            (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
-            for side in ("input", "output gradient", "sum over calls")
-            for key in (reversed(base.rows) if side == "input" else base.rows)
-            if base.sides[key] == side
-        ]
-        outputs = enumerate(zip(base.outputs, run.outputs, strict=True))
-        titles, runs = self.runs.titles, self.runs
-        with_gradient = {i for i in runs.row_outputs if runs.cotangents[i] is not None}
-        return pairs + [(f"{titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
-
-    def _apart(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
-        """How far apart rows may be: not at all where two equal runs are equal and every call has the same rows.
-
-        Inputs and outputs are compared bit for bit where two equal forwards are, whatever their backwards do.
-        """
-        if self._repeat is None:
-            self._repeat = self.runs.tapped(self.runs.everyone)
-        repeated, forward = self._repeat.rows, isinstance(key, int) or base.sides[key] == "input"
-        sides = [k for k in base.rows if base.sides[k] == "input" or not forward]
-        equal = all(k in repeated and torch.equal(base.rows[k].hashes_R, repeated[k].hashes_R) for k in sides)
-        if equal and sorted(base.calls) == sorted(run.calls):
-            return -1.0
-        again = self._repeat.outputs[key] if isinstance(key, int) else repeated.get(key)
-        between = 0.0 if again is None else float(one.moved(again).max())
-        return max(4 * between, (ROUNDING if one.eps < HALF else ROUNDING_OF_HALF) * one.eps * one.largest)
-
-    def _compare_outputs(self, plain: list[Fingerprint], base: TappedRun) -> None:
-        for number, (one, other) in enumerate(zip(plain, base.outputs, strict=True)):
-            same = one.shape == other.shape and len(one.hashes_R) == len(other.hashes_R)
-            if same and not torch.equal(one.hashes_R, other.hashes_R):
-                # rounding: products have other kernels where weights need no gradient, or where one row is several
-                # terms of a single number may cancel
-                largest = one.largest if number in self.runs.row_outputs else max(1.0, one.largest)
-                allowed = max(self._apart(base, base, number, one), _tolerance(REPRODUCES, base) * largest)
-                same = bool((~(one.finite() | other.finite()) | (one.moved(other) <= allowed)).all())
-            if not same and not self.runs.shared:
-                raise Refuted(
-                    f"model: two equal forwards differ in {self.runs.titles[number]}; expected a forward that writes into no "
-                    "weight, and remembers nothing but in buffers and attributes of its modules"
-                )
-            if not same:
-                layers = ", ".join(sorted(self.runs.shared))
-                raise Refuted(
-                    f"{layers}: returns one row for all samples, and the model returns something else once that row stands for "
-                    f"each of them ({self.runs.titles[number]}); expected code behind it that broadcasts the row over the batch"
-                )
-
-    def _compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> bool:
-        """True if the sums are autograd's; False if they are not finite, so that nothing was shown."""
-        halved = sketches_of(gradients)
-        bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
-        if bad is not None:
-            raise Refuted(
-                f"{bad[0]}: the taps explain a gradient of norm {bad[1] / SCALE:.4g}, autograd computed {bad[2] / SCALE:.4g} "
-                f"({SCALE} times the loss, over {SCALE}); expected the weight to be used through its own module only (not "
-                "F.linear(x, layer.weight)), or a registered site, and a backward that is linear (no hook that normalises)"
-            )
-        return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
-
-
-@contextmanager
-def _evaluating(root: nn.Module) -> Iterator[None]:
-    """Modules in evaluation mode, and then each in the mode that it was in."""
-    modes = [(module, module.training) for module in root.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:
-    """That of the narrowest dtype that took part in a run."""
-    narrowest = max((print_.eps for print_ in (*base.rows.values(), *base.outputs)), default=0.0)
-    return next(tolerance for dtype, tolerance in tolerances.items() if torch.finfo(dtype).eps >= narrowest)

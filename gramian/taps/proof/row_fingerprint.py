@@ -1,4 +1,4 @@
-"""Fingerprints of rows: a hash that tells equal bits, and random projections that measure how far rows are apart.
+"""Fingerprints of rows: a hash that is equal for equal bits, and random projections that measure how far rows are apart.
 
 Legend: R rows (samples or units), S positions and D features of a row, K projections. A tensor [R, …, D] is read as [R, S, D].
 """
@@ -18,19 +18,19 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is remembered of a tensor of R rows: some 40 bytes a row."""
+    """A tensor of R rows, reduced to about 40 bytes a row."""
 
     hashes_R: Tensor
-    """64 bits of each row's own bits, on the CPU: equal rows have equal hashes, others with probability 2⁻⁶⁴."""
+    """64 bits of each row's own bits, on the CPU: equal rows have equal hashes, different ones with probability 2⁻⁶⁴."""
     projections_RK: Tensor
     """Each row on K random directions of expected squared length 1, float64, on the CPU: a row off by δ everywhere moves each
     projection by about δ."""
     largest: float
     """Largest absolute value among finite ones."""
     eps: float
-    """Of the tensor's dtype; 0 for integers."""
+    """ε of the tensor's dtype; 0 for integers."""
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
 
     @classmethod
     def of(cls, t: Tensor, seed: int) -> "Fingerprint":
@@ -60,7 +60,7 @@ class Fingerprint:
         return cls(hashes_R.cpu(), found_RK.cpu(), largest, eps, tuple(t.shape[1:]))
 
     def moved(self, other: "Fingerprint") -> Tensor:
-        """Root mean square over the projections of the difference of every row: [R]."""
+        """Root mean square over the projections of every row's difference to the other: [R]."""
         apart: Tensor = (self.projections_RK - other.projections_RK).square().mean(1).sqrt()
         return apart.nan_to_num(torch.inf)
 
@@ -82,7 +82,7 @@ def _largest(real: Tensor) -> float:
 
 
 def _mixed(hashes: Tensor) -> Tensor:
-    """Spread the bits, so that sums of hashes depend on each of them."""
+    """Mix the bits, so that sums of hashes depend on each of them."""
     return hashes.bitwise_xor(hashes >> 29).mul(0x2545F4914F6CDD1D)
 
 

@@ -1,4 +1,4 @@
-"""The listener of a proof's runs: it keeps fingerprints of what the taps attribute to each sample, and nothing else."""
+"""The listener of a proof's run: it records fingerprints of rows and sketches of gradients, not the tensors themselves."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ Key = tuple[int, str, int, int]
 
 @dataclass(frozen=True)
 class Sketch:
-    """A gradient of a parameter: its projections on random directions, its norm, and how far rounding may put it off."""
+    """A gradient of a parameter, reduced to projections on random directions, its norm, and the size of its terms."""
 
     projections_K: Tensor
     norm: float
@@ -34,15 +34,15 @@ class Sketch:
 
     @property
     def finite(self) -> bool:
-        """True if all values are."""
+        """True if all projections are finite."""
         return bool(self.projections_K.isfinite().all())
 
     @classmethod
     def of(cls, gradient: Tensor, magnitude: Tensor | None = None, dtype: torch.dtype | None = None) -> "Sketch":
         """Projections ⟨u_k v_kᵀ, G⟩ of G as a matrix [first axis, rest]: off by about ‖Δ‖ where G is off by Δ. One pass."""
-        whole = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        first = whole.shape[0] if whole.dim() else 1
-        matrix = wide(whole.detach()).reshape(first, whole.numel() // max(first, 1))
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        first = real.shape[0] if real.dim() else 1
+        matrix = wide(real.detach()).reshape(first, real.numel() // max(first, 1))
         generator = torch.Generator().manual_seed(matrix.shape[0] * 1_000_003 + matrix.shape[1])
         left_MK = torch.randn(matrix.shape[0], DIRECTIONS, generator=generator).to(matrix)
         right_NK = torch.randn(matrix.shape[1], DIRECTIONS, generator=generator).to(matrix)
@@ -52,12 +52,12 @@ class Sketch:
 
     @classmethod
     def of_unit(cls, gradient: PerSampleGradient, unit: int) -> "Sketch":
-        """What a capture takes for the gradient of one unit: its place in a weighted sum, and in the norms. Two passes."""
+        """The gradient that a capture attributes to one unit, from a weighted sum and from the norms. Two passes."""
         own, wide_type = gradient.select(unit, unit + 1), wide(gradient.tensors()[-1][:0]).dtype
         weights_U = torch.zeros(gradient.batch, device=gradient.tensors()[-1].device, dtype=wide_type)
         weights_U[unit] = 1
         total = gradient.weighted_total(weights_U, wide_type)
-        if not bool(total.isfinite().all()):  # another unit is not finite, and nothing times infinity is no number
+        if not bool(total.isfinite().all()):  # another unit is not finite, and 0·∞ is NaN
             total = own.total()
         norm = float(gradient.squared_norms()[unit].sqrt())
         found = replace(cls.of(total, own.magnitude(), gradient.dtype), norm=norm)
@@ -66,7 +66,7 @@ class Sketch:
 
 @dataclass
 class Recorder:
-    """What one run of a proof brings."""
+    """Fingerprints and sketches of one run of a proof."""
 
     seed: int
     units: Units | None
@@ -82,15 +82,15 @@ class Recorder:
     sample_ids: Tensor | None = None
     rows: dict[Key, Fingerprint] = field(default_factory=dict)
     sides: dict[Key, str] = field(default_factory=dict)
-    """What each tensor is, in words."""
+    """Whether each tensor is an "input", an "output gradient" or a "sum over calls"."""
     totals: dict[str, Sketch] = field(default_factory=dict)
     own: dict[int, dict[str, Sketch]] = field(default_factory=dict)
-    """{unit that is alone: {parameter: the gradient attributed to it}}."""
+    """{unit: {parameter: the gradient attributed to it}} of the units in `alone`."""
     forwards: list[int] = field(default_factory=list)
     """Numbers of the passes, in order."""
 
     def pass_info(self, number: int, batch: int) -> PassInfo:
-        """Gradients as the backward carries them."""
+        """Read gradients as the backward carries them, without scale."""
         self.forwards.append(number)
         return PassInfo(number, batch, self.units, None, None, 1.0, 1.0)
 
@@ -117,27 +117,27 @@ class Recorder:
             self.own.setdefault(unit, {})[record.parameter] = Sketch.of_unit(gradient, unit)
 
     def watch(self, parameter: str, tensor: Tensor) -> None:
-        """Weights are looked at in the untapped run."""
+        """Do nothing: the untapped run collects weights."""
 
     def end_of_pass(self, info: PassInfo) -> None:
-        """Nothing is counted."""
+        """Do nothing: no sample is counted."""
 
     def failed_pass(self, info: PassInfo) -> None:
-        """The run is given up."""
+        """Do nothing: the run is discarded."""
 
     def proof_is_due(self) -> bool:
-        """One proof at a time."""
+        """False: a proof's run starts no other proof."""
         return False
 
     def proof_failed(self) -> None:
-        """One proof at a time."""
+        """Do nothing."""
 
     def proof_stays_open(self) -> None:
-        """One proof at a time."""
+        """Do nothing."""
 
 
 def _tensors(gradients: Iterable[PerSampleGradient]) -> list[Tensor]:
-    """What some gradients are formed from, once each: two parameters of a layer share a side."""
+    """The tensors that some gradients are formed from, once each: two parameters of a layer share a side."""
     found = {(t.data_ptr(), t.shape): t for gradient in gradients for t in gradient.tensors()}
     return list(found.values())
 
@@ -147,7 +147,7 @@ def _adds_narrow(gradient: PerSampleGradient) -> bool:
 
 
 def sketches_of(gradients: Mapping[str, Tensor | None]) -> dict[str, Sketch]:
-    """Of gradients that are there."""
+    """Sketches of the gradients that are not None."""
     return {name: Sketch.of(gradient) for name, gradient in gradients.items() if gradient is not None}
 
 
@@ -162,17 +162,17 @@ def disagreement(
     """The first parameter whose attributed gradient is not autograd's: (name, norm of the first, norm of the second).
 
     Args:
-        sketches: what the taps attribute; a parameter without one got nothing.
-        theirs: autograd's.
+        sketches: gradients that the taps attribute; a parameter without one got nothing.
+        theirs: autograd's gradients.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
-        floor: rounding of a run's largest terms: what should cancel to nothing may leave as much.
-        factors: one of these, that which fits best, stands between both, for all parameters.
+        floor: rounding of a run's largest terms, which remains where terms should cancel.
+        factors: the one that fits best is the ratio of both, for all parameters.
 
     Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
     its terms' norms. Of all parameters together, 8 ε of the norm is rounding wherever it shows.
     """
     if not all(sketch.finite for sketch in (*theirs.values(), *sketches.values())):
-        return None  # nothing can be said of what is not finite
+        return None  # what is not finite cannot be compared
     both = [(sketches[name].projections_K, sketch.projections_K) for name, sketch in theirs.items() if name in sketches]
     squares = sum(float(mine.square().sum()) for mine, _ in both)
     fitted = sum(float(mine @ other) for mine, other in both) / squares if squares else 1.0

@@ -1,4 +1,4 @@
-"""The arguments of a forward by sample: which parts carry samples, and the same call on other samples."""
+"""The arguments of a forward by sample: which leaves carry samples, and the same call with other samples in its places."""
 
 import copy
 import enum
@@ -26,7 +26,7 @@ WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True)
 class SampleArguments:
-    """Arguments, flattened, and the rows that each leaf has for one sample (0: it belongs to no sample)."""
+    """Flattened arguments, and the number of rows that each leaf has for one sample (0: it carries no samples)."""
 
     leaves: list[Any]
     spec: Any
@@ -43,7 +43,7 @@ class SampleArguments:
         Args:
             arguments: (args, kwargs), or a batch in any structure.
             batch: B.
-            given: True if the user named B: lists of B tensors then carry samples too.
+            given: True if the user gave B: lists of B tensors then carry samples too.
             fixed: leaves to leave alone although they have B rows.
             units: which rows or tokens belong together; None: each row is a unit.
         """
@@ -55,7 +55,7 @@ class SampleArguments:
         """Leaves other than the first tensor whose axis 0 may be k·B by chance: a mask [T, T] where T is B, or 2·B.
 
         Args:
-            strict: True to take of leaves of B rows nothing else for it; False: where the first tensor has another axis of B,
+            strict: True for leaves of B rows that have another axis of B; False: where the first tensor has another axis of B,
                 positions 0, 1, 2 … [T] too.
         """
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
@@ -71,7 +71,7 @@ class SampleArguments:
         ]
 
     def opaque(self) -> list[str]:
-        """Objects among the arguments that hold tensors of k·B rows, in words: no sample inside can be replaced by another."""
+        """A description of the first object that contains tensors of k·B rows: no sample inside can be replaced by another."""
         return [
             f"{type(leaf).__name__} with a tensor of shape {list(t.shape)}"
             for leaf, rows in zip(self.leaves, self.rows, strict=True)
@@ -85,11 +85,7 @@ class SampleArguments:
         return replace(self, leaves=self.spec.flatten_up_to(arguments), batch=1, units=None)
 
     def refuse_layouts(self) -> None:
-        """Refuse tensors whose rows cannot be taken.
-
-        Raises:
-            GramianError: for sparse, nested and opaque ones, those without values, and those of one byte a number.
-        """
+        """Raise GramianError for tensors whose rows cannot be indexed: sparse, nested, quantized, meta, and 8-bit floats."""
         for t in (leaf for leaf in self.leaves if isinstance(leaf, Tensor)):
             byte = t.is_floating_point() and t.element_size() == 1
             if t.layout != torch.strided or t.is_nested or t.is_meta or t.is_quantized or byte:
@@ -106,7 +102,7 @@ class SampleArguments:
 
     @property
     def partition(self) -> tuple[int, ...] | None:
-        """Which rows belong together, whatever their units are called; None if each is a unit, or tokens have units."""
+        """The unit of each row, renumbered by first occurrence; None if each row is a unit, or tokens have units."""
         if self.units is None or self.units.ids.dim() != 1:
             return None
         numbers: dict[int, int] = {}
@@ -115,7 +111,7 @@ class SampleArguments:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and words, and which leaves carry samples; no sizes."""
+        """Nesting, names, dtypes and ranks, flags (also 0, 1, 2, 3) and strings, and which leaves carry samples; no sizes."""
         kinds = [
             (str(leaf.dtype), leaf.dim(), bool(rows), None if rows else _flag(leaf))
             if isinstance(leaf, Tensor)
@@ -125,13 +121,13 @@ class SampleArguments:
         return (str(self.spec), *kinds, None if self.units is None else self.units.ids.dim())
 
     def uneven(self) -> tuple[tuple[int, str], ...]:
-        """Leaves in which samples differ in how many of their tokens count, with what shows it.
+        """Leaves in which samples differ in how many of their tokens count, each with the evidence.
 
         "counts": samples have different numbers of −100, or of zeros in a mask (zeros and one or two other values). "ignored":
         some number is −100. "values": numbers, one for each sample (lengths, labels, weights), differ. A mean over the tokens
         of a batch tells samples apart as long as such numbers are equal, and `x[mask]` has as many rows of each; so a batch in
-        which they are not has to be shown by itself. The first tensor is content, up to −100. Cost: some passes over each leaf,
-        one wait; nothing where the first tensor alone carries samples.
+        which they are not is proven by itself. The first tensor is content, up to −100. Cost: some passes over each leaf, one
+        synchronisation with the device; nothing where the first tensor alone carries samples.
         """
         found: list[tuple[int, str]] = []
         differ: list[Tensor] = []
@@ -174,8 +170,8 @@ class SampleArguments:
     def take_tokens(self, source: Tensor) -> Any:
         """The arguments with token source[b, t] of the flattened batch in place [b, t].
 
-        Only the first tensor and real ones are content; other integers and flags (documents, positions, masks) say how tokens
-        of a row belong together, and stay.
+        Only the first tensor and real ones are content; other integers and flags (documents, positions, masks) describe how
+        tokens of a row belong together, and stay.
         """
         first = next((i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)), -1)
         taken = [
@@ -215,7 +211,7 @@ def donors(contents: Sequence[int], stayed: Sequence[int], draw: random.Random) 
 
 
 def _kind(value: Any, rows: int) -> Any:
-    """What a program may choose a branch by: flags, words, members of an enumeration and functions; else the type's name."""
+    """The value a program may branch on: flags, strings, members of an enumeration and functions; else the type's name."""
     if isinstance(value, enum.Enum):
         return type(value).__qualname__, value.name
     if isinstance(value, bool | str | bytes):
@@ -249,7 +245,7 @@ def _are_places(leaf: Tensor) -> bool:
 def _is_list_of(value: Any, batch: int, tensors: bool = False) -> bool:
     """True for a list of B entries, one for each sample.
 
-    These are plain values, lists of plain values, or, in a list, whatever holds tensors that are not all of k·B rows themselves
+    These are plain values, lists of plain values, or, in a list, objects with tensors that are not all of k·B rows themselves
     (the targets of a detector); on demand also B tensors of any shape.
     """
     if not isinstance(value, list | tuple) or hasattr(value, "_fields") or len(value) != batch or not batch:
@@ -271,9 +267,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 def _content(value: Any, number: int) -> int:
     """A hash of one sample's entry of a list."""
     tensors = _tensors_in(value)
-    words = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
+    scalars = [repr(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
     prints = [(str(t.dtype), *t.shape, int(Fingerprint.of(t[None], number).hashes_R[0])) for t in tensors]
-    return hash((*words, *prints)) >> 1
+    return hash((*scalars, *prints)) >> 1
 
 
 def _is_plain(value: Any) -> bool:
@@ -300,7 +296,7 @@ def _taken(leaf: Any, index: Tensor, rows: int) -> Any:
 
 
 def _own(leaf: Any) -> Any:
-    """A leaf that a forward may write into."""
+    """A copy of a leaf, which a forward may write into."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     if isinstance(leaf, (*SCALARS, *GENERATORS)) or callable(leaf):  # states of generators are put back by themselves

@@ -1,6 +1,6 @@
-"""Units alone: the gradient that one has in a batch must be the one that it has by itself.
+"""One unit alone: the gradient attributed to it in a batch must be autograd's gradient when it runs by itself.
 
-This sees what no batch of equal shape can: padding to the longest sample that leaks into the others.
+This finds what no batch of equal shape can: padding to the longest sample that leaks into other samples.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +24,7 @@ Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Lone:
+class SampleAlone:
     """One sample of the batch as a loader would collate it alone."""
 
     row: int
@@ -33,53 +33,47 @@ class Lone:
     """True if the batch has its padding before the sample's tokens."""
 
 
-FindLone = Callable[[Collection[int]], list[Lone]]
+FindAlone = Callable[[Collection[int]], list[SampleAlone]]
 """Gives some of these samples, each as a loader would collate it alone; empty if no loader is known."""
 
 
 @dataclass(frozen=True)
-class LoneUnit:
+class UnitAlone:
     """A unit that is run alone: its number, its rows in the batch, and its arguments where a loader collated them."""
 
     number: int
     rows: list[int]
-    collated: Lone | None
+    collated: SampleAlone | None
 
 
 def compare_alone(
-    runs: ProofRuns, samples: SampleArguments, base: TappedRun, units: Sequence[LoneUnit], chosen: Sequence[int]
+    runs: ProofRuns, samples: SampleArguments, base: TappedRun, units: Sequence[UnitAlone], chosen: Sequence[int]
 ) -> str:
     """Compare the gradients of units in the batch with autograd's for each of them alone.
 
     Where a model does not run on one sample, or returns other shapes (`squeeze()`), the unit runs beside a copy of itself.
 
-    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone.
-
-    Args:
-        runs: of the model.
-        samples: the batch.
-        base: the run of the batch, which sketched the gradients of these units.
-        units: at least one.
-        chosen: outputs that the backward went through.
+    Cost: a run or two of each unit, and one of the batch where a unit has fewer tokens alone. `base` is the run of the batch,
+    which sketched the gradients of these units; the backward goes through the `chosen` outputs.
 
     Returns:
-        How it was done, in words.
+        How the units ran: "slice" or "collated", with an addition, or why they did not.
 
     Raises:
         Refuted: if they differ. The gradient of a scalar output alone is the same (a sum over samples), or as many times larger
             as the batch is (a mean).
     """
-    found: list[tuple[LoneUnit, dict[str, Sketch], int]] = []
+    found: list[tuple[UnitAlone, dict[str, Sketch], int]] = []
     narrowed = False
     for unit in units:
         regions: dict[int, Region] = {}
         gradients = _gradients_alone(runs, samples, unit, chosen, regions, 1)
         copies = 2 if isinstance(gradients, str) else 1
         if isinstance(gradients, str):
-            words = gradients
+            reason = gradients
             gradients = _gradients_alone(runs, samples, unit, chosen, regions, 2)
             if isinstance(gradients, str):
-                return words
+                return reason
         found.append((unit, sketches_of(gradients), copies))
         for number, region in regions.items():
             narrowed |= _narrow(runs, number, unit.rows, region, samples.batch)
@@ -95,19 +89,19 @@ def compare_alone(
                 f"{bad[0]}: sample {unit.rows[0]} alone has a gradient of norm {bad[2]:.4g}, and in the batch one of norm "
                 f"{bad[1]:.4g}; expected samples that do not depend on each other (padding that is masked)"
             )
-    words = "slice" if units[0].collated is None else "collated"
-    return words if all(copies == 1 for _, _, copies in found) else f"{words}, beside a copy of itself"
+    how = "slice" if units[0].collated is None else "collated"
+    return how if all(copies == 1 for _, _, copies in found) else f"{how}, beside a copy of itself"
 
 
 def _gradients_alone(
     runs: ProofRuns,
     samples: SampleArguments,
-    unit: LoneUnit,
+    unit: UnitAlone,
     chosen: Sequence[int],
     regions: dict[int, Region],
     copies: int,
 ) -> dict[str, Tensor | None] | str:
-    """Autograd's gradients for a unit alone, or beside copies of itself that get no cotangent; in words, why there are none."""
+    """Autograd's gradients for a unit alone, or beside copies of itself without a cotangent; or why there are none."""
     try:
         gradients = runs.on(
             _arguments(samples, unit, copies),
@@ -120,7 +114,7 @@ def _gradients_alone(
     return "outputs of another shape" if gradients is None else gradients
 
 
-def _arguments(samples: SampleArguments, unit: LoneUnit, copies: int) -> Any:
+def _arguments(samples: SampleArguments, unit: UnitAlone, copies: int) -> Any:
     if unit.collated is None:
         return samples.take(unit.rows * copies)
     if copies == 1:
@@ -128,7 +122,7 @@ def _arguments(samples: SampleArguments, unit: LoneUnit, copies: int) -> Any:
     return samples.of_one(unit.collated.arguments).take([0] * copies)
 
 
-def fits_alone(runs: ProofRuns, samples: SampleArguments, unit: LoneUnit, chosen: Sequence[int]) -> bool:
+def fits_alone(runs: ProofRuns, samples: SampleArguments, unit: UnitAlone, chosen: Sequence[int]) -> bool:
     """True if the model runs on a unit alone and returns its part of every output; values are not compared. One run."""
     arguments = samples.take(unit.rows) if unit.collated is None else unit.collated.arguments
     try:
@@ -142,7 +136,7 @@ def fits_alone(runs: ProofRuns, samples: SampleArguments, unit: LoneUnit, chosen
 def _cotangents(
     runs: ProofRuns,
     batch: int,
-    unit: LoneUnit,
+    unit: UnitAlone,
     chosen: Sequence[int],
     regions: dict[int, Region],
     outputs: list[Tensor],
@@ -150,14 +144,7 @@ def _cotangents(
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Outputs of a unit alone, each with its part of the batch's cotangent; None if an output has no place there.
 
-    Args:
-        runs: of the model.
-        batch: B.
-        unit: which one.
-        chosen: numbers of the outputs.
-        regions: gains {output: where it lies in the unit's rows}.
-        outputs: of the unit alone.
-        copies: how often the unit is there; the first has the cotangent of rows.
+    Fills `regions` with {output: where it lies in the unit's rows}. Of several copies of the unit the first gets the cotangent.
     """
     pairs = []
     for number in chosen:
@@ -175,8 +162,8 @@ def _cotangents(
     return pairs
 
 
-def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: Lone | None) -> Region | None:
-    """Where an output of the unit alone lies in its rows of the batch's; None if that cannot be said."""
+def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: SampleAlone | None) -> Region | None:
+    """Where an output of the unit alone lies in its rows of the batch's; None if it has no place there."""
     if output.dim() != whole.dim() or output.shape[0] != whole.shape[0] // batch * rows:
         return None
     found = []
@@ -188,7 +175,7 @@ def _region(output: Tensor, whole: Tensor, rows: int, batch: int, lone: Lone | N
 
 
 def _narrow(runs: ProofRuns, number: int, rows: list[int], region: Region, batch: int) -> bool:
-    """Let a unit's cotangent vanish outside of a region; True if that changes it."""
+    """Set a unit's cotangent to zero outside of a region; True if that changes it."""
     whole = runs.cotangents[number]
     assert whole is not None
     if all(part == slice(0, size) for part, size in zip(region, whole.shape[1:], strict=True)):

@@ -1,4 +1,4 @@
-"""What a layer is: which tensors to keep in its forward, and what gradient its parameters get from them."""
+"""Sites: for each kind of layer, the tensors saved in its forward and the per-sample gradients they explain."""
 
 from gramian.taps.sites import attention, convolution, embedding, linear, normalization, recurrent
 from gramian.taps.sites.generic import Generic

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention`: its fused path reads the children's weights past their modules, so it is one layer to us."""
+"""`nn.MultiheadAttention`: its fused path reads the children's weights past their modules, so it is tapped as one layer."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from gramian.taps.sites.site_registry import register_site
 
 
 class Attention(Generic):
-    """The whole attention block, through the generic exact fallback."""
+    """The attention block as one layer, through the generic exact fallback."""
 
     kind = "attention (generic)"
 

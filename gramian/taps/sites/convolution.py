@@ -1,4 +1,4 @@
-"""`nn.Conv1d/2d/3d` with groups, stride, dilation and every padding mode."""
+"""`nn.Conv1d/2d/3d` with groups, stride, dilation and every padding mode: per-sample gradients without unfolding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +12,17 @@ from gramian.core.errors import GramianError
 from gramian.taps.gradients import Convolved, PerSampleGradient, Summed
 from gramian.taps.gradients.convolved import Geometry
 from gramian.taps.sites.linear import autocast
-from gramian.taps.sites.site import LayerForm, Sides, Site, by_sample, first_tensor, trains
+from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, by_sample, first_tensor, trains
 from gramian.taps.sites.site_registry import register_site
 
 
 class Convolution(Site):
-    """A kernel that slides over an image."""
+    """A convolution; its weight's gradient is `Convolved`, its bias's `Summed` over positions."""
 
     kind = "conv"
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[Tensor], Any]:
-        """Keep the input, as autocast would cast it."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
+        """Save the input, as autocast would cast it."""
         assert isinstance(module, _ConvNd)
         x = autocast(first_tensor(args, kwargs))
         if x.dim() != len(module.kernel_size) + 2:
@@ -34,32 +32,31 @@ class Convolution(Site):
         return forward(x), [x] if module.weight.requires_grad else [], None
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
         """The weight without unfolding; the bias as a sum over positions."""
         assert isinstance(module, _ConvNd)
         g_BK = by_sample(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
-        if kept:
-            images, padding = _padded(module, kept[0])
+        if saved:
+            images, padding = _padded(module, saved[0])
             geometry = Geometry(tuple(module.weight.shape), module.stride, padding, module.dilation, module.groups)
             found["weight"] = Convolved(by_sample(images, batch), g_BK, geometry)
         if trains(module, "bias"):
-            positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
-            found["bias"] = Summed(g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2]))
+            found["bias"] = Summed(_by_position(g_BK))
         return found
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """A linear layer on patches; with several groups it is several, and none as a whole."""
+        """A linear layer on patches; None with several groups, which are several such layers."""
         assert isinstance(module, _ConvNd)
         if module.groups > 1:
             return None
         return LayerForm("kernel", torch.Size(module.weight.shape[1:]).numel(), module.weight.shape[0])
 
-    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+    def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Every patch is a token: [B, positions, channels·kernel]."""
         assert isinstance(module, _ConvNd)
-        images, padding = _padded(module, kept[0])
+        images, padding = _padded(module, saved[0])
         patches = F.pad(images, [side for p in reversed(padding) for side in (p, p)]) if any(padding) else images
         axes = range(2, patches.dim())
         for axis, size, stride, dilation in zip(axes, module.kernel_size, module.stride, module.dilation, strict=True):
@@ -67,10 +64,14 @@ class Convolution(Site):
         places = patches.shape[2 : 2 + len(axes)]
         width = patches.shape[1] * torch.Size(module.kernel_size).numel()
         patches = patches.movedim(1, len(axes) + 1).reshape(patches.shape[0], places.numel(), width)
-        g_BK = by_sample(output_gradients[0], batch)
-        positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
-        g_BTO = g_BK.flatten(3).transpose(2, 3).reshape(batch, positions, g_BK.shape[2])
-        return Sides(by_sample(patches, batch).reshape(batch, positions, patches.shape[2]), g_BTO)
+        g_BTO = _by_position(by_sample(output_gradients[0], batch))
+        return Sides(by_sample(patches, batch).reshape(*g_BTO.shape[:2], patches.shape[2]), g_BTO)
+
+
+def _by_position(g_BK: Tensor) -> Tensor:
+    """[B, K, O, …] as [B, positions, O], positions of all K images."""
+    positions = torch.Size((g_BK.shape[1], *g_BK.shape[3:])).numel()
+    return g_BK.flatten(3).transpose(2, 3).reshape(g_BK.shape[0], positions, g_BK.shape[2])
 
 
 def _padded(module: _ConvNd, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:

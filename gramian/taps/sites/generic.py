@@ -1,10 +1,10 @@
-"""Any layer at all: exact per-sample gradients by running it again, one sample at a time, through `torch.func`.
+"""The generic site: exact per-sample gradients of any layer, by running it again one sample at a time (`torch.func`).
 
 Used for parameters that hang on a parent module, unknown layers, attention blocks and recurrent layers. The layer's forward
 and backward run once more per step (vectorised over samples where `vmap` can), and the outputs are compared with those of
-the first run: a layer that is random, mixes samples or treats the batch axis in its own way cannot pass unnoticed.
+the first run: a layer that is random, mixes samples or treats the batch axis in its own way is refused.
 
-Under FSDP2 it runs again on the whole weights that stand in it while its unit's backward runs; nothing more is gathered.
+Under FSDP2 it runs again on the gathered weights while its unit's backward runs; nothing more is gathered.
 """
 
 import warnings
@@ -23,10 +23,10 @@ from gramian.linalg.wide import wide
 from gramian.plan.norm_algorithm import samples_per_chunk
 from gramian.taps.gradients import ExplicitGradient, PerSampleGradient
 from gramian.taps.model.python_state import PythonState
-from gramian.taps.sites.site import Site, observed
+from gramian.taps.sites.site import Site, SiteRun, observed
 
-REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Largest relative difference between the first run and the run by samples."""
+REPRODUCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest relative difference between two runs of a layer on the same samples, by dtype, in the order of rounding."""
 
 Layout = Literal["shared", "first", "second", "grouped", "grouped_second"]
 """Where a tensor has its samples: nowhere, on axis 0, on axis 1, or there as k·B rows, k of each sample."""
@@ -69,19 +69,15 @@ class Generic(Site):
     compiles = False
 
     def __init__(self, whole: bool) -> None:
-        """Set what is owned.
-
-        Args:
-            whole: True to own the parameters of all children too, False for the module's direct ones only.
-        """
+        """Own the parameters of all children too (`whole`), or the module's direct ones only."""
         self.whole = whole
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Direct parameters, or all."""
+        """Local names of direct parameters, or of all."""
         return tuple(own_parameters(module, self.whole))
 
     def check(self, module: nn.Module) -> str | None:
-        """FSDP2 has gathered a unit's own weights when it runs, and not those of units below it."""
+        """Refuse FSDP2 units below the layer: FSDP2 has not gathered their weights when the layer runs again."""
         below = (name for name, child in module.named_modules() if name and isinstance(child, FSDPModule))
         unit = next(below, None)
         if unit is None:
@@ -93,10 +89,10 @@ class Generic(Site):
         )
 
     def input_layouts(self, names: list[str], inputs: list[Tensor], rows: list[int], batch: int) -> list[list[Layout]]:
-        """Where the inputs may have their samples, most likely first; what does not give the same outputs is dropped.
+        """Possible layouts of the inputs, most likely first; the first that reproduces the outputs is used.
 
         Args:
-            names: of the inputs: keywords, or positions as text.
+            names: names of the inputs: keywords, or positions as text.
             inputs: the tensors.
             rows: rows of the outputs.
             batch: B.
@@ -115,7 +111,7 @@ class Generic(Site):
         return [likely, masked] if any(square) and masked != likely else [likely]
 
     def output_layout(self, index: int, value: Tensor, batch: int) -> Layout:
-        """Where an output has its samples."""
+        """The layout of an output."""
         rows = value.shape[0] if value.dim() else 0
         if rows == batch:
             return "first"
@@ -123,10 +119,8 @@ class Generic(Site):
             return "grouped"
         raise GramianError(f"has an output of shape {list(value.shape)}; expected the batch of {batch} as first axis")
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[Tensor], Any]:
-        """Keep a copy of every input, a digest of every output, and the call itself."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
+        """Save a copy of every input, a digest of every output, and the call itself."""
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             raise GramianError("is given a PackedSequence, whose samples lie interleaved; expected a padded tensor")
         _refuse_parts(module)
@@ -152,16 +146,16 @@ class Generic(Site):
             output_rows=[outputs[i].shape[0] if outputs[i].dim() else 0 for i in seen],
             autocast=(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)),
         )
-        kept = [x.detach().clone() for x in inputs]  # the user may change them in place
-        return output, [*kept, *(_digest(outputs[i]) for i in seen)], call
+        saved = [x.detach().clone() for x in inputs]  # the user may change them in place
+        return output, [*saved, *(_digest(outputs[i]) for i in seen)], call
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
-        """One vector-Jacobian product per sample."""
+        """Explain each parameter by one vector-Jacobian product per sample."""
         call: Call = extra
         _refuse_parts(module)
-        inputs, digests = kept[: len(call.places)], kept[len(call.places) :]
+        inputs, digests = saved[: len(call.places)], saved[len(call.places) :]
         trained = {name: p.detach() for name, p in own_parameters(module, self.whole).items() if p.requires_grad}
         if not batch:
             return {name: ExplicitGradient(p.new_zeros(0, *p.shape)) for name, p in trained.items()}
@@ -197,7 +191,7 @@ class Generic(Site):
         def run(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
             """Outputs of one sample."""
             with Borrowed(module, parameters, self.whole):
-                ys = call.again([_whole(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
+                ys = call.again([_batch_of_one(x, layout) for x, layout in zip(inputs, layouts, strict=True)])
             return [_single(y, layout) for y, layout in zip(ys, out_layouts, strict=True)]
 
         split_inputs = [_split(x, layout, batch) for x, layout in zip(inputs, layouts, strict=True)]
@@ -262,16 +256,12 @@ def _one_by_one(
 
 
 def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
-    """All samples, on axis 0.
-
-    Raises:
-        GramianError: if an axis with several rows of each sample is no multiple of the batch.
-    """
+    """Move samples to axis 0; raise GramianError if an axis with several rows of each sample is not a multiple of B."""
     axis = 1 if layout == "grouped_second" else 0
     if layout in ("grouped", "grouped_second") and (not t.shape[axis] or t.shape[axis] % batch):
         raise GramianError(
-            f"is given or returns {list(t.shape)}, whose axis {axis} is no multiple of the batch of {batch}; expected the rows "
-            "of every sample"
+            f"is given or returns {list(t.shape)}, whose axis {axis} is not a multiple of the batch of {batch}; expected the "
+            "rows of every sample"
         )
     if layout == "grouped":
         return t.reshape(batch, t.shape[0] // batch, *t.shape[1:])
@@ -281,7 +271,7 @@ def _split(t: Tensor, layout: Layout, batch: int) -> Tensor:
 
 
 def _merged(t: Tensor, layout: Layout) -> Tensor:
-    """Samples from axis 0 back to where the layer has them."""
+    """Move samples from axis 0 back to where the layer has them."""
     if layout == "grouped":
         return t.flatten(0, 1)
     if layout == "grouped_second":
@@ -289,7 +279,7 @@ def _merged(t: Tensor, layout: Layout) -> Tensor:
     return t.movedim(0, 1) if layout == "second" else t
 
 
-def _whole(t: Tensor, layout: Layout) -> Tensor:
+def _batch_of_one(t: Tensor, layout: Layout) -> Tensor:
     """One sample as a batch of one."""
     return t if layout in ("shared", "grouped", "grouped_second") else t.unsqueeze(1 if layout == "second" else 0)
 
@@ -343,9 +333,9 @@ def own_parameters(module: nn.Module, whole: bool) -> dict[str, nn.Parameter]:
 
 
 class Borrowed:
-    """Let a module run on other tensors in place of some of its parameters, and on copies of its buffers.
+    """Run a module on other tensors in place of some of its parameters, and on copies of its buffers.
 
-    What it writes into its attributes meanwhile is put back: tensors that exist inside `vmap` alone are of no use outside.
+    What it writes into its attributes meanwhile is undone: tensors of `vmap` cannot be used outside of it.
     """
 
     def __init__(self, module: nn.Module, tensors: dict[str, Tensor], whole: bool) -> None:
@@ -353,7 +343,7 @@ class Borrowed:
 
         Args:
             module: the module.
-            tensors: {local parameter name: what to put there}.
+            tensors: {local parameter name: the tensor to put there}.
             whole: True to swap every use inside the module, False for the module's own (a child explains its own).
         """
         own = own_parameters(module, whole)

@@ -9,14 +9,14 @@ from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
 from gramian.linalg.wide import wide
-from gramian.parallel.tensor_parallel import whole
+from gramian.parallel.tensor_parallel import full_tensor
 from gramian.taps.gradients import Outer, PerSampleGradient, Summed
-from gramian.taps.sites.site import LayerForm, Sides, Site, first_tensor, tokens, trains
+from gramian.taps.sites.site import LayerForm, Sides, Site, SiteRun, first_tensor, tokens, trains
 from gramian.taps.sites.site_registry import register_site
 
 
 class Linear(Site):
-    """A matrix that meets every token."""
+    """A matrix that multiplies every token; its weight's gradient is `Outer`, its bias's `Summed`."""
 
     kind = "linear"
 
@@ -28,10 +28,8 @@ class Linear(Site):
         """
         self.transposed = transposed
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[Tensor], Any]:
-        """Keep the input, as autocast would cast it, so that it is the very tensor autograd keeps anyway."""
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
+        """Save the input as autocast would cast it, which is the tensor that autograd saves anyway."""
         x = autocast(first_tensor(args, kwargs))
         if x.dim() < 2:
             raise GramianError(
@@ -40,13 +38,13 @@ class Linear(Site):
         return forward(x), [x] if trains(module, "weight") else [], None
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
         """The weight gets Σ_t g_t a_tᵀ, the bias Σ_t g_t."""
         g_BTO = tokens(output_gradients[0], batch)
         found: dict[str, PerSampleGradient] = {}
-        if kept:
-            a_BTI = tokens(kept[0], batch)
+        if saved:
+            a_BTI = tokens(saved[0], batch)
             found["weight"] = Outer(a_BTI, g_BTO) if self.transposed else Outer(g_BTO, a_BTI)
         if trains(module, "bias"):
             found["bias"] = Summed(g_BTO)
@@ -57,17 +55,17 @@ class Linear(Site):
         first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
         return LayerForm("in_out", first, second) if self.transposed else LayerForm("out_in", second, first)
 
-    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+    def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Input and output gradient."""
 
         def outputs(rows_TI: Tensor) -> Tensor:
             weight, bias = module._parameters["weight"], module._parameters.get("bias")
             assert weight is not None
-            matrix = wide(whole(weight.detach()))
+            matrix = wide(full_tensor(weight.detach()))
             matrix = matrix.mT if self.transposed else matrix
-            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(whole(bias.detach())))
+            return F.linear(rows_TI.to(matrix), matrix, None if bias is None else wide(full_tensor(bias.detach())))
 
-        return Sides(tokens(kept[0], batch), tokens(output_gradients[0], batch), outputs=outputs)
+        return Sides(tokens(saved[0], batch), tokens(output_gradients[0], batch), outputs=outputs)
 
 
 def autocast(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Normalisation layers: y = γ ⊙ x̂ + β, with dγ = Σ_t g_t ⊙ x̂_t and dβ = Σ_t g_t.
 
-x̂ is formed again in the backward pass from the input that autograd keeps anyway, wide.
+x̂ is formed again in the backward pass, wide, from the input that autograd saves anyway.
 """
 
 import torch
@@ -18,7 +18,7 @@ class TrailingNorm(Site):
     kind = "norm"
 
     def __init__(self, centred: bool, in_float32: bool = False) -> None:
-        """Set what is normalised.
+        """Set how x̂ is formed.
 
         Args:
             centred: True if the mean is removed (LayerNorm), False for root-mean-square norms.
@@ -27,17 +27,17 @@ class TrailingNorm(Site):
         self.centred, self.in_float32 = centred, in_float32
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Scale and shift."""
+        """Explain scale and shift."""
         shape = tuple(module._parameters["weight"].shape)  # type: ignore[union-attr]
-        x_BTN, g_BTN = (_trailing_tokens(t, batch, shape) for t in (kept[0], output_gradients[0]))
+        x_BTN, g_BTN = (_trailing_tokens(t, batch, shape) for t in (saved[0], output_gradients[0]))
         found: dict[str, PerSampleGradient] = {}
         if trains(module, "weight"):
-            eps = _epsilon(module, kept[0].dtype)
+            eps = _epsilon(module, saved[0].dtype)
             found["weight"] = Normed(x_BTN, g_BTN, shape, eps, self.centred, self.in_float32)
         if trains(module, "bias"):
-            found["bias"] = Summed(g_BTN, shape, _narrowest(*kept, *output_gradients))
+            found["bias"] = Summed(g_BTN, shape, _narrowest(*saved, *output_gradients))
         return found
 
 
@@ -47,10 +47,10 @@ class ChannelNorm(Site):
     kind = "norm"
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Scale and shift."""
-        x, g = wide(kept[0]), wide(output_gradients[0])
+        """Explain scale and shift."""
+        x, g = wide(saved[0]), wide(output_gradients[0])
         if isinstance(module, nn.GroupNorm):
             together = torch.Size(x.shape[1:]).numel() // module.num_groups
             hat = _standardise(x.reshape(x.shape[0], module.num_groups, together), module.eps).reshape(x.shape)
@@ -58,7 +58,7 @@ class ChannelNorm(Site):
             hat = _standardise(x.flatten(2), float(module.eps)).reshape(x.shape)  # type: ignore[arg-type]
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch, _narrowest(*kept, *output_gradients))
+        return _channel_gradients(module, hat, g, batch, _narrowest(*saved, *output_gradients))
 
 
 class BatchNorm(Site):
@@ -73,16 +73,16 @@ class BatchNorm(Site):
         return None
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: object
     ) -> dict[str, PerSampleGradient]:
-        """Scale and shift."""
-        x, g = wide(kept[0]), wide(output_gradients[0])
+        """Explain scale and shift."""
+        x, g = wide(saved[0]), wide(output_gradients[0])
         if module.training or getattr(module, "running_mean", None) is None:
             hat = _standardise(x.transpose(0, 1).flatten(1), float(module.eps))  # type: ignore[arg-type]
             hat = hat.reshape(x.transpose(0, 1).shape).transpose(0, 1)
         else:
             hat = _running(module, x)
-        return _channel_gradients(module, hat, g, batch, _narrowest(*kept, *output_gradients))
+        return _channel_gradients(module, hat, g, batch, _narrowest(*saved, *output_gradients))
 
 
 def _standardise(x: Tensor, eps: float) -> Tensor:
@@ -151,7 +151,7 @@ HUGGING_FACE_RMS_NORMS = {
     "smollm3": "SmolLM3RMSNorm",
     "t5": "T5LayerNorm",
 }
-"""Model family and its class. γ may enter as γ or as 1+γ: its gradient is the same. Others take the generic way."""
+"""Model family and its class. γ may enter as γ or as 1+γ: its gradient is the same. Other classes use the generic site."""
 for _family, _name in HUGGING_FACE_RMS_NORMS.items():
     register_site(
         f"transformers.models.{_family}.modeling_{_family}.{_name}", TrailingNorm(centred=False, in_float32=True)

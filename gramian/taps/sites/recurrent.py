@@ -12,7 +12,7 @@ class Recurrent(Generic):
     kind = "recurrent (generic)"
 
     def __init__(self) -> None:
-        """All parameters are direct ones."""
+        """Own the module's direct parameters, which are all it has."""
         super().__init__(whole=False)
 
     def check(self, module: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""The questions a site answers about its layer."""
+"""The interface of a site: how one kind of layer runs, and which per-sample gradients its parameters get."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,13 @@ from torch.utils import _pytree as pytree
 from gramian.core.errors import GramianError
 from gramian.taps.gradients import PerSampleGradient
 
+SiteRun = tuple[Any, list[Tensor], Any]
+"""The output of a layer, the tensors to save for the backward, and anything else to save (eager mode only)."""
+
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a layer's weight is one matrix [out, in] between the tokens that come in and those that go out."""
+    """A layer's weight as one matrix [out, in] that maps input tokens to output tokens."""
 
     layout: Literal["out_in", "in_out", "kernel", "table"]
     """Stored as that matrix, transposed, as [out, channels, *kernel], or as the rows [in, out] of a table."""
@@ -37,7 +40,16 @@ class Sides:
 
 
 class Site:
-    """A kind of layer. Subclasses answer `gradients`; the defaults fit a layer with one input and one output."""
+    """A kind of layer. Subclasses implement `gradients`; the defaults fit a layer with one input and one output.
+
+    ```python
+    class Scale(gramian.Site):  # y = x ⊙ s, with one parameter s
+        def gradients(self, module, saved, output_gradients, batch, extra):
+            return {"s": Summed(tokens(output_gradients[0] * saved[0], batch))}
+
+    gramian.register_site(MyScale, Scale())
+    ```
+    """
 
     kind: str = "site"
     compiles: bool = True
@@ -46,21 +58,19 @@ class Site:
     """True if the parameters of all children are explained here, so that the children are not tapped."""
 
     def owned(self, module: nn.Module) -> tuple[str, ...]:
-        """Local names of the parameters whose whole gradient `gradients` explains."""
+        """Local names of the parameters whose entire gradient `gradients` explains."""
         return tuple(name for name, p in module._parameters.items() if p is not None)
 
     def check(self, module: nn.Module) -> str | None:
-        """Why this instance cannot be tapped, and what would be accepted; None if it can."""
+        """Why this instance cannot be tapped, and what is expected instead; None if it can."""
         return None
 
     def check_per_sample(self, module: nn.Module) -> str | None:
         """Why samples cannot be told apart in this instance as it is now; None if they can."""
         return None
 
-    def run(
-        self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, list[Tensor], Any]:
-        """Run the layer and say what to keep for the backward pass.
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> SiteRun:
+        """Run the layer and choose what to save for the backward pass.
 
         Args:
             module: the layer.
@@ -69,21 +79,21 @@ class Site:
             kwargs: keyword arguments.
 
         Returns:
-            The output, the tensors to keep, and anything else to keep (eager mode only).
+            The output, the tensors to save, and anything else to save (eager mode only).
         """
         return forward(*args, **kwargs), [first_tensor(args, kwargs)], None
 
     def gradients(
-        self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
+        self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int, extra: Any
     ) -> dict[str, PerSampleGradient]:
         """Explain the gradient of each owned parameter that requires one.
 
         Args:
             module: the layer.
-            kept: what `run` kept.
+            saved: the tensors that `run` saved.
             output_gradients: gradients of the loss with respect to the outputs, `batch` or k·`batch` rows.
             batch: B.
-            extra: what else `run` kept.
+            extra: the third value that `run` returned.
 
         Returns:
             {local parameter name: per-sample gradient for B samples}.
@@ -91,10 +101,10 @@ class Site:
         raise NotImplementedError
 
     def form(self, module: nn.Module) -> LayerForm | None:
-        """The layer as one matrix, if it is one: K-FAC then has factors for it. None: it is no such layer."""
+        """The layer as one matrix, for which K-FAC has factors; None if it is not one matrix."""
         return None
 
-    def sides(self, module: nn.Module, kept: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
+    def sides(self, module: nn.Module, saved: list[Tensor], output_gradients: list[Tensor], batch: int) -> Sides:
         """Inputs and output gradients of a layer that has a form and a trainable weight."""
         raise NotImplementedError
 
@@ -124,7 +134,7 @@ def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
 
 
 def by_sample(t: Tensor, batch: int) -> Tensor:
-    """Rows of shape [k·B, …] or one shared row [1, …], as [B, k, …]; a view.
+    """View rows of shape [k·B, …], or one shared row [1, …], as [B, k, …].
 
     Raises:
         GramianError: if the rows are neither; the caller adds the layer's name.
@@ -143,6 +153,6 @@ def by_sample(t: Tensor, batch: int) -> Tensor:
 
 
 def tokens(t: Tensor, batch: int) -> Tensor:
-    """[k·B, …, N] as [B, T, N], features last."""
+    """View [k·B, …, N] as [B, T, N], features last."""
     split = by_sample(t, batch)
     return split.reshape(batch, torch.Size(split.shape[1:-1]).numel(), t.shape[-1])

@@ -1,4 +1,4 @@
-"""Which site stands for which class of layer."""
+"""The registry of sites by class of layer."""
 
 from torch import nn
 
@@ -12,10 +12,15 @@ _BY_NAME: dict[str, Site] = {}
 def register_site(layer: type[nn.Module] | str, site: Site) -> None:
     """Tap instances of a class with this site.
 
+    ```python
+    gramian.register_site(MyLinear, MyLinearSite())
+    gramian.register_site("my_package.layers.MyNorm", MyNormSite())
+    ```
+
     Args:
         layer: the class, or "package.module.Class" for one that should not have to be imported. Subclasses count as long
-            as they keep the class's `forward`.
-        site: what to keep and what the gradients are.
+            as they inherit the class's `forward`.
+        site: how the layer runs and which gradients its parameters get.
     """
     if isinstance(layer, str):
         _BY_NAME[layer] = site

@@ -1,1 +1,1 @@
-"""From a configuration to the parts of a run: model, teacher, optimizer, steppers and memory needs."""
+"""Build the parts of a run from its configuration: model, teacher, optimizer, stepper, and memory needs."""

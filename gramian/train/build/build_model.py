@@ -1,4 +1,6 @@
-"""From [model] to a model: the reference GPT, Goose, or a Hugging Face causal language model."""
+"""Build the model of a config: the reference GPT, Goose, or a Hugging Face causal language model."""
+
+from typing import Any
 
 from torch import nn
 
@@ -10,42 +12,30 @@ from gramian.train.config.config import Config
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:
-    """The model, with fresh or loaded weights.
+    """Build the model, with new weights or those of a Hugging Face folder.
+
+    Args:
+        config: the run's config.
+        vocabulary: number of token ids of the data.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
-    options, data = config.model, config.data
-    if options.kind == "gpt":
-        shape = GPTConfig(
-            vocabulary=vocabulary,
-            context=data.length,
-            layers=options.layers,
-            width=options.width,
-            heads=options.heads,
-            tied=options.tied,
-            dropout=options.dropout,
-        )
-        return GPT(shape, seed=config.run.seed)
-    if options.kind == "goose":
-        goose = GooseConfig(
-            vocabulary=vocabulary,
-            context=data.length,
-            layers=options.layers,
-            width=options.width,
-            spikes=options.spikes,
-            tied=options.tied,
-            dropout=options.dropout,
-        )
-        return Goose(goose, seed=config.run.seed)
-    return load_huggingface(str(options.path), options.fresh, vocabulary, data.length, config.run.seed)
+    model, length, seed = config.model, config.data.length, config.run.seed
+    if model.kind == "huggingface":
+        return load_huggingface(str(model.path), model.fresh, vocabulary, length, seed)
+    shape: dict[str, Any] = {"vocabulary": vocabulary, "context": length}
+    shape |= {name: getattr(model, name) for name in ("layers", "width", "tied", "dropout")}
+    if model.kind == "gpt":
+        return GPT(GPTConfig(**shape, heads=model.heads), seed=seed)
+    return Goose(GooseConfig(**shape, spikes=model.spikes), seed=seed)
 
 
-def recompute(model: nn.Module, blocks: int) -> None:
-    """Recompute activations in segments of so many blocks.
+def set_recomputation(model: nn.Module, blocks: int) -> None:
+    """Recompute activations during the backward pass in segments of `blocks` blocks; 0: store all activations.
 
     Raises:
-        GramianError: if the model knows only one segment size.
+        GramianError: if the model does not support the segment size.
     """
     if isinstance(model, GPT | Goose):
         model.checkpoint_blocks = blocks

@@ -1,4 +1,4 @@
-"""The optimizer of a config: matrices decay, biases and norms do not; the fastest implementation there is."""
+"""Build the optimizer of a config: weight decay for matrices but not for biases and norms, in the fastest implementation."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from torch.optim import SGD, AdamW
 from torch.optim.optimizer import Optimizer
 
 from gramian.core.errors import GramianError
-from gramian.train.config import config
+from gramian.train.config.config_sections import OptimizerSection
 
 
-def build_optimizer(model: nn.Module, options: config.OptimizerSection, device: torch.device) -> Optimizer:
-    """AdamW or SGD over the model's trainable parameters.
+def build_optimizer(model: nn.Module, options: OptimizerSection, device: torch.device) -> Optimizer:
+    """Build AdamW or SGD over the model's trainable parameters.
 
     Args:
-        model: whose parameters; shared ones once.
-        options: of the config.
-        device: decides what "auto" means: fused where there is such a kernel, else foreach.
+        model: the model to train.
+        options: section [optimizer] of the config.
+        device: selects the "auto" implementation: fused if there is such a kernel, else foreach.
 
     Raises:
-        GramianError: if nothing is trained, or what is asked for does not exist.
+        GramianError: if the model has no trainable parameter, or the implementation does not exist for it.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -31,15 +31,16 @@ def build_optimizer(model: nn.Module, options: config.OptimizerSection, device: 
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise GramianError("model: has no trainable parameter; expected at least one with requires_grad=True")
-    chosen = options.implementation
+    implementation = options.implementation
     no_kernel = options.kind == "sgd" and any(isinstance(p, DTensor) for p in trained)
-    if chosen == "fused" and no_kernel:
+    if implementation == "fused" and no_kernel:
         raise GramianError(
-            'optimizer.implementation: torch has no fused SGD of sharded parameters; expected "auto", "foreach" or "loop"'
+            'optimizer.implementation: torch has no fused SGD for sharded parameters; expected "auto", "foreach" or "loop"'
         )
-    if chosen == "auto":
-        chosen = "fused" if device.type in ("cuda", "cpu") and not no_kernel else "foreach"
-    how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}[chosen]
+    if implementation == "auto":
+        implementation = "fused" if device.type in ("cuda", "cpu") and not no_kernel else "foreach"
+    flags = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False, "fused": False}}
+    how = flags[implementation]
     if options.kind == "sgd":
         return SGD(groups, lr=options.lr, momentum=options.momentum, **how)
     return AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, **how)

@@ -1,4 +1,4 @@
-"""From [teacher] to what teaches: the teacher's model or its cache, the objective, the temperature."""
+"""Build the teacher of a config: its live model or its cache, the student's objective, and the temperature."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,130 +26,129 @@ from gramian.distill.teacher.teacher_origin import fingerprint, read_origin
 from gramian.distill.teaching import Teaching
 from gramian.models.gpt import GPT
 from gramian.models.huggingface import load_huggingface
-from gramian.parallel.world import World
-from gramian.train.config.config import Config, TeacherSection
-from gramian.train.loop.precision import Numbers
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.config.config import Config
+from gramian.train.config.config_sections import TeacherSection
+from gramian.train.loop.precision import Precision
 from gramian.train.state.saved_run import find_checkpoint, is_run, load_run
 
 
 def build_teaching(
-    config: Config, world: World, numbers: Numbers, training: Windows, source: LiveTeacher | Cache | None = None
+    config: Config, world: ProcessGrid, numbers: Precision, training: Windows, source: LiveTeacher | Cache | None = None
 ) -> Teaching:
-    """The teacher of a run and the state of being taught, fresh.
+    """Build the teacher of a run with the initial state of distillation.
 
     Args:
-        config: of the run.
-        world: this process among the others.
-        numbers: the precision.
-        training: the data.
-        source: where it is there already.
+        config: the run's config.
+        world: the processes of the run.
+        numbers: the run's precision.
+        training: the training data.
+        source: the teacher's signal, if it exists already.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
-    assert config.teacher is not None
-    told = config.teacher
+    options = _teacher_options(config)
     source = source or build_source(config, world, numbers, training)
-    with _named("teacher."):
-        options = TemperatureOptions(
-            told.temperature_kind,
-            told.temperature,
-            told.temperature_end,
-            told.temperature_low,
-            told.temperature_high,
-            told.temperature_rate,
-            told.temperature_free,
+    with _error_prefix("teacher."):
+        temperature = TemperatureOptions(
+            options.temperature_kind,
+            options.temperature,
+            options.temperature_end,
+            options.temperature_low,
+            options.temperature_high,
+            options.temperature_rate,
+            options.temperature_free,
         )
-    weight = told.feature_weight if told.features != "none" else 0.0
+    weight = options.feature_weight if options.features != "none" else 0.0
     return Teaching(
         source,
-        Temperature(options, config.run.steps, world.device),
-        FeatureSwitch(weight, told.feature_from, told.feature_tolerance),
+        Temperature(temperature, config.run.steps, world.device),
+        FeatureSwitch(weight, options.feature_from, options.feature_tolerance),
         world,
-        correlation=told.correlation,
+        correlation=options.correlation,
     )
 
 
 def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cache) -> DistillObjective:
-    """The student and its loss.
+    """Build the student's objective.
 
     Args:
-        config: of the run.
-        model: the student, on its device, not spread yet.
-        source: its teacher.
+        config: the run's config.
+        model: the student on its device, before it is distributed over processes.
+        source: the teacher's signal.
     """
-    told = config.teacher
-    assert told is not None
-    options = LossOptions(told.kd_weight, told.ce_weight, told.direction, told.beta)
+    options = _teacher_options(config)
+    loss = LossOptions(options.kd_weight, options.ce_weight, options.direction, options.beta)
     features = None
-    if told.features != "none":
+    if options.features != "none":
         weight = linear_of(model).weight
-        with _named("teacher.feature_pairs: "):
-            check_layers(model, [pair[0] for pair in told.feature_pairs])
-            width = stream_width(model, [pair[0] for pair in told.feature_pairs])
-        features = FeatureLoss(told.features, told.feature_pairs, width, width_of(source), config.run.seed)
+        layers = [pair[0] for pair in options.feature_pairs]
+        with _error_prefix("teacher.feature_pairs: "):
+            check_layers(model, layers)
+            width = stream_width(model, layers)
+        features = FeatureLoss(options.features, options.feature_pairs, width, width_of(source), config.run.seed)
         features.to(device=weight.device, dtype=weight.dtype)
-    return DistillObjective(model, options, features)
+    return DistillObjective(model, loss, features)
 
 
-def build_source(config: Config, world: World, numbers: Numbers, training: Windows) -> LiveTeacher | Cache:
-    """The live teacher, or its cache, which must be of this data.
+def build_source(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher | Cache:
+    """Load the live teacher, or open its cache, which must be of the same data.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
-    told = config.teacher
-    assert told is not None
-    if told.source == "live":
+    options = _teacher_options(config)
+    if options.source == "live":
         return live_teacher(config, world, numbers, training)
-    made_of = read_origin(cache_folder(config))
-    if told.path and Path(told.path).is_dir() and made_of not in (None, teacher_mark(told.path)):
+    folder = cache_folder(config)
+    origin = read_origin(folder)
+    if options.path and Path(options.path).is_dir() and origin not in (None, teacher_fingerprint(options.path)):
         raise GramianError(
-            f"teacher.path: {told.path} is not, or no longer, what the cache {cache_folder(config)} was made of; expected the "
+            f"teacher.path: {options.path} is not, or no longer, what the cache {folder} was made of; expected the "
             "same weights, or gramian cache into another folder"
         )
     cache = open_cache(
-        cache_folder(config),
+        folder,
         tokenizer_hash=training.stream.tokenizer,
         windows_digest=training.digest,
         vocabulary=training.vocabulary,
-        kind=told.source,
-        layers=teacher_layers(told),
+        kind=options.source,
+        layers=options.teacher_layers,
     )
-    with _named("teacher."):
-        cache.require_temperatures(*told.temperatures)
+    with _error_prefix("teacher."):
+        cache.require_temperatures(*options.temperatures)
     return cache
 
 
-def live_teacher(config: Config, world: World, numbers: Numbers, training: Windows) -> LiveTeacher:
-    """The teacher's model, frozen, whole or sharded.
+def live_teacher(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher:
+    """Load the teacher's model, frozen, as a copy on every process or sharded.
 
     Raises:
         GramianError: naming the field that does not fit.
     """
-    told = config.teacher
-    assert told is not None
-    if not told.path:
+    options = _teacher_options(config)
+    if not options.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
-    model = load_teacher(told.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
-    with _named("teacher.feature_pairs: "):
-        check_layers(model, teacher_layers(told))
-    if world.size > 1 and (
-        told.strategy == "fsdp2" or (told.strategy == "auto" and _must_shard(config, world, numbers))
-    ):
+    model = load_teacher(options.path, training, config.data.length).to(device=world.device, dtype=numbers.weights)
+    layers = options.teacher_layers
+    with _error_prefix("teacher.feature_pairs: "):
+        check_layers(model, layers)
+    automatic = options.strategy == "auto" and world.size > 1 and _must_shard(config, world, numbers)
+    if world.size > 1 and (options.strategy == "fsdp2" or automatic):
         model = shard_teacher(model)
     half = numbers.activations if numbers.activations in (torch.float16, torch.bfloat16) else None
-    return LiveTeacher(model, teacher_layers(told), device=world.device, autocast=half, compile=told.compile)
+    return LiveTeacher(model, layers, device=world.device, autocast=half, compile=options.compile)
 
 
-def teacher_mark(path: str) -> str:
-    """Of the weights that a folder holds now; nothing is loaded."""
+def teacher_fingerprint(path: str) -> str:
+    """Return the fingerprint of the weights in a folder, without loading them."""
     folder = find_checkpoint(Path(path), "teacher.path")[1].folder if is_run(path) else Path(path)
     return fingerprint(list(folder.glob("*.safetensors")))
 
 
-def _must_shard(config: Config, world: World, numbers: Numbers) -> bool:
-    """Whether the planner shards the teacher: where it does not fit whole beside the student."""
+def _must_shard(config: Config, world: ProcessGrid, numbers: Precision) -> bool:
+    """Return whether the planner shards the teacher because a full copy does not fit beside the student."""
     if world.device.type != "cuda":
         return False
     from gramian.plan.parallel_strategy import decide
@@ -162,7 +161,7 @@ def _must_shard(config: Config, world: World, numbers: Numbers) -> bool:
 
 
 def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
-    """A model that reads this data: of a run's best checkpoint, or of a Hugging Face folder.
+    """Load a model for this data, from a run's best checkpoint or from a Hugging Face folder.
 
     Raises:
         GramianError: if it has another tokenizer, a smaller vocabulary or a shorter context.
@@ -175,7 +174,7 @@ def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
             )
         if training.isolate:
             raise GramianError(
-                f"data.isolate: the Hugging Face model {path} does not keep documents apart; expected false with this teacher"
+                f"data.isolate: the Hugging Face model {path} does not isolate documents; expected false with this teacher"
             )
         model = load_huggingface(path, False, vocabulary, length, 0, field="teacher.path")
         if (Path(path) / "tokenizer.json").is_file():
@@ -194,9 +193,14 @@ def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
     return saved.model
 
 
+def _teacher_options(config: Config) -> TeacherSection:
+    assert config.teacher is not None
+    return config.teacher
+
+
 @contextmanager
-def _named(prefix: str) -> Iterator[None]:
-    """What is refused here is told under the name that it has in a config."""
+def _error_prefix(prefix: str) -> Iterator[None]:
+    """Prefix errors with the config key that they are about."""
     try:
         yield
     except GramianError as problem:
@@ -208,50 +212,42 @@ def _check_tokenizer(name: str, path: str, training: Windows) -> None:
         raise GramianError(f"data.tokenizer: is not that of {path}; expected the teacher's")
 
 
-def teacher_layers(told: TeacherSection) -> tuple[int, ...]:
-    """Layers of the teacher that features are held to."""
-    return tuple(pair[1] for pair in told.feature_pairs)
-
-
 def cache_folder(config: Config) -> Path:
-    """Where the cache of a config is."""
-    assert config.teacher is not None
-    return Path(config.teacher.cache or f"{config.run.folder.rstrip('/')}-teacher")
+    """Return the folder of a config's cache."""
+    return Path(_teacher_options(config).cache or f"{config.run.folder.rstrip('/')}-teacher")
 
 
 def cache_options(config: Config, vocabulary: int) -> CacheOptions:
-    """What `gramian cache` writes.
+    """Return the options of the cache that `gramian cache` writes.
 
     Args:
-        config: of the run.
-        vocabulary: of the data; ids that it does not have are left out.
+        config: the run's config.
+        vocabulary: number of token ids of the data; the cache omits other ids.
 
     Raises:
         GramianError: if the config's teacher is live.
     """
-    told = config.teacher
-    assert told is not None
-    rows = config.data.micro_batch or 8
-    if told.source == "hidden":
-        return CacheOptions(Hidden(told.dtype), batch=rows)
-    if told.source == "topk":
-        low, high = told.temperatures
-        kind = TopK(min(told.k, vocabulary), told.knots, (min(1.0, low), max(5.0, high)), vocabulary)
+    options, rows = _teacher_options(config), config.data.micro_batch or 8
+    if options.source == "hidden":
+        return CacheOptions(Hidden(options.dtype), batch=rows)
+    if options.source == "topk":
+        low, high = options.temperatures
+        kind = TopK(min(options.k, vocabulary), options.knots, (min(1.0, low), max(5.0, high)), vocabulary)
         return CacheOptions(kind, batch=rows)
-    if told.source == "sampled":
-        return CacheOptions(Samples(told.samples, told.temperature, config.run.seed, vocabulary), batch=rows)
+    if options.source == "sampled":
+        return CacheOptions(Samples(options.samples, options.temperature, config.run.seed, vocabulary), batch=rows)
     raise GramianError('teacher.source: "live" needs no cache; expected "hidden", "topk" or "sampled"')
 
 
 def width_of(source: LiveTeacher | Cache) -> int:
-    """Of a teacher's residual stream."""
+    """Return the width of a teacher's residual stream."""
     if isinstance(source, LiveTeacher):
         return source.layer_width
     return source.manifest.identity.layer_width
 
 
 def vocabulary_of(source: LiveTeacher | Cache) -> int:
-    """Ids that a teacher has logits for; more than the tokenizer's where its head is padded."""
+    """Return the number of ids that a teacher has logits for; more than the tokenizer's if its head is padded."""
     if isinstance(source, LiveTeacher):
         return source.head.weight_VD.shape[0]
     return source.manifest.identity.vocabulary

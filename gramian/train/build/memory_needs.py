@@ -1,4 +1,4 @@
-"""What a config asks of a device's memory: its model as shapes, nothing allocated."""
+"""Compute the memory needs of a config from the shapes of its model, without allocating anything."""
 
 from dataclasses import replace
 from math import prod
@@ -9,27 +9,29 @@ import torch
 from torch import nn
 
 from gramian.data.data_files import find_files, read_sidecar
+from gramian.data.options import DataSection
 from gramian.data.tokenizer import load_tokenizer
-from gramian.models.huggingface import reading
+from gramian.models.huggingface import open_model_folder
 from gramian.plan import transformer_memory
 from gramian.plan.transformer_memory import Kind, Needs, Transformer, gpt
 from gramian.train.build.build_model import build_model
-from gramian.train.config.config import Config, DataSection, TeacherSection, load_config
+from gramian.train.config.config import Config, load_config
+from gramian.train.config.config_sections import TeacherSection
 from gramian.train.state.saved_run import is_run
 
-# Activations that a library computes in pieces, each of which keeps a tensor.
+# Activation functions that a library computes in several operations, each of which stores a tensor.
 WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
-# What a block of Goose keeps, with and without spikes; see `Transformer.kept`. Counted in float32.
+# Stored activations of a Goose block with and without spikes, see `Transformer.kept`; counted in float32.
 GOOSE_KEPT = {True: 52.3, False: 25.3}
 
 
 def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> Needs:
-    """What a run will hold.
+    """Return the memory needs of a run; K-FAC and clipping are not counted, a row proof is.
 
     Args:
-        config: of the run. What K-FAC and clipping hold on top is not counted; a row proof is.
-        vocabulary: of its tokenizer; a Hugging Face model brings its own.
-        precision: what `config.precision` means on the device.
+        config: the run's config.
+        vocabulary: number of ids of its tokenizer; a Hugging Face model has its own.
+        precision: the resolved `config.precision`.
         device: "cuda" or "cpu".
 
     Raises:
@@ -53,7 +55,7 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
 
 
 def shape_of(config: Config, vocabulary: int) -> Transformer:
-    """The shape of a config's model."""
+    """Return the shape of a config's model."""
     model, length = config.model, config.data.length
     if model.kind == "huggingface":
         return huggingface_shape(str(model.path))
@@ -67,26 +69,26 @@ def shape_of(config: Config, vocabulary: int) -> Transformer:
     return replace(shape, heads=1, positions=0, counted=count, parameter_shapes=shapes, kept=GOOSE_KEPT[model.spikes])
 
 
-def teacher_of(told: TeacherSection, precision: Kind) -> transformer_memory.TeacherShape | None:
-    """What a live teacher holds beside the student; None: it is read from a cache.
+def teacher_of(teacher: TeacherSection, precision: Kind) -> transformer_memory.TeacherShape | None:
+    """Return the shape of a live teacher; None if its signal is read from a cache.
 
     Raises:
         GramianError: if its folder cannot be read.
     """
-    if told.source != "live":
+    if teacher.source != "live":
         return None
     itemsize = transformer_memory.STORED[precision]
-    if not is_run(told.path):
-        return transformer_memory.TeacherShape(huggingface_shape(told.path, "teacher.path"), itemsize)
-    config = load_config(Path(told.path) / "config.toml")
+    if not is_run(teacher.path):
+        return transformer_memory.TeacherShape(huggingface_shape(teacher.path, "teacher.path"), itemsize)
+    config = load_config(Path(teacher.path) / "config.toml")
     return transformer_memory.TeacherShape(shape_of(config, vocabulary_of(config.data)), itemsize)
 
 
 def vocabulary_of(data: DataSection) -> int:
-    """Of the data that a config names; no text and no token is read.
+    """Return the number of token ids of a config's data, without reading text or tokens.
 
     Raises:
-        GramianError: if the tokenizer, or what is said of a token file, cannot be read.
+        GramianError: if the tokenizer, or the description of a token file, cannot be read.
     """
     if data.source == "tokens":
         sidecar = read_sidecar(find_files(data.files, "tokens")[0].path)
@@ -96,36 +98,33 @@ def vocabulary_of(data: DataSection) -> int:
 
 
 def huggingface_shape(path: str, field: str = "model.path") -> Transformer:
-    """The shape of a causal language model in a folder: parameters counted on the meta device, the rest from its config.
+    """Return the shape of a causal language model in a folder: its parameters on the meta device, the rest from its config.
 
     Args:
-        path: of the folder.
-        field: that named it, for errors.
+        path: the folder.
+        field: config key that errors name.
 
     Raises:
         GramianError: if it cannot be read.
     """
-    with reading(path, field) as (told, causal), torch.device("meta"):
-        model = causal.from_config(told)
-    return _shape(told.get_text_config(), model)
-
-
-def _shape(told: Any, model: nn.Module) -> Transformer:
+    with open_model_folder(path, field) as (config, causal), torch.device("meta"):
+        model: nn.Module = causal.from_config(config)
+    text: Any = config.get_text_config()
     modules = [type(module).__name__ for module in model.modules()]
     names = [name for name, _ in model.named_modules()]
     gated = any(name.endswith(("gate_proj", "gate_up_proj")) for name in names)
-    hidden = getattr(told, "intermediate_size", None) or getattr(told, "n_inner", None) or 4 * told.hidden_size
+    hidden = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     return Transformer(
-        layers=told.num_hidden_layers,
-        width=told.hidden_size,
-        heads=told.num_attention_heads,
-        vocabulary=told.vocab_size,
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        heads=text.num_attention_heads,
+        vocabulary=text.vocab_size,
         hidden=hidden,
         family="llama" if gated else "gpt",
-        key_heads=getattr(told, "num_key_value_heads", None),
-        head_width=getattr(told, "head_dim", None),
+        key_heads=getattr(text, "num_key_value_heads", None),
+        head_width=getattr(text, "head_dim", None),
         head_norms=any(name.endswith("q_norm") for name in names),
-        dropout=float(getattr(told, "resid_pdrop", 0.0) or 0.0),
+        dropout=float(getattr(text, "resid_pdrop", 0.0) or 0.0),
         gelu_tensors=5 if any(name in WRITTEN_OUT for name in modules) else 2,
         whole_segments=False,
         counted=sum(parameter.numel() for parameter in model.parameters()),

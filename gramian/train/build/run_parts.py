@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: windows, model, objective, optimizer, stepper."""
+"""Build the parts of a run from its config: windows, model, objective, optimizer, stepper."""
 
 import copy
 import os
@@ -17,16 +17,18 @@ from gramian.distill.teaching import Teaching
 from gramian.models.goose import Goose
 from gramian.models.gpt import GPT
 from gramian.optim.precondition import KL_CLIP, precondition
-from gramian.parallel.world import World
-from gramian.parallel.wrap import spread
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.wrap import wrap_data_parallel
 from gramian.plan.host_memory import HostPlan
-from gramian.train.build.build_model import build_model, recompute
+from gramian.train.build.build_model import build_model, set_recomputation
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.build.snapshot_budget import plan_snapshots
 from gramian.train.config.config import Config
+from gramian.train.loop.distilling_stepper import DistillingStepper
 from gramian.train.loop.lookahead import announced
 from gramian.train.loop.objective import Objective
-from gramian.train.loop.precision import Numbers, numbers_for, set_globals
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.train.loop.precision import Precision, resolve_precision, set_globals
 from gramian.train.loop.private_stepper import Draw, PrivateStepper
 from gramian.train.loop.public_curvature import PublicCurvature
 from gramian.train.loop.stepper import Stepper
@@ -34,42 +36,42 @@ from gramian.train.loop.stepper import Stepper
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run consists of."""
+    """The parts of a run."""
 
     config: Config
-    world: World
-    numbers: Numbers
+    world: ProcessGrid
+    numbers: Precision
     training: Windows
     validation: Windows
     model: nn.Module
     module: nn.Module
-    """Model and loss, spread over processes."""
+    """Model and loss, distributed over processes."""
     teaching: Teaching | None
     optimizer: Optimizer
-    stepper: Stepper | PrivateStepper
+    stepper: Stepper
     batches: Batches | None
-    """None of a private run, whose stepper draws its own."""
+    """None if the run is private: its stepper draws its own batches."""
     host: HostPlan
-    """Copies of the state in host memory."""
+    """Plan of the snapshots in host memory."""
 
     def batches_from(self, position: int, skipped: Collection[int]) -> Iterator[StepBatch] | Iterator[Draw]:
-        """Batches from a position of the data on; rows of a cached teacher are read a step ahead."""
+        """Iterate over the batches from a data position on; rows of a cached teacher are read one step ahead."""
         if self.batches is not None:
             batches = self.batches.from_position(position, skipped)
             source = None if self.teaching is None else self.teaching.source
             return announced(batches, source) if isinstance(source, Cache) else batches
-        assert isinstance(self.stepper, PrivateStepper)
-        return self.stepper.batches()
+        draws = self.stepper.draws()
+        assert draws is not None
+        return draws
 
     @property
     def digests(self) -> dict[str, str]:
-        """{part of the data: its digest}, of all that decides a step or what is the best: a run is resumed on the same."""
-        curvature = self.stepper.curvature if isinstance(self.stepper, PrivateStepper) else None
+        """{part of the data: its digest} of all data that affects training; a run is resumed only on the same data."""
         found = {"training": self.training.digest, "validation": self.validation.digest}
-        return found if curvature is None else {**found, "curvature": curvature.windows.digest}
+        return {**found, **self.stepper.data_digests()}
 
     def field_of(self, part: str) -> str:
-        """The key of the config that names a part of the data."""
+        """Return the config key that names a part of the data."""
         data = self.config.data
         if part == "curvature":
             return "kfac.public_files"
@@ -78,39 +80,37 @@ class Parts:
         return "data.source" if data.source == "embedded" else "data.files"
 
     def close(self) -> None:
-        """End the data workers, and let go of the teacher's files."""
-        for held in (self.batches, self.stepper, self.teaching):
-            if isinstance(held, Batches | PrivateStepper | Teaching):
-                held.close()
+        """Stop the data workers, and close the teacher's files."""
+        for part in (self.batches, self.stepper, self.teaching):
+            if part is not None:
+                part.close()
 
 
-def build(config: Config, world: World) -> Parts:
-    """All parts of a run, fresh.
+def build(config: Config, world: ProcessGrid) -> Parts:
+    """Build all parts of a new run.
 
     Raises:
         GramianError: naming the field that does not fit the data, the model or the machine.
     """
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     set_globals(config.precision, config.run.deterministic)
-    numbers = numbers_for(config.precision, world.device)
+    numbers = resolve_precision(config.precision, world.device)
     training, validation = load_windows(config.data)
     model = build_model(config, training.vocabulary).to(device=world.device, dtype=numbers.weights)
     host = plan_snapshots(config, world, numbers, model, None if config.kfac is None else build_kfac(config))
-    recompute(model, config.parallel.checkpoint_blocks)
+    set_recomputation(model, config.parallel.checkpoint_blocks)
     if config.compile.mode != "off":
         compile_model(model, config.compile.mode, hidden=config.teacher is not None)
     objective, teaching = build_objective(config, world, numbers, training, model)
     public = None
-    if (
-        config.kfac is not None and config.privacy is not None
-    ):  # alone where the model is whole: nobody needs its gradients
-        public = spread(copy.deepcopy(objective), world, "fsdp2" if world.kind == "fsdp2" else "one")
-    module = spread(objective, world, world.kind)
+    if config.kfac is not None and config.privacy is not None:  # without DDP: gradients of the copy are not reduced
+        public = wrap_data_parallel(copy.deepcopy(objective), world, ddp=False)
+    module = wrap_data_parallel(objective, world)
     optimizer = build_optimizer(module, config.optimizer, world.device)
     stepper = build_stepper(config, world, numbers, training, module, optimizer, teaching, public)
     data, batches = config.data, None
-    if isinstance(stepper, Stepper):
+    if config.privacy is None:
         batches = Batches(
             training,
             batch=data.batch,
@@ -128,9 +128,9 @@ def build(config: Config, world: World) -> Parts:
 
 
 def build_objective(
-    config: Config, world: World, numbers: Numbers, training: Windows, model: nn.Module
+    config: Config, world: ProcessGrid, numbers: Precision, training: Windows, model: nn.Module
 ) -> tuple[nn.Module, Teaching | None]:
-    """Model and loss, and the teacher where there is one."""
+    """Build model and loss, and the teacher if there is one."""
     if config.teacher is None:
         return Objective(model), None
     from gramian.train.build import build_teacher
@@ -140,7 +140,7 @@ def build_objective(
 
 
 def compile_model(model: nn.Module, mode: str, hidden: bool) -> None:
-    """Compile a model's call, or that of its body, which a student's loss reads without the head."""
+    """Compile the forward pass of a model, or with `hidden` that of its body, because a student's loss applies the head."""
     how: Any = None if mode == "default" else mode
     if not hidden:
         model.compile(mode=how)
@@ -154,55 +154,47 @@ def compile_model(model: nn.Module, mode: str, hidden: bool) -> None:
 
 def build_stepper(
     config: Config,
-    world: World,
-    numbers: Numbers,
+    world: ProcessGrid,
+    numbers: Precision,
     training: Windows,
     module: nn.Module,
     optimizer: Optimizer,
     teaching: Teaching | None = None,
     public: nn.Module | None = None,
-) -> Stepper | PrivateStepper:
-    """How a step is taken: plainly, along natural gradients, or privately.
+) -> Stepper:
+    """Build the stepper of a run: plain, with natural gradients, distilling, or private.
 
     Args:
-        config: of the run.
-        world: this process among the others.
-        numbers: the precision.
-        training: the windows.
-        module: objective, spread over processes.
-        optimizer: over its parameters.
-        teaching: the teacher, where there is one.
-        public: a copy of the module that sees public data, where [kfac] stands beside [privacy].
+        config: the run's config.
+        world: the processes of the run.
+        numbers: the run's precision.
+        training: the training data.
+        module: the objective, distributed over processes.
+        optimizer: optimizer of its parameters.
+        teaching: the teacher, if there is one.
+        public: a copy of the module for public data, if the config has [kfac] and [privacy].
     """
-    kfac = None
-    if config.kfac is not None:
-        kfac = build_kfac(config)
+    kfac = None if config.kfac is None else build_kfac(config)
+    options: dict[str, Any] = {"max_norm": config.optimizer.max_norm, "seed": config.run.seed, "kfac": kfac}
+    stepper: Stepper
     if config.privacy is not None:
         curvature = None
         if kfac is not None and public is not None:
             curvature = PublicCurvature(module, public, kfac, config, numbers, world)
         stepper = PrivateStepper(module, optimizer, numbers, world, config, training, curvature)
-        if config.kfac is not None and kfac is not None:  # after the engine's hook: on gradients that have their noise
-            precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
-        return stepper
-    if config.kfac is not None and kfac is not None:
+    elif teaching is not None:
+        stepper = DistillingStepper(module, optimizer, numbers, world, teaching=teaching, **options)
+    else:
+        stepper = PlainStepper(module, optimizer, numbers, world, **options)
+    if config.kfac is not None and kfac is not None:  # after the private engine's hook: its gradients have their noise
         precondition(optimizer, module, kfac, kl_clip=config.kfac.kl_clip or KL_CLIP)
-    return Stepper(
-        module,
-        optimizer,
-        numbers,
-        world,
-        max_norm=config.optimizer.max_norm,
-        seed=config.run.seed,
-        kfac=kfac,
-        teaching=teaching,
-    )
+    return stepper
 
 
 def build_kfac(config: Config) -> KFACNaturalGradient:
-    """With the options that the config names, else the library's defaults."""
+    """Build the preconditioner of [kfac]; options that are None have the library's defaults."""
     assert config.kfac is not None
-    told: dict[str, Any] = {
+    given: dict[str, Any] = {
         name: value
         for name in ("damping", "ema_decay", "kfac_policy", "max_tokens", "memory_budget")
         if (value := getattr(config.kfac, name)) is not None
@@ -213,5 +205,5 @@ def build_kfac(config: Config) -> KFACNaturalGradient:
         kfac_true_fisher_head=config.kfac.kfac_true_fisher_head,
         kfac_distributed_reduce=config.kfac.kfac_distributed_reduce,
         seed=config.run.seed,
-        **told,
+        **given,
     )

@@ -1,4 +1,4 @@
-"""Whether the copies of a run's state fit into the memory of its host, before the first is allocated."""
+"""Plan how many snapshots of a run's state fit into the memory of its host, before the first one is allocated."""
 
 import os
 from dataclasses import replace
@@ -9,15 +9,15 @@ from torch import nn
 from gramian.core.errors import GramianError
 from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvaturePlan
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.plan.host_memory import HostPlan, copy_bytes, plan_host
 from gramian.plan.transformer_memory import optimizer_states
 from gramian.train.config.config import Config
-from gramian.train.loop.precision import Numbers
+from gramian.train.loop.precision import Precision
 
 
 def available_memory() -> int:
-    """Bytes that processes of this host can still allocate: of the machine, or of its container."""
+    """Return the bytes that processes can still allocate on this host, or in its container."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free = 1024 * int(fields["MemAvailable"].split()[0])
     group = Path("/sys/fs/cgroup")
@@ -25,35 +25,35 @@ def available_memory() -> int:
         cached = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
         used = int((group / "memory.current").read_text()) - int(cached["inactive_file"])
         return max(0, min(free, int((group / "memory.max").read_text()) - used))
-    except (OSError, ValueError, KeyError):  # no such group, or no limit
+    except (OSError, ValueError, KeyError):  # no control group, or no limit
         return free
 
 
 def factor_bytes(plan: CurvaturePlan) -> int:
-    """K-FAC's factors at rest; of a plan for one process, since a copy holds all of them on every process."""
+    """Return the bytes of K-FAC's stored factors in a plan for one process; a snapshot of any process contains all of them."""
     return sum(total.settled for total in plan.totals.values())
 
 
 def plan_snapshots(
-    config: Config, world: World, numbers: Numbers, model: nn.Module, kfac: KFACNaturalGradient | None
+    config: Config, world: ProcessGrid, numbers: Precision, model: nn.Module, kfac: KFACNaturalGradient | None
 ) -> HostPlan:
-    """How many copies of the state a run will hold (collective): the least of what fits on each process.
+    """Plan the number of snapshots (collective): the minimum over the processes of what fits.
 
     Args:
-        config: of the run.
-        world: this process among the others.
-        numbers: its precision.
-        model: not spread over processes yet.
-        kfac: where the optimizer is preconditioned by it.
+        config: the run's config.
+        world: the processes of the run.
+        numbers: the run's precision.
+        model: the model before it is distributed over processes.
+        kfac: the preconditioner of the optimizer, if there is one.
 
     Raises:
-        GramianError: on all processes, if the least that a run needs does not fit on one of them.
+        GramianError: on all processes, if the minimum that a run needs does not fit on one of them.
     """
     factors = 0
     if kfac is not None:
         tokens = config.data.batch * config.data.length
         factors = factor_bytes(kfac.plan(model, tokens=tokens, activations=numbers.activations))
-    sharded = world.kind == "fsdp2" and world.size > 1
+    sharded = world.uses_fsdp2 and world.size > 1
     copy = copy_bytes(
         [p.shape for p in model.parameters()],
         numbers.weights.itemsize,
@@ -67,7 +67,7 @@ def plan_snapshots(
     fewest = int(-world.most(-float(plan.snapshots if plan.fits else 0)))
     if not fewest:
         elsewhere = (
-            "checkpoint.snapshots: they do not fit into the memory of another host; expected what its own line says"
+            "checkpoint.snapshots: they do not fit into the memory of another host; expected what its error names"
         )
         raise GramianError(elsewhere if plan.fits else plan.refusal)
     return replace(plan, snapshots=fewest)

@@ -1,1 +1,1 @@
-"""What `gramian doctor` checks before a run: one check per file, called in order by `examine`."""
+"""Checks of a run before it starts: `examine` runs them; each file of `checks/` and `teacher/` is one check."""

@@ -1,31 +1,31 @@
-"""One thing that was looked at, and what came of it."""
+"""The result of one check of a run."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAMED = 3
-"""Things that a hint names; all are in the details."""
+"""Maximum number of names in a hint; the details list all of them."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check: a measurement, its bound, and advice."""
 
     name: str
     measured: str
     threshold: str
-    """The bound it is held to; "-": none, the number is there to be read."""
+    """Bound on the measurement; "-": no bound, the measurement is information."""
     ok: bool
     hint: str = ""
-    """What to do if it is not kept; or, if it is, what is worth knowing."""
+    """Advice if the check failed, or a remark if it passed."""
     value: float = math.nan
-    """The measured number, where one was measured."""
+    """The measured number, if there is one."""
     details: tuple[str, ...] = ()
-    """A line each: parameters, graph breaks, …"""
+    """One line per parameter, graph break, …"""
 
 
 def named(names: Sequence[str]) -> str:
-    """The first few."""
+    """Join the first few names, and count the rest."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more}"

@@ -1,7 +1,8 @@
-"""A run, examined before it starts: its data, its model, its loss and gradients, its schedule, its memory and time.
+"""Examine a run before it starts: its data, model, loss and gradients, schedule, memory and time.
 
-Every check has a name, what was measured, the bound it is held to, and what to do if it is not kept. All work on models of
-their own, on the config's device and in its numbers, and nothing is written.
+`examine` runs the checks listed below, cheapest first. A check is a function from an `ExaminedRun` to a list of `Check`; adding
+one takes its file and one line of the list. Checks run on models of their own, on the config's device and in its precision, and
+write nothing.
 """
 
 import os
@@ -15,160 +16,166 @@ from torch import nn
 
 from gramian.core.errors import GramianError
 from gramian.data.data_files import find_files
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config
-from gramian.train.doctor import section_checks, teacher_checks
-from gramian.train.doctor.causality import causality
 from gramian.train.doctor.check import Check
-from gramian.train.doctor.data_findings import look_at_data
-from gramian.train.doctor.examined_run import ExaminedRun, rows_of
-from gramian.train.doctor.gradient_check import gradients
-from gramian.train.doctor.graph_breaks import compiled
-from gramian.train.doctor.initial_loss import initial_loss, targets
-from gramian.train.doctor.overfit import overfit
-from gramian.train.doctor.resources import duration, host_memory, memory
-from gramian.train.doctor.schedule_reach import reach, schedule_end
-from gramian.train.doctor.split_invariance import invariance
-from gramian.train.loop.precision import numbers_for, set_globals
-from gramian.train.loop.schedule import learning_rate
-
-LOOKS = 3
-"""Batches whose gradients are looked at, with a step between them."""
+from gramian.train.doctor.checks.causality import causality
+from gramian.train.doctor.checks.curvature_coverage import curvature_coverage
+from gramian.train.doctor.checks.device_memory import device_memory
+from gramian.train.doctor.checks.goose_scan import goose_scan
+from gramian.train.doctor.checks.gradient_check import gradients
+from gramian.train.doctor.checks.graph_breaks import graph_breaks
+from gramian.train.doctor.checks.host_copies import host_copies
+from gramian.train.doctor.checks.initial_loss import initial_loss
+from gramian.train.doctor.checks.overfit import overfit
+from gramian.train.doctor.checks.private_windows import private_windows
+from gramian.train.doctor.checks.scalar_reach import scalar_reach
+from gramian.train.doctor.checks.schedule_end import schedule_end
+from gramian.train.doctor.checks.split_invariance import split_invariance
+from gramian.train.doctor.checks.step_time import step_time
+from gramian.train.doctor.checks.target_tokens import target_tokens
+from gramian.train.doctor.data_checks import examine_data
+from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.doctor.teacher.teacher_checks import teacher
+from gramian.train.loop.precision import resolve_precision, set_globals
 
 OnProgress = Callable[[int, int, str], None]
-"""Told (units done, units in all, what is going on)."""
-Found = Check | list[Check]
+"""Called with (units done, total units, current activity)."""
+
+
+@dataclass(frozen=True)
+class CheckStage:
+    """A check, the name that it has in progress and failures, and the configs that it applies to."""
+
+    name: str
+    check: Callable[[ExaminedRun], list[Check]]
+    applies: Callable[[Config], bool] = lambda config: True
+
+
+WITHOUT_MODEL = (CheckStage("memory", device_memory),)
+ON_TRIAL_MODEL = (  # in this order: with initial weights, then after the steps that "gradients" takes
+    CheckStage("host memory", host_copies),
+    CheckStage("scalars", scalar_reach),
+    CheckStage("targets", target_tokens),
+    CheckStage("initial loss", initial_loss),
+    CheckStage("graph breaks", graph_breaks),
+    CheckStage("gradients", gradients),
+    CheckStage("causality", causality),
+    CheckStage("scan", goose_scan, lambda config: config.model.kind == "goose"),
+    CheckStage("micro-batches", split_invariance),
+    CheckStage("time", step_time),
+)
+ON_NEW_MODELS = (
+    CheckStage("teacher", teacher, lambda config: config.teacher is not None),
+    CheckStage("curvature", curvature_coverage, lambda config: config.kfac is not None),
+    CheckStage("private windows", private_windows, lambda config: config.privacy is not None),
+    CheckStage("overfit", overfit),
+)
 
 
 def examine(
     config: Config,
     *,
     make: Callable[[], nn.Module] | None = None,
-    on_progress: OnProgress = lambda done, total, told: None,
+    on_progress: OnProgress = lambda done, total, message: None,
 ) -> list[Check]:
-    """All checks, in order; one that crashes has failed.
+    """Run all checks in order; a check that crashes has failed.
 
-    Half a minute on a CPU for the default config, most of it for learning a few windows by heart.
+    Takes half a minute on a CPU for the default config, mostly for overfitting a few windows.
 
     Args:
-        config: of the run.
-        make: a model with its initial weights, each time it is called; None: the config's.
-        on_progress: for a progress bar.
+        config: the run's config.
+        make: builds a model with its initial weights; None: the config's model.
+        on_progress: called for a progress bar.
 
     Returns:
-        Checks; the run is sound if all are `ok`. Data that is cut off so that it cannot be read leaves only those before it.
+        Results; the run is sound if all are `ok`. If a truncated data file cannot be read, later checks are left out.
 
     Raises:
         GramianError: naming the field that does not fit the data, the model or the machine.
     """
     device = device_of(config)
-    with _as_in_a_run(config, device):
-        progress = _Progress(on_progress, 13 + config.doctor.overfit_steps)
-        checks = [schedule_end(config)]
+    with _settings_of_a_run(config, device):
+        units = len(WITHOUT_MODEL + ON_TRIAL_MODEL) + 2
+        progress = _Progress(on_progress, units + config.doctor.overfit_steps)
+        checks = schedule_end(config)
         progress.next("data")
-        _refuse_missing(config)
-        found, windows = look_at_data(config.data)
+        _refuse_missing_files(config)
+        found, windows = examine_data(config.data)
         checks += found
         if windows is None:
             return checks
         make = make or partial(build_model, config, windows.vocabulary)
-        subject = ExaminedRun(config, numbers_for(config.precision, device), World(0, 1, device, "one"), windows, make)
+        numbers, world = resolve_precision(config.precision, device), ProcessGrid(0, 1, device)
+        run = ExaminedRun(config, numbers, world, windows, make, progress.next)
+        checks += _results(WITHOUT_MODEL, run, progress)
         try:
-            for name, stage in _stages(subject, progress):
-                progress.next(name)
-                checks += _run(name, stage)
-        except torch.OutOfMemoryError:  # of the model alone
-            checks.append(_out_of_memory("model"))
+            _ = run.trial_stepper, run.batches  # built here: an error of the model itself is not a failed check
+        except torch.OutOfMemoryError:
+            return [*checks, _out_of_memory("model")]
+        checks += _results(ON_TRIAL_MODEL, run, progress)
+        del run.trial_stepper
+        checks += _results(ON_NEW_MODELS, run, progress)
     return checks
 
 
 def device_of(config: Config) -> torch.device:
-    """Where the run would be.
+    """Return the device that the run would use.
 
     Raises:
-        GramianError: if it asks for a GPU and there is none.
+        GramianError: if the config asks for a GPU and there is none.
     """
-    here = torch.cuda.is_available()
-    if config.run.device == "cuda" and not here:
+    available = torch.cuda.is_available()
+    if config.run.device == "cuda" and not available:
         raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if here and config.run.device != "cpu"
-        else torch.device("cpu")
-    )
+    if available and config.run.device != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
-def _refuse_missing(config: Config) -> None:
-    """Files that no check before the last would miss."""
+def _refuse_missing_files(config: Config) -> None:
+    """Refuse public files that do not exist before a late check needs them."""
     if config.kfac is not None and config.kfac.public_files:
         source = "text" if config.data.source == "embedded" else config.data.source
         find_files(config.kfac.public_files, source, "kfac.public_files")
 
 
-def _stages(subject: ExaminedRun, progress: "_Progress") -> Iterator[tuple[str, Callable[[], Found]]]:
-    """Checks by name, cheapest first. They share a model, in an order: initial weights, then a few steps, then many."""
-    config, numbers, vocabulary = subject.config, subject.numbers, subject.windows.vocabulary
-    yield "memory", partial(memory, config, vocabulary, numbers)
-    model = subject.model()
-    yield "host memory", partial(host_memory, config, numbers, model)
-    stepper = subject.stepper(model)
-    batches = [subject.batch(position=position) for position in range(LOOKS)]
-    rows = rows_of(batches[0])
-    rate = learning_rate(0, config.run.steps, config.schedule, config.optimizer)
-    loaded = config.model.kind == "huggingface" and not config.model.fresh
-    yield "scalars", partial(reach, config, model)
-    yield "targets", partial(targets, batches[0])
-    yield "initial loss", partial(initial_loss, stepper, batches[0], vocabulary, loaded)
-    yield "graph breaks", partial(compiled, config.compile, model, _few(rows), numbers)
-    yield "gradients", partial(gradients, stepper, batches, rate)
-    yield "causality", partial(causality, model, numbers, rows, vocabulary)
-    if config.model.kind == "goose":
-        yield "scan", partial(teacher_checks.scan, subject, model)
-    yield "micro-batches", partial(invariance, stepper, rows, subject.room)
-    yield "time", partial(duration, subject, stepper)
-    del model, stepper
-    if config.teacher is not None:
-        yield "teacher", partial(teacher_checks.teacher, subject)
-    if config.kfac is not None:
-        yield "curvature", partial(section_checks.kfac, subject)
-    if config.privacy is not None:
-        yield "private windows", partial(section_checks.privacy, subject)
-    yield "overfit", partial(overfit, subject, progress.step)
+def _results(stages: tuple[CheckStage, ...], run: ExaminedRun, progress: "_Progress") -> list[Check]:
+    checks = []
+    for stage in stages:
+        if stage.applies(run.config):
+            progress.next(stage.name)
+            checks += _run(stage, run)
+    return checks
 
 
-def _few(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: values[:2] for name, values in rows.items()}
-
-
-def _run(name: str, stage: Callable[[], Found]) -> list[Check]:
+def _run(stage: CheckStage, run: ExaminedRun) -> list[Check]:
     try:
-        found = stage()
+        return stage.check(run)
     except torch.OutOfMemoryError:
-        return [_out_of_memory(name)]
+        return [_out_of_memory(stage.name)]
     except GramianError as problem:
-        return [Check(name, "refused", "-", False, str(problem))]
-    except Exception as problem:  # whatever a model does
-        told = " ".join(f"{type(problem).__name__}: {problem}".split())
-        return [Check(name, "crashed", "-", False, told[:300])]
-    return found if isinstance(found, list) else [found]
+        return [Check(stage.name, "refused", "-", False, str(problem))]
+    except Exception as problem:  # a model may raise anything
+        message = " ".join(f"{type(problem).__name__}: {problem}".split())
+        return [Check(stage.name, "crashed", "-", False, message[:300])]
 
 
 def _out_of_memory(name: str) -> Check:
-    return Check(
-        name, "out of memory", "-", False, "gramian plan says what would fit, such as a smaller data.micro_batch"
-    )
+    hint = "gramian plan shows what would fit, such as a smaller data.micro_batch"
+    return Check(name, "out of memory", "-", False, hint)
 
 
 @contextmanager
-def _as_in_a_run(config: Config, device: torch.device) -> Iterator[None]:
-    """The process's settings and generators, as a run has them; as they were, afterwards."""
+def _settings_of_a_run(config: Config, device: torch.device) -> Iterator[None]:
+    """Set the process-wide settings and generators as in a run, and restore them."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             set_globals(config.precision, config.run.deterministic)
@@ -181,17 +188,13 @@ def _as_in_a_run(config: Config, device: torch.device) -> Iterator[None]:
 
 @dataclass
 class _Progress:
-    """Units: one for each check, one for each step of learning by heart."""
+    """Units done: one per check, and one per step of the overfit check."""
 
-    tell: OnProgress
+    on_progress: OnProgress
     total: int
     done: int = 0
 
-    def next(self, told: str) -> None:
-        """Another check begins."""
-        self.tell(self.done, self.total, told)
+    def next(self, message: str) -> None:
+        """Report that the next unit begins."""
+        self.on_progress(self.done, self.total, message)
         self.done = min(self.done + 1, self.total)
-
-    def step(self, told: str) -> None:
-        """A step of the last one."""
-        self.next(told)

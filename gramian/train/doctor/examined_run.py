@@ -1,74 +1,105 @@
-"""What is examined: fresh models, steppers and batches of a config, as its run would build them."""
+"""The run that the doctor examines: models, steppers and batches, built from a config as its training would build them."""
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gramian.data import Batches, StepBatch, Windows
-from gramian.parallel.world import World
-from gramian.train.build.build_model import recompute
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.build.build_model import set_recomputation
 from gramian.train.build.build_optimizer import build_optimizer
 from gramian.train.build.run_parts import build_stepper
 from gramian.train.config.config import Config
 from gramian.train.loop.objective import Objective
-from gramian.train.loop.precision import Numbers
-from gramian.train.loop.stepper import Stepper
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.train.loop.precision import Precision
 
 ROWS = 16
-"""Windows of a batch that is looked at."""
+"""Windows of an examined batch."""
+BATCHES = 3
+"""Batches that checks share."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ExaminedRun:
-    """A config and what its run is made of."""
+    """A config, and what its run consists of: the argument of every check."""
 
     config: Config
-    numbers: Numbers
-    world: World
-    """Of one process."""
+    numbers: Precision
+    world: ProcessGrid
+    """A world of one process."""
     windows: Windows
-    """To train on."""
+    """Training data."""
     make: Callable[[], nn.Module]
-    """A model with its initial weights."""
+    """Builds a model with its initial weights."""
+    on_step: Callable[[str], None] = lambda message: None
+    """Called with a progress message by checks that take many steps."""
 
     @property
-    def room(self) -> int:
-        """Windows of one backward in the run: no check holds activations of more."""
+    def backward_windows(self) -> int:
+        """Windows per backward pass of the run: no check stores activations of more."""
         return self.config.data.micro_batch or self.config.data.batch
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the model starts from trained weights."""
+        return self.config.model.kind == "huggingface" and not self.config.model.fresh
+
+    @cached_property
+    def trial_stepper(self) -> PlainStepper:
+        """Plain stepper that consecutive checks share: with initial weights at first, after a few steps later."""
+        return self.stepper(self.model())
+
+    @property
+    def trial_model(self) -> nn.Module:
+        """The model of `trial_stepper`."""
+        model: nn.Module = self.trial_stepper.module.model  # type: ignore[assignment]
+        return model
+
+    @cached_property
+    def batches(self) -> list[StepBatch]:
+        """The first batches of the run."""
+        return [self.batch(position=position) for position in range(BATCHES)]
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """All windows of the first batch, [R, T] under each name."""
+        return rows_of(self.batches[0])
+
     def model(self) -> nn.Module:
-        """One of its own, where and in which numbers the run has it; without dropout, not compiled."""
+        """Build a new model on the run's device and in its precision, without dropout and not compiled."""
         model = self.make().to(device=self.world.device, dtype=self.numbers.weights)
-        recompute(model, self.config.parallel.checkpoint_blocks)
+        set_recomputation(model, self.config.parallel.checkpoint_blocks)
         without_dropout(model)
         return model.train()
 
-    def stepper(self, model: nn.Module, rate: float | None = None, natural: bool = False) -> Stepper:
-        """Steps of the config's optimizer, without weight decay; plain ones, whatever [privacy] says.
+    def stepper(self, model: nn.Module, rate: float | None = None, natural: bool = False) -> PlainStepper:
+        """Build a stepper with the config's optimizer, without weight decay and without [privacy].
 
         Args:
-            model: whose.
-            rate: learning rate that the optimizer is built with; None: the config's.
-            natural: along natural gradients, where there is [kfac] without [privacy].
+            model: the model to train.
+            rate: initial learning rate of the optimizer; None: the config's.
+            natural: use natural gradients, if the config has [kfac] and no [privacy].
         """
         config, module = self.config, Objective(model)
         options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)
         optimizer = build_optimizer(module, options, self.world.device)
         plain = dataclasses.replace(config, privacy=None, kfac=config.kfac if natural and not config.privacy else None)
         found = build_stepper(plain, self.world, self.numbers, self.windows, module, optimizer)
-        assert isinstance(found, Stepper)
+        assert isinstance(found, PlainStepper)
         return found
 
     def batch(self, rows: int = ROWS, position: int = 0) -> StepBatch:
-        """So many windows in the run's order, in its micro-batches, on its device."""
+        """Return a batch of `rows` windows in the run's order, in its micro-batches, on its device."""
         batches = Batches(
             self.windows,
             batch=rows,
-            micro_batch=min(self.room, rows),
+            micro_batch=min(self.backward_windows, rows),
             seed=self.config.run.seed,
             device=self.world.device,
         )
@@ -76,17 +107,19 @@ class ExaminedRun:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Drop nothing in training mode: modules, and the probabilities that modules and their configs hold as numbers."""
-    holders = {id(held): held for module in model.modules() if (held := getattr(module, "config", None)) is not None}
+    """Turn dropout off in training mode: in modules, and where modules and their configs store a probability as a number."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
-    for holder in (*model.modules(), *holders.values()):
-        for name, value in list(getattr(holder, "__dict__", {}).items()):
+    for owner in (*model.modules(), *configs.values()):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
             if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop") or name == "layerdrop"):
-                object.__setattr__(holder, name, 0.0)  # the config may be frozen
+                object.__setattr__(owner, name, 0.0)  # the config may be frozen
 
 
 def rows_of(batch: StepBatch) -> dict[str, torch.Tensor]:
-    """All micro-batches as one, [R, T] under each name."""
+    """Concatenate all micro-batches: [R, T] under each name."""
     return {name: torch.cat([micro[name] for micro in batch.micro]) for name in batch.micro[0] if name != "windows"}

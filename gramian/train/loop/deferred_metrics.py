@@ -1,4 +1,4 @@
-"""Numbers of a step, read when they are there: the host never waits for the device in the middle of training."""
+"""Metrics of a step are copied to the host and read one step later, so that the host does not wait for the device."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,22 +13,24 @@ class StepAttempt:
     """One optimizer step that was tried."""
 
     number: int
-    """Counts all of them, also those rolled back later."""
+    """Counts all attempts, also those rolled back later."""
     step: int
-    """Of the run, the first is 0."""
+    """Step of the run; the first is 0."""
     position: int
-    """Of its batch in the data."""
+    """Position of its batch in the data."""
     rate: float
+    """Learning rate."""
     stepped: bool
+    """False if the loss scaler skipped the step."""
     scale: float | None
-    """Of the loss, after the step."""
+    """Loss scale after the step."""
     repeated: bool = False
-    """Computed again on the way from a restored state to where a fault began; judged and told the first time."""
+    """Computed again after a rollback, on the way to the step that failed; it was judged and logged the first time."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came of it."""
+    """An attempt and its metrics."""
 
     attempt: StepAttempt
     loss: float
@@ -36,15 +38,16 @@ class StepOutcome:
     grad_norm: float
     tokens: int
     flagged: bool
+    """Whether a process raised a flag: it was asked to end."""
     extra: dict[str, float] = field(default_factory=dict)
-    """What else was told, by name."""
+    """Further metrics of the stepper, by name."""
 
 
 class DeferredMetrics:
-    """Values on their way to the host, in order.
+    """Metrics that are being copied to the host, in the order of their steps.
 
     Args:
-        names: of the values behind the first four.
+        names: of the values behind the first four (`Stepper.extra`).
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -52,7 +55,7 @@ class DeferredMetrics:
         self._waiting: deque[tuple[StepAttempt, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, attempt: StepAttempt, values: Tensor) -> None:
-        """Start the copy."""
+        """Start to copy the values of a step (`TakenStep.values`)."""
         if values.is_cuda:
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             host.copy_(values, non_blocking=True)
@@ -63,7 +66,7 @@ class DeferredMetrics:
             self._waiting.append((attempt, values.detach().clone(), None))
 
     def read(self, wait: bool) -> list[StepOutcome]:
-        """What has arrived: on a GPU all but the newest, which nobody waits for unless told to."""
+        """Metrics that have arrived: on a GPU all but those of the newest step, unless `wait`."""
         found = []
         while self._waiting and (wait or len(self._waiting) > 1 or self._waiting[0][2] is None):
             attempt, host, event = self._waiting.popleft()
@@ -75,5 +78,5 @@ class DeferredMetrics:
         return found
 
     def clear(self) -> None:
-        """Forget the rest."""
+        """Forget metrics that were not read."""
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""Validation loss: the same windows every time, each process a part of them."""
+"""Validation: loss and health of the model on the same windows every time, divided among the processes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,21 +6,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gramian.data import Windows
 from gramian.models.goose import Goose, record_spikes
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.objective import IGNORED, Measured
 from gramian.train.loop.stepper import evaluating
 
 
 def evaluate(parts: Parts, windows: int) -> Measured:
-    """Loss on so many validation windows, spread evenly over all of them; every process gets the same answer.
+    """Loss on validation windows that are spread evenly over the validation data; the same on every process (collective).
 
     Args:
         parts: of the run.
-        windows: how many; fewer where there are fewer.
+        windows: number of windows; all of them if there are fewer.
     """
     count = min(windows, len(parts.validation))
     chosen = np.unique(np.linspace(0, len(parts.validation) - 1, count).round().astype(np.int64))
@@ -35,10 +36,10 @@ def evaluate(parts: Parts, windows: int) -> Measured:
 
 
 def health_of(parts: Parts) -> tuple[dict[str, Any], list[str]]:
-    """How a student is, beside its loss: its spikes, and how like the teacher's its hidden states are.
+    """Health of a model beside its loss: spike rates of a `Goose`, similarity (CKA) of a student to its teacher (collective).
 
     Returns:
-        Numbers for the log, and what is wrong with them.
+        Numbers for the log, and a line for each that is out of bounds.
     """
     numbers: dict[str, Any] = {}
     wrong: list[str] = []
@@ -63,10 +64,17 @@ def health_of(parts: Parts) -> tuple[dict[str, Any], list[str]]:
     return numbers, wrong
 
 
+def weights_are_finite(parts: Parts) -> bool:
+    """Whether all weights are finite on all processes (collective)."""
+    parameters = [p.to_local() if isinstance(p, DTensor) else p for p in parts.module.parameters()]
+    finite = torch.stack([p.detach().isfinite().all() for p in parameters]).all() if parameters else True
+    return not parts.world.most(float(not finite))
+
+
 def _pieces(
-    windows: Windows, chosen: np.ndarray, rows: int, world: World
+    windows: Windows, chosen: np.ndarray, rows: int, world: ProcessGrid
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Every process runs as many pieces as the others; one without windows gets a row that does not count."""
+    """Micro-batches of this process; all processes run equally many, and one without windows left gets a row of weight 0."""
     share = -(-len(chosen) // world.size)
     mine = chosen[world.rank * share : (world.rank + 1) * share]
     for start in range(0, share, rows):

@@ -1,6 +1,6 @@
-"""Whether a run is still sound: a pure state machine that sees a few numbers of every step and says what to do.
+"""The guard judges every step by a few numbers and decides: continue, advise, roll back or stop. A pure state machine.
 
-| fault | seen when | done |
+| fault | condition | verdict |
 |---|---|---|
 | not finite | the loss is not, or a gradient is not and no loss scale explains it | rollback |
 | loss spike | loss > median + max(d·1.4826·MAD, nats), on two of three steps | rollback |
@@ -9,72 +9,72 @@
 | one high loss | as a spike, but alone | advice |
 | clipping | more clipped steps in a window than `clip_share` | advice, once per window |
 
-Medians and MADs (median absolute deviations) are of the last `window` sound steps; what was suspicious never enters them, and
-nothing is compared before there are `ENOUGH` of them. A loss is judged in nats above the median, not as a multiple of it: a
-collapse to the uniform distribution (ln V) is seen from any loss and for any vocabulary. A drift that is a straight line never
-fires, however steep: over a window it rises by R, stands R/2 above the median and has d·1.4826·MAD = 2.2·R for d = 6. For the
-same reason, and since a gradient is also compared with the longest of the window, gradients that grow step by step, as they
-may where training begins with small ones, are no fault.
+Medians and MADs (median absolute deviations) are over the last `window` sound steps; suspicious steps never enter them, and
+nothing is compared before there are `ENOUGH`. A loss is judged in nats above the median, not as a multiple of it, so that a
+collapse to the uniform distribution (ln V) is detected from any loss and for any vocabulary. A linear drift never fires,
+however steep: over a window it rises by R, is R/2 above the median and has d·1.4826·MAD = 2.2·R for d = 6. For the same reason,
+and because a gradient is also compared with the longest of the window, gradients that grow step by step are not a fault.
 
-The loss of a step is computed before its update, so a bad loss may be the doing of the step before: that one is taken back
-and skipped as well. Halvings before the first finite gradient are the scaler's search for a scale, and count only below 1.
+The loss of a step is computed before its update, so the step before may have caused a bad loss: it is taken back and skipped as
+well. Halvings before the first finite gradient are the scaler's search for a scale, and count only below 1.
 
-Every process must see the same numbers in order to decide the same: reduce loss, norm and finiteness over all of them before
-`observe`. There is no clock and no randomness in here. Cost: a few sorts of `window` numbers.
+Every process must pass the same numbers in order to decide the same: reduce loss, norm and finiteness over all of them before
+`observe`. Nothing here depends on a clock or on random numbers. Cost: a few sorts of `window` numbers.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from gramian.core.errors import GramianError
-from gramian.train.config import config
+from gramian.train.config import config_sections
 
 ENOUGH = 20
-"""Sound steps before a loss or a norm is compared with them, or the whole window where that is shorter."""
+"""Sound steps before a loss or a norm is compared with them; the window, where that is shorter."""
 ROLLBACK_STEPS = 1000
 """Steps within which `max_rollbacks` are allowed."""
 NORMAL = 1.4826
-"""MAD to standard deviation of a normal distribution."""
+"""Ratio of the standard deviation to the MAD of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is told of one optimizer step, the same on every process."""
+    """Numbers of one optimizer step, the same on every process."""
 
     step: int
     loss: float | None
-    """Mean over the step's tokens, in nats, before the update; None: it is not judged."""
+    """Mean over the step's tokens, in nats, before the update; None if the loss must not decide."""
     grad_norm: float
-    """Of the unscaled gradient, before clipping."""
+    """Norm of the unscaled gradient, before clipping."""
     finite: bool = True
-    """Whether every gradient was."""
+    """Whether every gradient was finite."""
     scale: float | None = None
-    """The loss scale after the step's `GradScaler.update()`; None: there is no scaler."""
+    """Loss scale after the step's `GradScaler.update()`; None without a scaler."""
     clipped: bool = False
 
 
 @dataclass(frozen=True)
 class Fine:
-    """Go on."""
+    """Verdict: continue."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Go on, and tell."""
+    """Verdict: continue, and log the text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """Restore the newest state from before a step, and pass over some steps on the way back."""
+    """Verdict: restore the newest state before a step, and skip the data of some steps from now on."""
 
     to_before: int
-    """The first suspicious step: the state to restore has not made it."""
+    """The first suspicious step; the state to restore is from before it."""
     skip: tuple[int, ...]
-    """Steps whose data is not to be seen again."""
+    """Steps whose data is skipped."""
     reason: str
     lr_factor: float
     """`Guard.lr_scale` at `to_before`."""
@@ -82,11 +82,11 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Stop:
-    """Give up."""
+    """Verdict: end the run."""
 
     reason: str
     report: str
-    """The reason and what came before it, a line each."""
+    """The reason and the rollbacks before it, a line each."""
 
 
 Verdict = Fine | Advice | Rollback | Stop
@@ -94,7 +94,7 @@ Verdict = Fine | Advice | Rollback | Stop
 
 @dataclass(frozen=True)
 class _Sound:
-    """A step that the medians are taken over; the norm is None where the scaler skipped the step."""
+    """A step that the medians include; the norm is None where the scaler skipped the step."""
 
     step: int
     loss: float | None
@@ -102,7 +102,7 @@ class _Sound:
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _PastRollback:
     """A rollback that was ordered."""
 
     step: int
@@ -111,17 +111,21 @@ class _Taken:
 
 
 class Guard:
-    """Feed every step to `observe` and do what it says.
+    """Judges every step of a run; the caller passes it to `observe` and follows the verdict.
 
-    After a rollback steps come again: what was seen of a step and of all later ones is forgotten when it is observed anew. A
-    step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so the guard is
-    saved with the run, but not rolled back with it.
+    After a rollback, steps come again: when a step is observed anew, the earlier observations of it and of all later ones are
+    forgotten. A step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so the
+    guard is saved with the run, but not rolled back with it.
 
     Args:
         options: thresholds; with `on = false` every step is fine.
+
+    Example:
+        >>> Guard(config.GuardSection()).observe(Observation(step=0, loss=2.0, grad_norm=1.0))
+        Fine()
     """
 
-    def __init__(self, options: config.GuardSection) -> None:
+    def __init__(self, options: config_sections.GuardSection) -> None:
         self.options = options
         self._sound: list[_Sound] = []
         self._recent: list[tuple[int, bool]] = []
@@ -130,13 +134,13 @@ class Guard:
         self._halved: list[int] = []
         self._scale: float | None = None
         self._searching = True
-        self._taken: list[_Taken] = []
+        self._rollbacks: list[_PastRollback] = []
 
     def observe(self, seen: Observation) -> Verdict:
         """Judge a step.
 
         Args:
-            seen: the step; numbers never fall but after a rollback.
+            seen: the step; step numbers decrease only after a rollback.
 
         Returns:
             What to do before the next step.
@@ -171,43 +175,40 @@ class Guard:
         return Advice("; ".join(advice)) if advice else Fine()
 
     def broken(self, step: int, reason: str) -> Verdict:
-        """Judge a step whose numbers were sound, after something else has shown that it broke the model.
+        """Verdict on a step whose numbers were sound, but after which the model is broken.
 
         Args:
             step: the last one that was observed.
-            reason: what has shown it.
-
-        Returns:
-            What to do: take the step back, or give up.
+            reason: what shows that the model is broken.
         """
         return self._fault(step, reason) if self.options.on else Fine()
 
     def lr_scale(self, step: int) -> float:
-        """What the schedule's learning rate is multiplied by at a step.
+        """Factor of the schedule's learning rate at a step.
 
-        Each rollback contributes f = `lr_factor` at its first suspicious step t and returns on a straight line:
-        f + (1 − f)·(step − t)/lr_return, until it is 1. Several multiply. Steps before t are repeated as they were, so that
-        nothing depends on how far back the restored state lay.
+        Each rollback contributes f = `lr_factor` at its first suspicious step t and returns to 1 linearly:
+        f + (1 − f)·(step − t)/lr_return. Factors of several rollbacks multiply. Steps before t are repeated unchanged, so that
+        nothing depends on how far back the restored state was.
         """
         scale = 1.0
-        for taken in self._taken:
-            passed = step - taken.to_before
+        for past in self._rollbacks:
+            passed = step - past.to_before
             if 0 <= passed < self.options.lr_return:
                 scale *= self.options.lr_factor + (1 - self.options.lr_factor) * passed / self.options.lr_return
         return scale
 
     @property
     def calm(self) -> bool:
-        """True if none of the last steps is under suspicion: a state copied now is one that no rollback goes past."""
+        """Whether none of the last steps is under suspicion, so that no later rollback goes behind a state copied now."""
         return not any(high for _, high in self._recent)
 
     @property
     def rollbacks(self) -> int:
-        """How many were ordered so far."""
-        return len(self._taken)
+        """Number of rollbacks so far."""
+        return len(self._rollbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that `observe` remembers, for JSON."""
+        """All that `observe` remembers, as JSON values."""
         return {
             "sound": [[sound.step, sound.loss, sound.log_norm] for sound in self._sound],
             "recent": [list(entry) for entry in self._recent],
@@ -215,14 +216,14 @@ class Guard:
             "halved": list(self._halved),
             "scale": self._scale,
             "searching": self._searching,
-            "taken": [asdict(taken) for taken in self._taken],
+            "taken": [asdict(past) for past in self._rollbacks],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue where `state_dict` was taken.
 
         Raises:
-            GramianError: if something is missing or unknown.
+            GramianError: if a key is missing or unknown.
         """
         if set(state) != set(self.state_dict()):
             raise GramianError(f"guard state: got {sorted(state)}; expected {sorted(self.state_dict())}")
@@ -232,10 +233,10 @@ class Guard:
         self._halved = list(state["halved"])
         self._scale = state["scale"]
         self._searching = state["searching"]
-        self._taken = [_Taken(**taken) for taken in state["taken"]]
+        self._rollbacks = [_PastRollback(**past) for past in state["taken"]]
 
     def _forget_from(self, step: int) -> None:
-        """A step that comes again replaces what was seen of it and of later ones."""
+        """Forget the observations of a step and of later ones, because it is observed again."""
         self._sound = [sound for sound in self._sound if sound.step < step]
         self._recent = [entry for entry in self._recent if entry[0] < step]
         self._clipped = [entry for entry in self._clipped if entry[0] < step]
@@ -277,7 +278,7 @@ class Guard:
         return len(values) >= min(ENOUGH, self.options.window)
 
     def _suspects(self, step: int) -> tuple[int, ...]:
-        """The step, overflows in the window of a falling scale, and all from the step before the first high loss on."""
+        """The step, the overflows of a falling loss scale, and all steps from the one before the first high loss on."""
         steps = {step, *(self._halved if len(self._halved) >= self.options.halvings else [])}
         high = [seen for seen, was_high in self._recent if was_high]
         if high:
@@ -307,16 +308,14 @@ class Guard:
         ]
 
     def _fault(self, step: int, reason: str) -> Rollback | Stop:
-        """Take back the suspicious steps, or give up where that was done too often."""
+        """Roll back the suspicious steps, or stop after `max_rollbacks`."""
         skip = self._suspects(step)
-        close = [taken for taken in self._taken if taken.step > step - ROLLBACK_STEPS]
+        close = [past for past in self._rollbacks if past.step > step - ROLLBACK_STEPS]
         if len(close) >= self.options.max_rollbacks:
-            lines = [
-                f"step {taken.step}: {taken.reason}; rolled back to before step {taken.to_before}" for taken in close
-            ]
+            lines = [f"step {past.step}: {past.reason}; rolled back to before step {past.to_before}" for past in close]
             last = f"step {step}: {reason}; guard.max_rollbacks = {self.options.max_rollbacks} within {ROLLBACK_STEPS} steps"
             return Stop(reason, "\n".join([*lines, last]))
-        self._taken.append(_Taken(step, skip[0], reason))
+        self._rollbacks.append(_PastRollback(step, skip[0], reason))
         self._sound = [sound for sound in self._sound if sound.step < skip[0]]
         self._recent = []
         self._halved = []
@@ -326,11 +325,5 @@ class Guard:
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:
     """Median and robust standard deviation."""
-    middle = _median(values)
-    return middle, NORMAL * _median([abs(value - middle) for value in values])
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    middle = median(values)
+    return middle, NORMAL * median([abs(value - middle) for value in values])

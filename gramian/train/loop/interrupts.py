@@ -1,29 +1,34 @@
-"""SIGTERM and Ctrl-C: the first one is a wish, the second one is obeyed at once."""
+"""SIGTERM and Ctrl-C: the first signal asks the run to save and end, the second ends the process at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupts:
-    """While inside, the first signal is noted; finish the step, save and leave.
+    """Inside the context, the first signal is recorded, so that the loop can finish its step, save and end.
 
-    The first one also gives both signals back to the system, whose default is to end the process: a second one needs no Python
-    to run and ends it even inside a collective or a kernel that never returns, with the status of a killed process (130 and
-    143 in a shell). What was there before is restored on leaving.
+    The first signal also restores the system's default handlers: a second one needs no Python to run and ends the process even
+    inside a collective or a kernel that never returns, with the status of a killed process (130 and 143 in a shell). Previous
+    handlers are restored on exit.
 
-    Only a process's main thread can do this: elsewhere signals stay as they are and `requested` stays None. Processes forked
-    inside, such as data workers, outlive the first Ctrl-C of a terminal, which reaches all of them: the loop still gets its
-    batch. A SIGTERM ends them as ever.
+    Only the main thread can install handlers: in any other, signals stay as they are and `requested` is None. Processes forked
+    inside, such as data workers, survive the first Ctrl-C of a terminal, which reaches all of them, so the loop still gets its
+    batch. A SIGTERM ends them.
 
     Attributes:
-        requested: name of the first signal; None: none came.
+        requested: name of the first signal; None if there was none.
+
+    Example:
+        >>> with Interrupts() as interrupts:
+        ...     interrupts.requested is None
+        True
     """
 
     def __init__(self) -> None:
@@ -36,9 +41,7 @@ class Interrupts:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             # None: installed by something other than Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

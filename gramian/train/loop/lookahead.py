@@ -1,4 +1,4 @@
-"""Batches, a step ahead of whoever computes with them: a cached teacher reads the next step's rows during this one."""
+"""Batches are fetched one step ahead, so that a cached teacher reads the next step's rows during this one."""
 
 from collections.abc import Iterator
 
@@ -7,26 +7,26 @@ from gramian.distill.cache.reader import Cache
 
 
 def announced(batches: Iterator[StepBatch], cache: Cache) -> Iterator[StepBatch]:
-    """The same batches. Before one is given, the next is at hand, and the cache has been told of its first micro-batch.
+    """The same batches; before one is yielded, the first micro-batch of the next is announced to the cache.
 
-    Later micro-batches are announced by `Stepper`, in their own step, so that the host holds the rows of at most two that were
-    not asked for yet. A live teacher is told of nothing here: its forward would compete with a whole step, and its signal
-    occupy the device for as long.
+    Later micro-batches are announced by `DistillingStepper`, in their own step, so that the host has the rows of at most two
+    that were not used yet. Nothing is announced to a live teacher: its forward would compete with a step of the student, and
+    its signal would occupy the device for as long.
 
     Args:
-        batches: in their order. Where they end, or fail, is found out a step early, and told when that batch is asked for.
+        batches: in their order. An end or an error is met one step early and passed on when that batch is due.
         cache: of the teacher's signal.
     """
-    held: StepBatch | None = None
+    current: StepBatch | None = None
     try:
         for batch in batches:
             cache.upcoming(batch.micro[0])
-            if held is not None:
-                yield held
-            held = batch
+            if current is not None:
+                yield current
+            current = batch
     except Exception:
-        if held is not None:
-            yield held
+        if current is not None:
+            yield current
         raise
-    if held is not None:
-        yield held
+    if current is not None:
+        yield current

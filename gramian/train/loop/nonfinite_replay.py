@@ -1,16 +1,16 @@
-"""Where a number first stopped being finite: one replay of a bad batch with every module watched.
+"""Find the module where a number first stopped being finite, by replaying a bad batch with hooks on every module.
 
-Forward: the first module to return something that is not finite though all it was given is. Modules end before those that
-hold them, so it is the innermost one, and a module that holds others is named only for code of its own.
+Forward: the first module whose output is not finite although all its inputs are. Submodules return before the modules that
+contain them, so it is the innermost one, and a container is named only for its own code.
 
-Backward: every tensor a module is given directly is passed on as a view of itself, whose gradient is what flows back through
-this module alone; so where several modules read one tensor, the guilty one is told apart. The first gradient that is not
-finite names its module; where it arrives at the output of a module, from code between modules, it names the one that called it.
+Backward: every tensor that a module gets is replaced by a view of itself, whose gradient is what flows back through this module
+alone; so the right one is named where several modules read one tensor. The first gradient that is not finite names its module;
+a gradient that arrives at the output of a module, from code between modules, names the module that called it.
 
-Else a parameter that is not finite, or whose gradient is not. Minus infinity in a tensor without a gradient is a mask.
+Otherwise a parameter that is not finite, or whose gradient is not. Minus infinity in a tensor without a gradient is a mask.
 
-A run pays nothing for this until it has failed: hooks are there for one replay, which costs a reduction and a read-back per
-tensor. The model must run eagerly; under sharding each process looks at its own shards.
+The hooks exist for one replay only, which costs a reduction and a read-back per tensor. The model must run eagerly; under
+sharding each process looks at its own shards.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class NonfiniteSource:
     """The first tensor that is not finite."""
 
     name: str
-    """Of the module in whose code it arose, or of the parameter; `ROOT`: the model itself, `LOSS`: after it."""
+    """Name of the module in whose code it arose, or of the parameter; `ROOT` is the model itself, `LOSS` the code after it."""
     where: Literal["forward", "backward", "parameter"]
     tensor: str
-    """Which one: "its output", "the gradient of its input", "the gradient of NAME's output", "its value", "its gradient"."""
+    """Which tensor: "its output", "the gradient of its input", "the gradient of NAME's output", "its value", "its gradient"."""
     shape: tuple[int, ...]
     count: int
-    """Elements that are not finite."""
+    """Number of elements that are not finite."""
     parameters: tuple[str, ...] = ()
-    """The module's own that are not finite themselves."""
+    """Parameters of the module that are not finite themselves."""
 
     def __str__(self) -> str:
         """One line for a report."""
@@ -56,12 +56,16 @@ def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> NonfiniteSourc
     """Replay a batch and name the first module or parameter that is not finite.
 
     Args:
-        model: what `run` calls; its hooks are as they were when this returns or raises.
+        model: that `run` calls; all hooks are removed when this returns or raises.
         run: one forward and backward of the batch, from the state and with the random numbers of the step that failed, without
-            an optimizer step. Gradients it leaves in `p.grad` stay there.
+            an optimizer step. Gradients in `p.grad` stay.
 
     Returns:
-        What was found; None if everything was finite.
+        The first tensor that is not finite; None if all are.
+
+    Example:
+        >>> first_nonfinite(model, lambda: model(x).sum().backward())  # doctest: +SKIP
+        NonfiniteSource(name='blocks.2.fc', where='forward', tensor='its output', shape=(2, 8, 32), count=5, parameters=())
     """
     watch = _Watch(model)
     try:
@@ -72,15 +76,15 @@ def first_nonfinite(model: nn.Module, run: Callable[[], None]) -> NonfiniteSourc
 
 
 class _Watch:
-    """Hooks on every module, until closed."""
+    """Hooks on every module, until `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: NonfiniteSource | None = None
         self._names = {module: name or ROOT for name, module in model.named_modules()}
         self._running: list[tuple[str, bool]] = []
-        """Modules whose forward has begun, outermost first, and whether what they were given is finite."""
+        """Modules whose forward is running, outermost first, and whether their inputs are finite."""
         self._blamed: Any = WeakIdKeyDictionary()
-        """{tensor: [module to blame for its gradient, which gradient that is]}; tensors are not kept alive."""
+        """{tensor: [module to blame for its gradient, which gradient that is]}, with weak references."""
         self._handles: list[RemovableHandle] = []
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
@@ -88,7 +92,7 @@ class _Watch:
             self._handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -123,7 +127,7 @@ class _Watch:
                 self._blame(tensor, caller, f"the gradient of {name}'s output")
 
     def _blame(self, tensor: Tensor, name: str, which: str) -> None:
-        """Watch the gradient of a tensor; one that is returned as it was given is the business of whoever called last."""
+        """Watch the gradient of a tensor; for a tensor that modules pass through, the last caller is blamed."""
         blamed = self._blamed.get(tensor)
         if blamed is not None:
             blamed[:] = name, which
@@ -160,20 +164,20 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _count(tensor: Tensor) -> int:
-    """Elements that are not finite."""
+    """Number of elements that are not finite."""
     local = _local(tensor)
     return int((~torch.isfinite(local)).sum()) if local.is_floating_point() or local.is_complex() else 0
 
 
 def _count_unmasked(tensor: Tensor) -> int:
-    """The same of what modules are given and return, where minus infinity without a gradient is a mask."""
+    """The same for inputs and outputs of modules, where minus infinity without a gradient is a mask."""
     count = _count(tensor)
     masked = count and not tensor.requires_grad and int((_local(tensor) == -torch.inf).sum())
     return 0 if count == masked else count
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Plain, dense and without a graph."""
+    """This process's values, dense and without a graph."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()

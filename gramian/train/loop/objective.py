@@ -1,4 +1,4 @@
-"""Model and loss as one module: what DDP wraps, so that nothing of the loss slips past its reducer.
+"""Model and loss as one module, which DDP or FSDP2 wraps, so that its reducer sees every gradient.
 
 Legend: B windows, T tokens, V vocabulary.
 """
@@ -11,19 +11,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""A target that does not count."""
+"""Target of a position that has no loss."""
 
 
 class Objective(nn.Module):
-    """Next-token cross-entropy of a language model."""
+    """Next-token cross-entropy of a language model.
+
+    Args:
+        model: the reference `GPT` or `Goose`, or a Hugging Face causal language model.
+
+    Example:
+        >>> loss, nats = Objective(model)(tokens_BT, targets_BT, 1 / tokens_BT.numel())  # doctest: +SKIP
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        """Hold the model."""
         super().__init__()
         self.model = model
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that makes the logits, as Hugging Face models tell it: nothing shows it from outside but a loss."""
+        """The layer that computes the logits, under the name that Hugging Face models have for it."""
         ask = getattr(self.model, "get_output_embeddings", None)
         head: nn.Module | None = ask() if callable(ask) else getattr(self.model, "head", None)
         return head
@@ -31,21 +37,19 @@ class Objective(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, coefficient: float | Tensor, documents_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss to go back from, and the plain sum.
+        """The loss to differentiate, and the plain sum.
 
         Args:
-            tokens_BT: ids.
-            targets_BT: the token after each, or −100.
-            coefficient: of one token's loss in the first result.
-            documents_BT: for models that keep documents apart.
+            tokens_BT: token ids.
+            targets_BT: the next token at each position, or −100 for none.
+            coefficient: factor of each token's loss in the first result.
+            documents_BT: document of each token, for models that do not attend across documents.
 
         Returns:
             coefficient · Σ −log p(target), and Σ −log p(target) without a graph, in float32 or wider.
         """
         logits_BTV = logits_of(self.model, tokens_BT, documents_BT)
-        total = F.cross_entropy(
-            _wide(logits_BTV.flatten(0, 1)), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        total = summed_loss(logits_BTV, targets_BT)
         return total * coefficient, total.detach()
 
 
@@ -60,13 +64,16 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None =
     return logits_BTV
 
 
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Σ −log p(target), in float32 or wider."""
+    logits = logits_BTV.flatten(0, 1)
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return F.cross_entropy(wide, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Loss over some windows."""
+    """Summed loss over some windows."""
 
     nats: float
     """Σ −log p."""
@@ -74,5 +81,5 @@ class Measured:
 
     @property
     def loss(self) -> float:
-        """Mean per token."""
+        """Mean loss per token, in nats."""
         return self.nats / max(1, self.tokens)

@@ -1,4 +1,4 @@
-"""Perplexity over all of a stream, by a protocol that has a name: numbers of different protocols are not comparable.
+"""Perplexity of a model on a token stream, by a named protocol: numbers of different protocols are not comparable.
 
 Legend: B rows, T tokens of a window.
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.data.token_stream import Stream
-from gramian.parallel.world import World
-from gramian.train.loop.objective import IGNORED
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.loop.objective import IGNORED, summed_loss
 
 Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean loss of every predicted token, each predicted once."""
+    """exp of the mean loss over all predicted tokens, each predicted once."""
 
     protocol: str
-    """ "non-overlapping": with what stands before it in its window; "sliding": with at least length − stride tokens."""
+    """ "non-overlapping": from the tokens before it in its window; "sliding": from at least length − stride tokens."""
     length: int
     stride: int
     nats: float
@@ -38,7 +38,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """Not clipped."""
+        """exp(loss); infinite where that overflows."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -52,7 +52,7 @@ class Perplexity:
 def perplexity(
     logits: Logits,
     stream: Stream,
-    world: World,
+    world: ProcessGrid,
     *,
     length: int,
     stride: int | None = None,
@@ -61,23 +61,26 @@ def perplexity(
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Score every token of a stream but the first of each piece, once.
+    """Score every token of a stream once, except the first of each piece (collective).
 
     Cost: length/stride forwards of every token.
 
     Args:
-        logits: ids [B, T] to logits [B, T, V].
-        stream: documents.
-        world: each process scores a part; all get the same answer.
-        length: tokens that a forward sees.
-        stride: tokens that it scores; None: all, which is "non-overlapping".
-        pack: documents end to end; False: each is scored by itself.
-        rows: windows of a forward.
-        limit: windows, from the first on; None: all.
-        progress: hears how many of this process's windows are done, of how many.
+        logits: maps ids [B, T] to logits [B, T, V].
+        stream: the documents.
+        world: each process scores a part; all get the same result.
+        length: tokens that one forward sees.
+        stride: tokens that one forward scores; None scores all, which is "non-overlapping".
+        pack: concatenate documents; False scores each by itself.
+        rows: windows of one forward.
+        limit: number of windows, from the first on; None for all.
+        progress: called with the number of this process's windows that are done, and of all its windows.
 
     Raises:
-        GramianError: if the stride does not fit.
+        GramianError: if the stride is not between 1 and length − 1.
+
+    Example:
+        >>> perplexity(lambda ids: model(ids), stream, world, length=128, stride=64)  # doctest: +SKIP
     """
     if stride is not None and not 1 <= stride < length:
         raise GramianError(f"stride: expected from 1 to {length - 1}, less than the window, got {stride}")
@@ -88,10 +91,7 @@ def perplexity(
     for first in range(0, len(mine), rows):
         tokens_BT, targets_BT = (t.to(world.device) for t in _stack(stream, mine[first : first + rows], length))
         logits_BTV = logits(tokens_BT)
-        wide_BTV = logits_BTV.float() if logits_BTV.dtype in (torch.float16, torch.bfloat16) else logits_BTV
-        total[0] += torch.nn.functional.cross_entropy(
-            wide_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        total[0] += summed_loss(logits_BTV, targets_BT)
         total[1] += (targets_BT != IGNORED).sum()
         if progress is not None:
             progress(min(len(mine), first + rows), len(mine))
@@ -106,7 +106,7 @@ def _places(stream: Stream, length: int, stride: int, pack: bool) -> Iterator[tu
     for begin, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         scored = begin + 1
         while scored < stop:
-            # The first window scores all it sees, the others what the one before did not.
+            # The first window scores all it sees, later ones what the window before did not.
             first = max(begin, scored - 1 - (length - stride)) if scored > begin + 1 else begin
             last = min(stop, first + length + 1)
             yield first, last, scored

@@ -1,4 +1,4 @@
-"""In which numbers a run computes: weights, autocast, loss scaling, TF32."""
+"""Numeric precision of a run: dtype of weights, autocast, loss scaling, TF32."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from gramian.core.errors import GramianError
-from gramian.train.config.config import PrecisionSection
+from gramian.train.config.config_sections import PrecisionSection
 
 AMPERE = (8, 0)
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What a precision means on a device."""
+class Precision:
+    """A precision on a device type."""
 
     kind: str
     """"bf16", "fp16", "fp32" or "fp64"."""
@@ -22,54 +22,54 @@ class Numbers:
 
     @property
     def weights(self) -> torch.dtype:
-        """Of parameters and optimizer states."""
+        """Dtype of parameters and optimizer states."""
         return torch.float64 if self.kind == "fp64" else torch.float32
 
     @property
     def activations(self) -> torch.dtype:
-        """Of matrix products."""
+        """Dtype of matrix products."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[self.kind]
 
     @property
     def scales(self) -> bool:
-        """True if gradients would underflow without a loss scale."""
+        """Whether gradients would underflow without a loss scale."""
         return self.kind == "fp16"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around forward and loss."""
+        """Context for forward and loss."""
         if self.kind not in ("bf16", "fp16"):
             return nullcontext()
         return torch.autocast(self.device, dtype=self.activations)
 
     def scaler(self) -> "torch.amp.GradScaler | None":
-        """A fresh one, where one is needed."""
+        """A new loss scaler; None if the precision needs none."""
         return torch.amp.GradScaler(self.device) if self.scales else None
 
 
-def numbers_for(
+def resolve_precision(
     precision: PrecisionSection, device: torch.device, capability: tuple[int, int] | None = None
-) -> Numbers:
-    """What a config's precision means here.
+) -> Precision:
+    """The precision that a config asks for on a device.
 
     Args:
-        precision: of the config; "auto": fp32 on a CPU, bf16 from Ampere on, fp16 with a scaler before.
+        precision: of the config; "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a scaler on older GPUs.
         device: of the run.
-        capability: of the GPU; None: asked for.
+        capability: compute capability of the GPU; None queries it.
 
     Raises:
-        GramianError: if the GPU cannot do it.
+        GramianError: if the GPU does not support it.
     """
     if device.type != "cuda":
-        return Numbers("fp32" if precision.kind == "auto" else precision.kind, device.type)
+        return Precision("fp32" if precision.kind == "auto" else precision.kind, device.type)
     capability = capability or torch.cuda.get_device_capability(device)
     if precision.kind == "bf16" and capability < AMPERE:
         raise GramianError("precision.kind: this GPU has no bf16; expected fp16, fp32 or auto")
     kind = precision.kind if precision.kind != "auto" else ("bf16" if capability >= AMPERE else "fp16")
-    return Numbers(kind, device.type)
+    return Precision(kind, device.type)
 
 
 def set_globals(precision: PrecisionSection, deterministic: bool) -> None:
-    """TF32 and deterministic kernels: set for the process, explicitly, whatever they were."""
+    """Set TF32 and deterministic kernels for the process."""
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
     torch.use_deterministic_algorithms(deterministic)

@@ -1,11 +1,12 @@
-"""Private training in the same loop: a draw in place of a batch, the engine's step in place of clip and step.
+"""An optimizer step of a private run: a Poisson draw in place of a batch, the engine's step in place of clip and step.
 
-A window's loss is the sum over its tokens, over `data.length`; the unit of privacy is one window. Loss and data order are not
-covered by ε; the gradient norm is that of the noised gradient.
+The loss of a window is the sum over its tokens divided by `data.length`; the unit of privacy is one window. ε covers neither
+the loss nor the order of the data; the gradient norm is that of the gradient with noise.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,56 +17,57 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from gramian.data.batches import DataWorkerDied, keep_deaths_for_the_next_batch, leave_group
+from gramian.data.batches import DataWorkerDied, leave_process_group, suppress_worker_death_errors
 from gramian.data.windows import Windows
-from gramian.parallel.world import World
+from gramian.kernels.normal_tail import NORMALS_VERSION
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.train.config.config import Config
 from gramian.train.loop.objective import IGNORED
-from gramian.train.loop.precision import Numbers
+from gramian.train.loop.precision import Precision
 from gramian.train.loop.public_curvature import PublicCurvature
-from gramian.train.loop.stepper import Taken, seed_all
+from gramian.train.loop.stepper import Stepper, TakenStep, seed_all
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One Poisson draw, in pieces."""
+    """One Poisson draw of windows, in pieces that fit one backward each."""
 
     position: int
-    """Its number."""
+    """Number of the draw."""
     pieces: Iterator[dict[str, Tensor]]
 
 
-class PrivateStepper:
-    """Model, optimizer, scaler and engine, and how they take a step."""
+class PrivateStepper(Stepper):
+    """DP-SGD training with a `PrivacyEngine`, which makes the model private when the stepper is constructed.
+
+    Args:
+        module: model and loss, wrapped for several processes.
+        optimizer: over its parameters.
+        numbers: the numeric precision.
+        world: this process and its group.
+        config: of the run, with a [privacy] section.
+        windows: the records.
+        curvature: refreshes the K-FAC factors that the optimizer is preconditioned with.
+    """
+
+    repeatable = False
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        numbers: Numbers,
-        world: World,
+        numbers: Precision,
+        world: ProcessGrid,
         config: Config,
         windows: Windows,
         curvature: PublicCurvature | None = None,
     ) -> None:
-        """Make the model private.
-
-        Args:
-            module: objective, spread over processes.
-            optimizer: over its parameters.
-            numbers: the precision.
-            world: this process among the others.
-            config: of the run.
-            windows: the records.
-            curvature: refreshes the factors that the optimizer is preconditioned with.
-        """
         assert config.privacy is not None
         self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
         self.scaler, self.curvature = numbers.scaler(), curvature
         self.kfac = None if curvature is None else curvature.kfac
         self.captured = module if curvature is None else curvature.copy
-        """Whose passes K-FAC sees."""
         options, data = config.privacy, config.data
         self._seed, self._length = config.run.seed, data.length
         self.engine = PrivacyEngine(
@@ -81,9 +83,9 @@ class PrivateStepper:
             persistent_workers=data.workers > 0,
             pin_memory=world.device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
-            worker_init_fn=leave_group,
+            worker_init_fn=leave_process_group,
         )
-        told: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "module": module,
             "optimizer": optimizer,
             "data_loader": loader,
@@ -101,59 +103,55 @@ class PrivateStepper:
                 target_epsilon=options.target_epsilon,
                 target_delta=options.delta,
                 epochs=config.run.steps * rate,
-                **told,
+                **arguments,
             )
         else:
             noise = options.noise_multiplier or 0.0
-            _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **told)
-        self._delta, self._windows, self._proves = options.delta, windows, options.proof != "off"
+            _, _, self._loader = self.engine.make_private(noise_multiplier=noise, **arguments)
+        self._options, self._windows = options, windows
         self._rows = max(2, min(len(windows), data.micro_batch or data.batch // world.size))
 
-    def prove_loss(self) -> None:
-        """Prove that the run's loss keeps windows apart, unless privacy.proof is "off".
+    def prepare(self) -> None:
+        """Prove that the loss of a window does not depend on other windows, unless privacy.proof is "off".
 
-        The same windows on every process, spread over the data, as many as a backward takes. Cost: see
+        All processes use the same windows, spread evenly over the data, as many as one backward takes. Cost: see
         `PrivacyEngine.check_independence`.
 
         Raises:
             GramianError: naming the layer whose rows change with other windows.
         """
-        if self._proves and len(self._windows) > 1:
+        if self._options.proof != "off" and len(self._windows) > 1:
             places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
             rows = {name: value.to(self.world.device) for name, value in self._windows.stack(places).items()}
             self.engine.check_independence(lambda model, rows: self.loss(model, rows)[0], rows)
 
     def loss(self, module: nn.Module, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss to go back from, times the loss scale, and Σ −log p."""
+        """The loss to differentiate, times the loss scale, and Σ −log p."""
         with self.numbers.autocast():
             loss, nats = module(rows["tokens"], rows["targets"], 1.0 / self._length, rows.get("documents"))
         return loss if self.scaler is None else self.scaler.scale(loss), nats
 
-    def epsilon(self) -> float:
-        """ε of the releases before the next; what a replay repeats counts once."""
-        return self.engine.get_epsilon(self._delta, self.engine.released)
-
-    def batches(self) -> Iterator[Draw]:
-        """Draws without end; which ones, the secret key and the release counter decide.
+    def draws(self) -> Iterator[Draw]:
+        """Endless draws, which follow from the secret key and the release counter.
 
         Raises:
-            DataWorkerDied: the next call goes on with new workers, and the same draw.
+            DataWorkerDied: the next call continues with new workers and the same draw.
         """
         while True:
             for pieces in self._alive(self._loader.draws()):
-                keep_deaths_for_the_next_batch()
+                suppress_worker_death_errors()
                 yield Draw(self.engine.released, self._alive(pieces))
                 self._refuse_dead()
 
     def close(self) -> None:
-        """End the data workers; `batches` starts new ones."""
+        """End the data workers; `draws` starts new ones."""
         workers, self._loader._iterator = self._loader._iterator, None
         end = getattr(workers, "_shutdown_workers", None)
         if end is not None:
             end()
 
     def _alive(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The same items; a dead worker in one line."""
+        """The same items; the death of a worker becomes an error of one line."""
         while True:
             try:
                 item = next(items)
@@ -166,7 +164,7 @@ class PrivateStepper:
             yield item
 
     def _refuse_dead(self) -> None:
-        """Between two draws: told at once, where the loader would wait for a batch for seconds."""
+        """Report a dead worker between two draws, where the loader would wait seconds for a batch."""
         for worker in getattr(self._loader._iterator, "_workers", ()):
             if not worker.is_alive():
                 raise self._died(f"worker {worker.pid} died")
@@ -177,10 +175,9 @@ class PrivateStepper:
             f"data.workers: {how}; expected enough memory for all, or fewer workers; 0 reads in the training process"
         )
 
-    def take(self, batch: Draw, rate: float, flag: bool = False) -> Taken:
-        """One private step; see `Stepper.take`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def take(self, batch: Draw, rate: float, flag: bool = False) -> TakenStep:
+        """Take one private step, which is one release; see `Stepper.take`."""
+        self.set_rate(rate)
         if self.curvature is not None:
             self.curvature.refresh(batch.position)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
@@ -198,7 +195,7 @@ class PrivateStepper:
         norm = get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         stepped = self.scaler is None or self.scaler.get_scale() >= before
-        return Taken(torch.cat([self.world.sum_(total), norm.detach().to(total)[None]]), stepped)
+        return TakenStep(torch.cat([self.world.sum_(total), norm.detach().to(total)[None]]), stepped)
 
     def _step(self) -> None:
         if self.scaler is None:
@@ -206,3 +203,43 @@ class PrivateStepper:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    # ---- state and privacy -------------------------------------------------------------------------------------------
+
+    def data_digests(self) -> dict[str, str]:
+        """Digest of the public data that curvature is estimated on."""
+        return {} if self.curvature is None else {"curvature": self.curvature.windows.digest}
+
+    def sections(self) -> dict[str, Any]:
+        """State of the engine, with its secret key, and of K-FAC."""
+        return {"privacy": self.engine.state_dict(), **super().sections()}
+
+    def attach(self, folder: Path, *, resumed: bool) -> None:
+        """Bind the release counter to `releases.json` of the run folder."""
+        self.engine.bind_counter(folder / "releases.json", must_exist=resumed)
+
+    def resume(self, sections: Mapping[str, Any], *, replay: bool) -> str | None:
+        """Restore the engine; a rollback does not, because releases are never taken back."""
+        self.engine.load_state_dict(sections["privacy"], replay=replay)
+        return self.engine.not_replayed
+
+    def exhausted(self, steps: int) -> bool:
+        """Whether all releases that `target_epsilon` allows were made; steps repeated after a rollback are releases, too."""
+        return self._options.target_epsilon is not None and self.engine.released >= steps
+
+    def epsilon(self) -> float:
+        """ε of the releases before the next one; what a replay repeats counts once."""
+        return self.engine.get_epsilon(self._options.delta, self.engine.released)
+
+    def privacy_record(self) -> dict[str, Any]:
+        """Parameters of the mechanism, and under "proof" what the row proof has shown."""
+        return {
+            "noise_multiplier": self.engine.noise_multiplier,
+            "sample_rate": self.engine.sample_rate,
+            "expected_batch": self.engine.expected_batch,
+            "unit": "one window",
+            "noise_generator": NORMALS_VERSION,
+            "decisions": self._options.decisions,
+            "insecure_reproducible": self._options.insecure_reproducible,
+            "proof": self.engine.proof,
+        }

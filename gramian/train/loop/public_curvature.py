@@ -1,7 +1,7 @@
-"""Curvature for a private run, from public data: factors of private data would be outside the accountant.
+"""Curvature for a private run, estimated on public data, because the accountant does not cover factors of private data.
 
-The model is private and takes no other backward, so factors are estimated on a copy of it, which gets its weights before each
-refresh. Preconditioning acts on gradients that have their noise already: it costs no ε.
+A private model allows no other backward, so factors are estimated on a copy of it, which gets its weights before each refresh.
+Preconditioning acts on gradients that already have their noise, so it costs no ε.
 """
 
 import dataclasses
@@ -10,20 +10,29 @@ import torch
 from torch import nn
 
 from gramian.curvature import KFACNaturalGradient
-from gramian.curvature.estimate.kfac_capture import Idle
+from gramian.curvature.estimate.kfac_capture import IdleCapture
 from gramian.data import Batches, Windows, load_tokenizer, read_stream
-from gramian.parallel.world import World
+from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.config.config import Config
-from gramian.train.loop.precision import Numbers
+from gramian.train.loop.precision import Precision
 from gramian.train.loop.stepper import seed_all, terms_and_ids
 from gramian.train.state.flat_state import tensors_of
 
 SCALE = 2.0**12
-"""Of the public loss in half precision, whose gradients would underflow."""
+"""Factor of the public loss in half precision, whose gradients would underflow otherwise."""
 
 
 class PublicCurvature:
-    """Keeps K-FAC factors of a model up to date, on public windows."""
+    """Refreshes the K-FAC factors of a private model on public windows.
+
+    Args:
+        module: model and loss.
+        copy: a copy of it that is not private; sharded in the same way.
+        kfac: gets the factors.
+        config: of the run; `kfac.public_files` are read as `data.files` are, or as text beside the embedded corpus.
+        numbers: the numeric precision.
+        world: this process and its group, which divide the public batch as they do a training batch.
+    """
 
     def __init__(
         self,
@@ -31,19 +40,9 @@ class PublicCurvature:
         copy: nn.Module,
         kfac: KFACNaturalGradient,
         config: Config,
-        numbers: Numbers,
-        world: World,
+        numbers: Precision,
+        world: ProcessGrid,
     ) -> None:
-        """Read the public files.
-
-        Args:
-            module: model and loss.
-            copy: of it, not private; sharded where it is.
-            kfac: gets the factors.
-            config: of the run; `kfac.public_files` are read as `data.files` are, as text beside the embedded corpus.
-            numbers: the precision.
-            world: this process; all of them share the public batch as they would a batch of training.
-        """
         assert config.kfac is not None
         data = config.data
         source = dataclasses.replace(data, source="text") if data.source == "embedded" else data
@@ -64,11 +63,11 @@ class PublicCurvature:
         )
 
     def refresh(self, number: int) -> None:
-        """One step of `update_freq`, at the current weights, on the public batch of this number."""
+        """Count one step of `update_freq`, and refresh the factors on the public batch of this number if they are due."""
         batch = next(self._batches.from_position(number))
         coefficient, scale = 1.0 / max(1, batch.tokens), SCALE if self._numbers.scales else 1.0
         observed = self.kfac.capture(self.copy, loss_reduction=coefficient, loss_scale=scale, **terms_and_ids(batch, 0))
-        if isinstance(observed, Idle):
+        if isinstance(observed, IdleCapture):
             return
         with torch.no_grad():
             now = tensors_of(self._module)

@@ -1,166 +1,182 @@
-"""One optimizer step: its micro-batches forward and back, clipped, stepped.
+"""What the training loop asks of a stepper, and what all steppers share.
 
-The loss of a step is the mean over the tokens of all micro-batches and all processes: every token has the coefficient 1/N, N
-known before the first backward. DDP and FSDP2 average over processes, so it is multiplied by their number.
+A stepper owns the model, the optimizer and the loss scaler of a run and takes one optimizer step per call. There are three:
+`PlainStepper` (also along natural gradients), `DistillingStepper` (a student with a teacher) and `PrivateStepper` (DP-SGD).
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import Optimizer
 
 from gramian.curvature import KFACNaturalGradient
 from gramian.data import StepBatch
-from gramian.distill.teaching import Teaching
-from gramian.parallel.world import World
-from gramian.parallel.wrap import reducing
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import IGNORED
-from gramian.train.loop.precision import Numbers
+from gramian.train.loop.precision import Precision
+
+Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a step did, on the device: nothing waits for it."""
+class TakenStep:
+    """The result of one optimizer step; its values stay on the device, so that nothing waits for them."""
 
     values: Tensor
-    """[Σ −log p over all processes, flags raised, tokens behind the loss, gradient norm], float64; then, of a student,
-    `gramian.distill.teaching.EXTRA`."""
+    """[Σ −log p over all processes, flags raised, tokens of the loss, gradient norm, then one value for each name in
+    `Stepper.extra`], float64."""
     stepped: bool
     """False if the loss scaler skipped the step."""
 
 
-class Stepper:
-    """Model, optimizer and scaler, and how they take a step."""
+class Stepper(Protocol):
+    """One optimizer step of a run, and the state, metrics and events that belong to its kind of training.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        numbers: Numbers,
-        world: World,
-        *,
-        max_norm: float,
-        seed: int,
-        kfac: KFACNaturalGradient | None = None,
-        teaching: Teaching | None = None,
-    ) -> None:
-        """Hold them.
+    The defaults are those of a run without a teacher and without privacy.
+    """
 
-        Args:
-            module: objective, spread over processes.
-            optimizer: over its parameters.
-            numbers: the precision.
-            world: this process among the others.
-            max_norm: longer gradients are scaled down to it; 0: none are.
-            seed: of dropout.
-            kfac: sees the backward of every step, where the optimizer is preconditioned by it.
-            teaching: the teacher, where the objective is a student's; whoever takes steps tells it which.
-        """
-        self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
-        self.max_norm, self.kfac, self.teaching = max_norm, kfac, teaching
-        self.scaler = numbers.scaler()
-        self.captured = module
-        """Whose passes K-FAC sees."""
-        self._seed = seed
+    module: nn.Module
+    """Model and loss, wrapped for several processes."""
+    optimizer: Optimizer
+    numbers: Precision
+    world: ProcessGrid
+    scaler: torch.amp.GradScaler | None
+    kfac: KFACNaturalGradient | None
+    captured: nn.Module
+    """The module whose backward passes K-FAC sees."""
+    extra: tuple[str, ...] = ()
+    """Names of the values that a step reports behind the first four."""
+    repeatable: bool = True
+    """Whether steps can be computed again on the same batches. Those of a private run cannot: each is a new release."""
 
-    def take(self, batch: StepBatch, rate: float, flag: bool = False) -> Taken:
-        """One optimizer step.
+    def take(self, batch: Any, rate: float, flag: bool = False) -> TakenStep:
+        """Take one optimizer step.
 
         Args:
-            batch: its micro-batches.
+            batch: the micro-batches of the step.
             rate: learning rate.
-            flag: this process wants the others to know something; they do when they read the values.
+            flag: raise a flag that all processes see when they read the values.
         """
+        ...
+
+    def watch(self, batch: Any) -> None:
+        """Run forward and backward without a step; for `repeatable` steppers only.
+
+        `p.grad` is then the gradient of the step times the loss scale, not clipped.
+        """
+        raise AssertionError("the steps of this run are not repeated")
+
+    def prepare(self) -> None:
+        """Make the checks that must pass before the first step."""
+        return None
+
+    def begin(self, step: int) -> None:
+        """Announce the number of the step that is taken next."""
+        return None
+
+    def teacher(self) -> str | None:
+        """Hash of the teacher, which a resumed run must have again; None without one. Collective where it is sharded."""
+        return None
+
+    def close(self) -> None:
+        """End the data workers of the stepper, if it has any."""
+        return None
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of all parameter groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
-        coefficient = 1.0 / max(1, batch.tokens)
-        sums, scale = self._backward(batch, coefficient), 1.0
-        if self.scaler is not None:
-            scale = self.scaler.get_scale()
-            self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
-        stepped = self._step()
-        learned = sums.new_empty(0) if self.teaching is None else self.teaching.finish(scale, stepped)
-        sums = self.world.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
-        own = torch.stack([torch.full_like(norm, batch.tokens), norm])
-        return Taken(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
 
-    def watch(self, batch: StepBatch) -> None:
-        """Forward and backward of a batch alone: `p.grad` is the step's gradient, times the loss scale, not clipped."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._backward(batch, 1.0 / max(1, batch.tokens))
+    # ---- data --------------------------------------------------------------------------------------------------------
 
-    def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
-        """What the objective tells, summed over micro-batches."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
-        coefficient = coefficient * self.world.size
-        with self._observed(batch, coefficient) as capture:
-            for i, micro in enumerate(batch.micro):
-                seed_all(self._seed, batch.position, i, self.world.rank)
-                if capture is not None and i:
-                    capture.next(**terms_and_ids(batch, i))
-                more = {} if self.teaching is None else self.teaching.arguments(micro)
-                with reducing(self.module, last=i == len(batch.micro) - 1):
-                    with self.numbers.autocast():
-                        loss, told = self.module(
-                            micro["tokens"],
-                            micro["targets"],
-                            coefficient,
-                            micro.get("documents"),
-                            **more,
-                        )
-                    if self.teaching is not None and i + 1 < len(batch.micro):
-                        self.teaching.source.upcoming(batch.micro[i + 1])
-                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-                total = total + told.reshape(-1)
-        return total
+    def draws(self) -> Iterator[Any] | None:
+        """Batches that the stepper draws itself; None if it takes those of the data loader."""
+        return None
 
-    def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
-        """A capture by K-FAC. It sees gradients before they are averaged: each process's own, with the coefficient there."""
-        if self.kfac is None:
-            return nullcontext()
-        return self.kfac.capture(
-            self.module,
-            loss_reduction=coefficient,
-            loss_scale=1.0 if self.scaler is None else self.scaler,
-            **terms_and_ids(batch, 0),
-        )
+    def data_digests(self) -> dict[str, str]:
+        """Digests of data that the stepper reads beside training and validation data, by name."""
+        return {}
 
-    def _clip(self) -> Tensor:
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = get_total_norm(gradients)
-        if self.max_norm:
-            clip_grads_with_norm_([p for p in self.module.parameters() if p.grad is not None], self.max_norm, norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        return norm.detach().to(torch.float64)
+    # ---- state -------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> bool:
-        if self.scaler is None:
-            self.optimizer.step()
-            return True
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before
+    def sections(self) -> dict[str, Any]:
+        """State by section, in nested dicts and lists of tensors and plain values."""
+        return {} if self.kfac is None else {"kfac": self.kfac.state_dict()}
+
+    def judged_sections(self) -> dict[str, Any]:
+        """The part of `sections` that depends on the metrics of past steps, which arrive later than the steps are taken."""
+        return {}
+
+    def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
+        """Restore `sections`, except what a rollback must not take back.
+
+        Args:
+            sections: as saved, with `judged_sections` merged in.
+            validated: for a rollback: evaluations up to this step are not repeated.
+        """
+        if self.kfac is not None:
+            self.kfac.load_state_dict(sections["kfac"], self.captured)
+
+    # ---- metrics -----------------------------------------------------------------------------------------------------
+
+    def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
+        """Metrics of a step for `metrics.jsonl`, beside loss and gradient norm."""
+        return {}
+
+    def observe(self, outcome: StepOutcome) -> list[Event]:
+        """Take note of the metrics of a step; returns events for the log."""
+        return []
+
+    def validated(self, step: int, loss: float) -> list[Event]:
+        """Take note of a validation loss; returns events for the log."""
+        return []
+
+    # ---- privacy -----------------------------------------------------------------------------------------------------
+
+    def attach(self, folder: Path, *, resumed: bool) -> None:
+        """Bind the release counter to a file in the run folder, which must exist if the run is resumed."""
+        return None
+
+    def resume(self, sections: Mapping[str, Any], *, replay: bool) -> str | None:
+        """Restore what a rollback does not, after `load_sections`.
+
+        Args:
+            sections: as saved.
+            replay: continue exactly as the run did after the checkpoint, where that is possible.
+
+        Returns:
+            Why the steps after the checkpoint are not replayed; None if they are, or if that does not matter.
+        """
+        return None
+
+    def exhausted(self, steps: int) -> bool:
+        """Whether the privacy budget of a run of so many steps is spent."""
+        return False
+
+    def epsilon(self) -> float | None:
+        """ε of the releases so far; None without privacy."""
+        return None
+
+    def privacy_record(self) -> dict[str, Any] | None:
+        """Parameters of the mechanism, and under "proof" what the row proof has shown; None without privacy."""
+        return None
 
 
 def seed_all(seed: int, *place: int) -> None:
-    """Generators as a function of the place in the run, so that nothing of them must be saved."""
+    """Seed the generators from the place in the run, so that their state need not be saved."""
     key = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8, person=b"dropout").digest()
     torch.manual_seed(int.from_bytes(key, "little") >> 1)
 
 
 def terms_and_ids(batch: StepBatch, i: int) -> dict[str, Any]:
-    """What K-FAC must know of a micro-batch: its loss terms, and its rows' places in the step, whoever computes them."""
+    """Arguments of a K-FAC capture for micro-batch `i`: its number of loss terms, and its rows' places in the step."""
     sizes, targets_BT = [len(micro["targets"]) for micro in batch.micro], batch.micro[i]["targets"]
     first = batch.first + sum(sizes[:i])
     return {
@@ -171,7 +187,7 @@ def terms_and_ids(batch: StepBatch, i: int) -> dict[str, Any]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no graph, for a while."""
+    """Evaluation mode and no graph inside the block."""
     training = module.training
     module.eval()
     try:

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or not there, verified before they are used, read without running code.
+"""Checkpoints on disk: complete or absent, verified before they are used, read without running code.
 
-A checkpoint is a folder `step-00000123` that holds safetensors files, `facts.json` and `manifest.json`, which names every file
-with its size and SHA-256 and is itself checksummed. It is made as `.tmp-00000123`: every file is synced, the manifest last;
-then the folder is renamed, and its parent synced. Files have mode 0600, folders 0700: the key of a private run is inside.
+A checkpoint is a folder `step-00000123` of safetensors files, `facts.json` and `manifest.json`, which lists every file with its
+size and SHA-256 and has a checksum of its own. It is written as `.tmp-00000123`: every file is synced, the manifest last; then
+the folder is renamed, and its parent synced. Files have mode 0600, folders 0700, because the key of a private run is inside.
 """
 
 import json
@@ -14,34 +14,30 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gramian.core.durable_files import TEMPORARY, FileRecord, sync_folder
 from gramian.core.errors import GramianError
 from gramian.parallel.exchange import Exchange
 from gramian.train.state.checkpoint_files import (
     DTYPES,
     MANIFEST,
-    FileRecord,
-    compared,
-    manifest_of,
     read_manifest,
     read_tensors,
-    sync_folder,
     write_file,
     write_manifest,
     write_tensors,
 )
-from gramian.train.state.snapshot import Extent, Part, Snapshot, whole
+from gramian.train.state.snapshot import Snapshot
+from gramian.train.state.tensor_parts import Extent, Part, full_extent
 
 FACTS, STATE = "facts.json", "state.safetensors"
-TEMPORARY = ".tmp-"
 NOT_MEANT, FOREIGN = "", f"{MANIFEST}: has config hash"
-"""Why a checkpoint is passed over though nothing is wrong with it."""
+"""Reasons to skip a checkpoint that is not damaged."""
 _FOLDER = re.compile(r"(step|best)-(\d{8,})(?:\.(\d+))?")
 
 Event = dict[str, Any]
@@ -49,7 +45,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that verified."""
+    """A checkpoint whose files match its manifest."""
 
     folder: Path
     step: int
@@ -57,16 +53,17 @@ class LoadedCheckpoint:
     config_hash: str | None
     facts: dict[str, Any] = field(repr=False)
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
-    """Of the whole tensors, by name."""
+    """Shapes of the full tensors, by name."""
     dtypes: dict[str, torch.dtype] = field(repr=False)
     sharded: bool = False
 
     def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
         """Read the tensors into host memory.
 
+        A checkpoint of any number of processes is read by any number; nothing is communicated.
+
         Args:
-            extents: the boxes that this process needs, such as `state.extents` gives; all of a tensor that is not named. A
-                checkpoint of any number of processes is read by any number; nothing is communicated.
+            extents: boxes that this process needs, as `flat_state.extents` returns them; all of a tensor that is not named.
 
         Returns:
             A part for each saved tensor.
@@ -74,7 +71,7 @@ class LoadedCheckpoint:
         Raises:
             GramianError: if the files are gone.
         """
-        needed = {name: (extents or {}).get(name, whole(shape)) for name, shape in self.shapes.items()}
+        needed = {name: (extents or {}).get(name, full_extent(shape)) for name, shape in self.shapes.items()}
         try:
             if self.sharded or any(extent.sharded for extent in needed.values()):
                 from gramian.train.state.sharded_checkpoint import read_parts
@@ -86,30 +83,36 @@ class LoadedCheckpoint:
             raise GramianError(f"{self.folder}: {reason}; expected the checkpoint that was verified") from None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors whole, in host memory."""
+        """All tensors in full, in host memory."""
         return {name: part.local for name, part in self.parts().items()}
 
 
 class CheckpointStore:
     """The checkpoints of a run, written in the background.
 
-    One thread writes. It works on host copies, and hashing, `write` and `fsync` all let go of the interpreter, so the training
-    loop goes on; another process would need a second copy of the state in shared memory, and starting it next to CUDA costs
-    seconds. At most one save is under way: the next `write` waits for it, so no checkpoint is lost and all processes write the
-    same ones. A save that fails is reported, the run goes on, and older checkpoints stay.
+    One thread writes. It works on host copies, and hashing, `write` and `fsync` release the interpreter lock, so training goes
+    on; another process would need a second copy of the state in shared memory, and starting it beside CUDA costs seconds. One
+    save runs at a time: the next `write` waits for it, so no checkpoint is lost and all processes write the same ones. A save
+    that fails is reported, the run goes on, and older checkpoints stay.
 
-    Plain states are written by rank 0 alone. Of a state sharded by FSDP2 every process writes its shards, by
+    Rank 0 alone writes states that are not sharded. For a state sharded by FSDP2 every process writes its shards, with
     `torch.distributed.checkpoint` over a gloo group of the store's own: then the constructor, `write`, `newest`, `best` and
-    `close` are called by all processes, in the same order, and all must see the folder. Nothing is created, and remains of
-    killed saves are not removed, before the first `write`.
+    `close` are called by all processes in the same order, and all must see the folder. Before the first `write` nothing is
+    created, and nothing that killed saves left is removed.
 
     Args:
-        folder: of the checkpoints; made if it is not there.
-        keep: the newest that are kept, beside the best.
+        folder: of the checkpoints; created if it does not exist.
+        keep: number of newest checkpoints that are kept, beside the best.
         rank: of this process.
         world: number of processes.
-        on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (of a `write`
-            that had to), skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
+        on_event: called with {"event": "checkpoint_…", …}, also from the writing thread: written, failed, waited (by `write`),
+            skipped (by `newest` or `best`, with the reason), dropped, not_pruned.
+
+    Example:
+        >>> with CheckpointStore(folder, keep=3) as store:  # doctest: +SKIP
+        ...     store.write(snapshots.take(100, tensors, facts))
+        ...     store.newest().step
+        100
     """
 
     def __init__(
@@ -135,17 +138,17 @@ class CheckpointStore:
         self._errors: list[GramianError] = []
         self._damaged: set[str] = set()
         self.refused: dict[str, str] = {}
-        """Checkpoints that the last search passed over though they were meant, newest first, and why."""
+        """Checkpoints that the last search skipped as damaged or of another config, newest first, and why."""
         self._clean = False
 
     # ---- writing -------------------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
-        """Begin to write a snapshot, after the one before is done. The snapshot may be dropped by everybody else.
+        """Start to write a snapshot, after the previous save is done; the caller need not keep the snapshot.
 
         Args:
             snapshot: of `Snapshots.take`; its fact `config_hash` goes into the manifest.
-            best: it is the best so far: kept until a better one is complete.
+            best: whether it is the best so far, which is kept until a better one is complete.
         """
         if snapshot.sharded and self.world == 1:
             raise GramianError("world: 1, but the snapshot is sharded over several processes; expected their number")
@@ -159,17 +162,13 @@ class CheckpointStore:
             self._save = self._thread.submit(self._write, snapshot, best)
 
     def wait(self) -> list[GramianError]:
-        """Wait until nothing is being written.
-
-        Returns:
-            The failures since the last call.
-        """
+        """Wait until nothing is being written; returns the failures since the last call."""
         self._finish_save()
         errors, self._errors = self._errors, []
         return errors
 
     def close(self) -> list[GramianError]:
-        """Finish what is being written, and end the thread; as `wait`."""
+        """Finish the save that is running, and end the thread; returns what `wait` does."""
         errors = self.wait()
         self._thread.shutdown()
         if self._group is not None:
@@ -180,15 +179,13 @@ class CheckpointStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def drop_after(self, step: int) -> None:
-        """Forget checkpoints of later steps, as after a rollback to `step` or a resume from an older one.
+        """Remove checkpoints of later steps, as after a rollback to `step` or a resume from an older one.
 
-        The best of them stays for `best`, under the name `best-…`; `newest` passes over it.
+        The best of them stays for `best`, under the name `best-…`; `newest` ignores it.
         """
         self._finish_save()
         if self.rank != 0:
@@ -203,7 +200,7 @@ class CheckpointStore:
             raise GramianError(f"{self.folder}: {reason}; expected a folder that can be written") from None
 
     def _abandon(self, path: Path) -> None:
-        manifest = manifest_of(path) if path.name not in self._damaged else None
+        manifest = read_manifest(path)[0] if path.name not in self._damaged else None
         if manifest is not None and manifest["best"]:
             os.rename(path, path.with_name(path.name.replace("step", "best", 1)))
         else:
@@ -216,7 +213,7 @@ class CheckpointStore:
             save.result()
 
     def _write(self, snapshot: Snapshot, best: bool) -> None:
-        """In the thread: one save, from first to last."""
+        """Write one checkpoint, in the thread."""
         started = time.perf_counter()
         try:
             if snapshot.sharded:
@@ -237,14 +234,14 @@ class CheckpointStore:
                 shutil.rmtree(self._temporary(snapshot.step), ignore_errors=True)
             self._on_event({"event": "checkpoint_failed", "step": snapshot.step, "error": str(error)})
             return
-        told: Event = {"event": "checkpoint_written", "step": snapshot.step, "best": best, "bytes": snapshot.nbytes}
-        self._on_event({**told, "seconds": time.perf_counter() - started})
+        event: Event = {"event": "checkpoint_written", "step": snapshot.step, "best": best, "bytes": snapshot.nbytes}
+        self._on_event({**event, "seconds": time.perf_counter() - started})
 
     def _temporary(self, step: int) -> Path:
         return self.folder / f"{TEMPORARY}{step:08d}"
 
     def _begin(self, step: int) -> Path:
-        """An empty temporary folder (rank 0); remains of earlier processes are removed once."""
+        """Create an empty temporary folder (rank 0); those of killed processes are removed at the first save."""
         temporary = self._temporary(step)
         if not self.folder.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -258,7 +255,7 @@ class CheckpointStore:
         return temporary
 
     def _complete(self, snapshot: Snapshot, temporary: Path, files: dict[str, FileRecord], *, best: bool) -> None:
-        """Facts, manifest, rename (rank 0); then older ones are dropped."""
+        """Write facts and manifest, rename the folder, and remove older checkpoints (rank 0)."""
         files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
         shapes = {name: [DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()}
         write_manifest(temporary, snapshot.step, best, snapshot.facts.get("config_hash"), files, shapes)
@@ -270,26 +267,26 @@ class CheckpointStore:
         sync_folder(self.folder)
         try:
             self._prune(final)
-        except OSError as reason:  # the new one is there all the same
+        except OSError as reason:  # the new one is complete all the same
             self._on_event({"event": "checkpoint_not_pruned", "folder": str(self.folder), "error": str(reason)})
 
     def _prune(self, written: Path) -> None:
-        """Drop all but the newest `keep`, the best, and what is not this run's or not readable."""
-        manifests = {path: manifest_of(path) for path in self._folders() if path.name not in self._damaged}
+        """Remove all checkpoints of this run but the newest `keep`, the best and damaged ones."""
+        manifests = {path: read_manifest(path)[0] for path in self._folders() if path.name not in self._damaged}
         mine = manifests[written]
         assert mine is not None
         own = [path for path, body in manifests.items() if body and body["config_hash"] == mine["config_hash"]]
         latest = {_parsed(path.name)[1]: path for path in own if path.name.startswith("step")}
-        kept = {written, *list(latest.values())[-self.keep :]}
+        stay = {written, *list(latest.values())[-self.keep :]}
         bests = [path for path in own if (manifests[path] or {})["best"]]
         if bests and not mine["best"]:
-            kept.add(bests[-1])
+            stay.add(bests[-1])
         for path in own:
-            if path not in kept:
+            if path not in stay:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Rename first: a process killed in between leaves nothing that looks like a checkpoint."""
+        """Rename a folder, then remove it: a process killed in between leaves nothing that looks like a checkpoint."""
         doomed = path.with_name(f"{TEMPORARY}dropped-{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
@@ -299,20 +296,19 @@ class CheckpointStore:
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def newest(self, config_hash: str | None = None, upto: int | None = None) -> LoadedCheckpoint | None:
-        """The newest checkpoint that verifies; an event says which were passed over, and why.
+        """The newest checkpoint whose files match its manifest; events report those that were skipped, and why.
 
         Args:
-            config_hash: that it must have; None: any.
-            upto: later steps are not looked at; None: all are.
+            config_hash: that the checkpoint must have; None for any.
+            upto: last step to consider; None for all.
 
         Returns:
-            Its facts, and how to read its tensors; None if there is none. The same one on all processes, which share the
-            reading that verification takes.
+            The checkpoint, the same on all processes, which divide the verification; None if there is none.
         """
         return self._first("step", config_hash, upto)
 
     def best(self, config_hash: str | None = None) -> LoadedCheckpoint | None:
-        """The newest checkpoint that was written as the best and verifies; as `newest`."""
+        """The newest checkpoint that was written as the best; otherwise as `newest`."""
         return self._first("best", config_hash)
 
     def _first(self, wanted: str, config_hash: str | None, upto: int | None = None) -> LoadedCheckpoint | None:
@@ -343,19 +339,19 @@ class CheckpointStore:
         return None
 
     def _damage(self, path: Path, body: dict[str, Any]) -> str | None:
-        """What is wrong with this process's share of the files."""
+        """The first problem in this process's share of the files."""
         for name in sorted(body["files"])[self.rank :: self.world]:
-            problem = compared(path / name, FileRecord(**body["files"][name]))
+            problem = FileRecord(**body["files"][name]).difference(path / name)
             if problem is not None:
                 return f"{name}: {problem}"
         return None
 
     def _share(self, value: Any) -> list[Any]:
-        """A plain value of every process."""
-        return [value] if self._group is None else Exchange(self._group, torch.device("cpu")).tell(value)
+        """The values that all processes pass (collective)."""
+        return [value] if self._group is None else Exchange(self._group, torch.device("cpu")).gather_messages(value)
 
     def _names(self) -> list[str]:
-        """Checkpoint folders, oldest first."""
+        """Names of checkpoint folders, oldest first."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -365,7 +361,7 @@ class CheckpointStore:
         return sorted((name for name in names if _FOLDER.fullmatch(name)), key=lambda name: _parsed(name)[1:])
 
     def _folders(self) -> list[Path]:
-        """Those that may be removed."""
+        """Checkpoint folders that are folders indeed, oldest first."""
         return [path for name in self._names() if (path := self.folder / name).is_dir()]
 
 
@@ -384,7 +380,7 @@ def _loaded(path: Path, body: dict[str, Any]) -> LoadedCheckpoint:
 
 
 def _parsed(name: str) -> tuple[str, int, int]:
-    """Kind, step and attempt of a folder's name; a second checkpoint of a step is attempt 1."""
+    """Kind, step and attempt in the name of a folder; the second checkpoint of a step is attempt 1."""
     match = _FOLDER.fullmatch(name)
     assert match is not None
     return match[1], int(match[2]), int(match[3] or 0)

@@ -1,24 +1,23 @@
-"""The files of a checkpoint: written, synced and hashed in one pass; a manifest that says what each must be.
+"""The files of a checkpoint: safetensors, JSON, and a manifest with the size and checksum of each.
 
-Everything is safetensors and JSON: reading runs no code. Files have mode 0600.
+Reading them runs no code. Files are written, hashed and synced in one pass and have mode 0600.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gramian.core.durable_files import FileRecord, HashedFile
 from gramian.core.errors import GramianError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-CHUNK = 1 << 24
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -27,21 +26,13 @@ DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """What the manifest says of a file."""
-
-    bytes: int
-    sha256: str
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a safetensors file from host memory, hashed on the way, without another copy of it.
+    """Write a safetensors file from host memory without another copy of the tensors.
 
     Args:
-        path: of a file that is not there yet.
+        path: of a file that does not exist yet.
         tensors: contiguous, on the CPU.
-        metadata: for its header.
+        metadata: of the file's header.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
@@ -65,30 +56,14 @@ def _pieces(first: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryv
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file of mode 0600 and sync it."""
-    digest, size = hashlib.sha256(), 0
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    """Write a new file of mode 0600 and sync it; the folder gets its final name when all files are complete."""
+    file = HashedFile(path, private=True, rename=False)
     try:
         for piece in pieces:
-            for start in range(0, len(piece), CHUNK):
-                rest = memoryview(piece)[start : start + CHUNK]
-                digest.update(rest)
-                size += len(rest)
-                while len(rest) > 0:
-                    rest = rest[os.write(handle, rest) :]
-        os.fsync(handle)
+            file.write(piece)
+        return file.finish()
     finally:
-        os.close(handle)
-    return FileRecord(size, digest.hexdigest())
-
-
-def sync_folder(path: Path) -> None:
-    """What was created, renamed or removed in it is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        file.abandon()
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -99,34 +74,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def compared(path: Path, expected: FileRecord) -> str | None:
-    """What differs from the record."""
-    try:
-        size = path.stat().st_size
-        if size != expected.bytes:
-            return f"has {size} bytes; expected {expected.bytes}"
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                return "its checksum differs"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as reason:
-        return f"cannot be read ({reason.strerror})"
-    return None
-
-
 def write_manifest(
     folder: Path, step: int, best: bool, config_hash: Any, files: Mapping[str, FileRecord], tensors: Mapping[str, Any]
 ) -> None:
-    """Write what the files of a folder must be; itself checksummed.
+    """Write the manifest of a checkpoint, with a checksum of its own.
 
     Args:
         folder: of the checkpoint.
-        step: it is after.
-        best: by validation, when it was written.
+        step: steps taken before it.
+        best: whether its validation loss was the best when it was written.
         config_hash: of its run.
-        files: of the folder.
-        tensors: [dtype, shape] of the whole tensors by name.
+        files: size and checksum of every other file of the folder.
+        tensors: [dtype, shape] of the full tensors, by name.
     """
     body = {
         "format": FORMAT,
@@ -140,7 +99,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The manifest of a folder, or what is wrong with it."""
+    """The manifest of a folder, or what is wrong with it; the other value is None."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -150,19 +109,14 @@ def read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
         outer = json.loads(text)
         body: dict[str, Any] = outer["manifest"]
-        told, kind = outer["sha256"], body["format"]
+        checksum, version = outer["sha256"], body["format"]
     except (ValueError, KeyError, TypeError):
-        return None, f"{MANIFEST}: is not whole"
-    if told != digest_of(body):
+        return None, f"{MANIFEST}: is damaged"
+    if checksum != digest_of(body):
         return None, f"{MANIFEST}: its checksum differs"
-    if kind != FORMAT:
-        return None, f"{MANIFEST}: has format {kind}; expected {FORMAT}"
+    if version != FORMAT:
+        return None, f"{MANIFEST}: has format {version}; expected {FORMAT}"
     return body, None
-
-
-def manifest_of(path: Path) -> dict[str, Any] | None:
-    """The manifest of a folder, if it is whole."""
-    return read_manifest(path)[0]
 
 
 def digest_of(body: Any) -> str:

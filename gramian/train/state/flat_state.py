@@ -1,7 +1,7 @@
-"""A model and its optimizer as flat tensors and plain facts, and back.
+"""The state of a model and its optimizer as flat tensors and JSON values (facts), and loading it again.
 
-Names are the user's, free of wrapper prefixes: `model.<parameter or buffer>` and `optimizer.<parameter>.<field>`, whatever
-wraps the model and however it is sharded. Other names in a state are the caller's and are left alone.
+Names have no wrapper prefixes: `model.<parameter or buffer>` and `optimizer.<parameter>.<field>`, whatever wraps the model and
+however it is sharded. Other names in a state belong to the caller and are ignored.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from torch.optim import Optimizer
 from gramian.core.errors import GramianError
 from gramian.taps.model.user_names import join, named_modules
 from gramian.train.state.nested import MARK, merge, split
-from gramian.train.state.snapshot import Extent, Part, copy_parts, parts_of
+from gramian.train.state.tensor_parts import Extent, Part, copy_parts, parts_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 HOW = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Entries of a parameter group that say how this process computes, not what: they are neither saved nor loaded."""
+"""Entries of a parameter group that affect how a step is computed, not its result; neither saved nor loaded."""
 HOST_SCALARS = ("step", "mu_product")
 """State that torch.optim keeps on the host unless the group is fused or capturable."""
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer: themselves, not copies.
+    """The tensors of a model and its optimizer, not copies.
 
     Args:
-        model: wrapped in any way; parameters that FSDP2 has gathered are given back first.
+        model: wrapped in any way; parameters that FSDP2 has gathered are resharded first.
         optimizer: over parameters of the model.
 
     Returns:
@@ -43,15 +43,15 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What else the optimizer's next step depends on, as JSON can hold it.
+    """The rest of the optimizer's state, as JSON values.
 
     Args:
         model: for the names.
         optimizer: over parameters of the model.
 
     Returns:
-        `groups`: of each parameter group the `parameters` by name and the `options`; `state`: of each parameter the fields of
-        its state, tensors by name.
+        `groups`: the `parameters` by name and the `options` of each parameter group; `state`: the fields of each parameter's
+        state, with tensors by name.
     """
     names = _names_of(model, optimizer)
     by_id = {id(p): name for name, p in names.items()}
@@ -67,11 +67,11 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def extents(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Extent]:
-    """Which box of each saved tensor this process needs: its shards, where the model is sharded.
+    """The box of each saved tensor that this process needs: its shards, where the model is sharded.
 
     Args:
         model: that the state will be loaded into.
-        shapes: of the whole tensors by name.
+        shapes: of the full tensors, by name.
 
     Returns:
         The boxes of the model's tensors, and of optimizer state that has its parameter's shape. All of any other tensor is
@@ -94,16 +94,16 @@ def load(
     tensors: Mapping[str, Tensor | Part],
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Take over a state; everything is checked first, nothing is half loaded.
+    """Load a state, after all of it was checked, so that nothing is half loaded.
 
-    Tensors are written in place. Optimizer state is created where there is none yet, where the optimizer would have created it,
-    and removed where the saved one has none.
+    Tensors are written in place. Optimizer state is created on the device where the optimizer would have created it, and
+    removed where the saved optimizer has none.
 
     Args:
-        model: whose tensors have the saved names, shapes and dtypes; may be sharded otherwise than the saved one was.
-        optimizer: with the saved parameter groups; None leaves the optimizer's part of the state unread.
-        tensors: whole tensors, DTensors placed as the model's, or parts that hold what this process needs.
-        facts: what `facts_of` gave.
+        model: whose tensors have the saved names, shapes and dtypes; may be sharded differently.
+        optimizer: with the saved parameter groups; None ignores the optimizer's part of the state.
+        tensors: full tensors, DTensors placed as the model's, or parts that contain what this process needs.
+        facts: the result of `facts_of`.
 
     Raises:
         GramianError: naming what is missing, unexpected or of another shape or dtype.
@@ -134,7 +134,7 @@ def load(
 
 @dataclass(frozen=True)
 class _Change:
-    """The state that a parameter will have, its tensors still to be filled."""
+    """The optimizer state that a parameter will have; its tensors are filled later."""
 
     parameter: nn.Parameter
     state: dict[str, Any]
@@ -157,7 +157,7 @@ def _change(
     saved: Mapping[str, Any],
     parts: Mapping[str, Part],
 ) -> _Change:
-    """Tensors that are there are kept, others are made where the optimizer would have made them."""
+    """Reuse tensors that exist, and allocate the rest where the optimizer would have."""
     existing: dict[str, Tensor] = {}
     split(f"{OPTIMIZER}{name}", state, existing)
     targets = {}
@@ -181,7 +181,7 @@ def _made(name: str, field: str, part: Part, p: nn.Parameter, group: Mapping[str
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, each once; those that FSDP2 had gathered as shards again."""
+    """Parameters and persistent buffers, each once, after FSDP2 has resharded them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -205,7 +205,7 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
     """The optimizer's parameters by the model's names, in the optimizer's order.
 
     Raises:
-        GramianError: if it holds others, or keeps state under anything else.
+        GramianError: if it has other parameters, or state under other keys.
     """
     names = {id(t): name for name, t in _model_tensors(model).items()}
     found: dict[str, nn.Parameter] = {}
@@ -226,7 +226,7 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 
 
 def _owner(rest: str, names: Mapping[str, Any]) -> str:
-    """The parameter of `<parameter>.<field>`; "" if none is meant."""
+    """The parameter of `<parameter>.<field>`; "" if it has none."""
     while rest and rest not in names:
         rest = rest.rpartition(".")[0]
     return rest
@@ -251,7 +251,7 @@ def _checked_facts(
     """Groups and state of the saved facts.
 
     Raises:
-        GramianError: if the groups hold other parameters than the optimizer's.
+        GramianError: if the groups have other parameters than the optimizer's.
     """
     try:
         assert facts is not None
@@ -277,7 +277,7 @@ def _checked_facts(
 
 
 def _number(value: Any) -> Any:
-    """An option without tensors: `lr` may be one."""
+    """An option as a number: `lr` may be a tensor."""
     if isinstance(value, Tensor):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -286,10 +286,10 @@ def _number(value: Any) -> Any:
 
 
 def _option(old: Any, new: Any) -> Any:
-    """A saved option in the form that the optimizer holds it in."""
+    """A saved option in the form that the optimizer has it in."""
     if isinstance(old, Tensor):
         return old.fill_(new)
     if isinstance(old, (list, tuple)) and isinstance(new, list):
-        held = list(old) + [None] * len(new)
-        return type(old)(_option(before, now) for before, now in zip(held, new, strict=False))
+        padded = list(old) + [None] * len(new)
+        return type(old)(_option(before, now) for before, now in zip(padded, new, strict=False))
     return new

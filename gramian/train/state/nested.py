@@ -1,4 +1,4 @@
-"""A nested state as flat tensors and plain facts, and back: what a checkpoint can hold without pickling anything."""
+"""Split a nested state into flat tensors and JSON values, and merge them again: checkpoints without pickling."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,19 +6,25 @@ from typing import Any
 from torch import Tensor
 
 MARK = "tensor at"
+"""Key of the JSON object that takes the place of a tensor."""
 
 
 def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """Move the tensors of nested dicts, lists and tuples into a flat dictionary.
 
     Args:
-        prefix: of their names.
+        prefix: of the tensors' names.
         value: the state.
-        tensors: gains "prefix.key.index…".
+        tensors: gets the tensors, as "prefix.key.index…".
 
     Returns:
-        The state as JSON can hold it: tensors as {"tensor at": name}, tuples as {"tuple": […]}, dicts with other than text
-        keys as {"pairs": [[key, value], …]}.
+        The state in JSON values: tensors as {"tensor at": name}, tuples as {"tuple": […]}, dicts with keys that are not text
+        as {"pairs": [[key, value], …]}.
+
+    Example:
+        >>> tensors = {}
+        >>> split("ema", {"decay": 0.9, "sum": torch.zeros(2)}, tensors)  # doctest: +SKIP
+        {'decay': 0.9, 'sum': {'tensor at': 'ema.sum'}}
     """
     if isinstance(value, Tensor):
         tensors[prefix] = value

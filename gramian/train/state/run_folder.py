@@ -1,6 +1,6 @@
-"""The folder of a run: one process group at a time, one config, files that are whole or not there.
+"""The folder of a run, which one run at a time may use, for one config.
 
-`config.toml` (resolved), `record.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/`, and `.lock` while somebody is in it.
+It has `config.toml` (resolved), `record.json`, `metrics.jsonl`, `events.jsonl`, `checkpoints/` and `.lock`.
 """
 
 import contextlib
@@ -13,26 +13,33 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from gramian.core.durable_files import replace_text
 from gramian.core.errors import GramianError
 from gramian.train.config.config import RUN_ONLY, Config, load_config
 
 
 class RunFolder:
-    """A run folder, taken for as long as the context lasts."""
+    """A run folder, locked inside the context; nothing is created before.
+
+    Args:
+        config: of the run.
+
+    Example:
+        >>> with RunFolder(config) as folder:  # doctest: +SKIP
+        ...     Trainer(build(config, world), folder).run()
+    """
 
     def __init__(self, config: Config) -> None:
-        """Nothing is created yet."""
         self.config, self.path = config, Path(config.run.folder)
         self._lock: int | None = None
 
     def __enter__(self) -> Self:
-        """Take the folder, and write the config into it.
+        """Lock the folder and write the config into it.
 
         Raises:
-            GramianError: if it is in use, holds a run of another config, or cannot be written; nothing is overwritten.
+            GramianError: if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,13 +62,11 @@ class RunFolder:
         except GramianError:
             self._leave()
             raise
-        write_whole(self.path / "config.toml", self.config.toml())
+        replace_text(self.path / "config.toml", self.config.toml())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the folder to others."""
+    def __exit__(self, *error: object) -> None:
+        """Unlock the folder."""
         self._leave()
 
     def _leave(self) -> None:
@@ -79,10 +84,10 @@ class RunFolder:
             before = load_config(path)
         except GramianError as problem:
             raise GramianError(
-                f"run.folder: {path} is no config of this version ({problem}); expected another folder"
+                f"run.folder: {path} is not a config of this version ({problem}); expected another folder"
             ) from None
         if not self._begun():
-            if path.read_text(encoding="utf-8") != before.toml():  # somebody's own, with comments perhaps
+            if path.read_text(encoding="utf-8") != before.toml():  # written by hand, perhaps with comments
                 raise GramianError(f"run.folder: {path} was not written by a run; expected another folder")
         elif before.hash != self.config.hash:
             raise GramianError(
@@ -91,13 +96,13 @@ class RunFolder:
             )
 
     def _begun(self) -> bool:
-        """True if there is anything that a run would not like to lose."""
+        """Whether there are checkpoints or metrics, which must not be overwritten."""
         metrics = self.path / "metrics.jsonl"
         return any(self.path.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
     @property
     def checkpoints(self) -> Path:
-        """Where the state is written."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
 
@@ -107,7 +112,7 @@ def _leave(folder: RunFolder | None) -> None:
 
 
 def difference(before: Config, now: Config) -> str:
-    """The first key that differs and decides something, with both values."""
+    """The first config key that differs and changes results, with both values."""
     old, new = asdict(before), asdict(now)
     for section in old:
         one, other = old[section] or {}, new[section] or {}
@@ -119,42 +124,24 @@ def difference(before: Config, now: Config) -> str:
     return "nothing"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, or as it was before.
+class JsonLines:
+    """A file of JSON lines that is appended to; lines that a full disk refuses are written as soon as it has room.
+
+    Args:
+        path: of the file.
+        upto: last attempt whose lines are kept; later and incomplete lines are removed, because a resumed run writes them
+            again. None keeps all.
+        private: mode 0600.
 
     Raises:
-        GramianError: if it cannot be written.
+        GramianError: if it cannot be read or written.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as problem:
-        temporary.unlink(missing_ok=True)
-        raise GramianError(f"{path}: cannot be written ({problem.strerror}); expected a folder that can") from None
-
-
-class Lines:
-    """A file of JSON lines that is appended to; what a full disk refuses is written as soon as it can be."""
 
     def __init__(self, path: Path, upto: int | None = None, *, private: bool = False) -> None:
-        """Open it.
-
-        Args:
-            path: of the file.
-            upto: lines of later attempts, and half lines, are cut off: a resumed run writes them again. None: keep all.
-            private: True for a file that its owner alone can read.
-
-        Raises:
-            GramianError: if it cannot be read or written.
-        """
         try:
             if upto is not None and path.exists():
-                kept = [line for line in read_lines(path) if _attempt(line) <= upto]
-                write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+                lines = [line for line in read_lines(path) if _attempt(line) <= upto]
+                replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600 if private else 0o644)
             if private:
                 os.fchmod(self._file, 0o600)
@@ -163,10 +150,10 @@ class Lines:
         size = os.fstat(self._file).st_size
         self._lock = threading.Lock()
         self._waiting = b"\n" if size and os.pread(self._file, 1, size - 1) != b"\n" else b""
-        """Of lines that are not written yet; begins with the end of a line that a killed process left half."""
+        """Bytes that are not written yet; at first a newline, if a killed process left an incomplete line."""
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One line, at once if the disk takes it."""
+        """Append a line, at once unless the disk is full."""
         text = json.dumps(_as_json(line), allow_nan=False).encode() + b"\n"
         with self._lock:  # of the loop and of the thread that writes checkpoints
             self._waiting += text
@@ -175,17 +162,17 @@ class Lines:
                     self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file."""
         os.close(self._file)
 
 
 def _attempt(line: Mapping[str, Any]) -> int:
-    told = line.get("attempt", 0)
-    return told if isinstance(told, int) else 0
+    attempt = line.get("attempt", 0)
+    return attempt if isinstance(attempt, int) else 0
 
 
 def _as_json(value: Any) -> Any:
-    """The same with null for numbers that are not finite, which JSON does not know."""
+    """A value with None in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -194,15 +181,15 @@ def _as_json(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a file of JSON lines, which are objects; none if it is not there."""
+    """All complete lines of a file of JSON objects; none if the file does not exist."""
     if not path.exists():
         return []
     found = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            told = json.loads(line)
+            parsed = json.loads(line)
         except ValueError:
             continue  # the process ended in the middle of it
-        if isinstance(told, dict):
-            found.append(told)
+        if isinstance(parsed, dict):
+            found.append(parsed)
     return found

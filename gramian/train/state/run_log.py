@@ -1,8 +1,8 @@
-"""What a run tells: `metrics.jsonl`, `events.jsonl`, and TensorBoard or Weights & Biases where they are asked for.
+"""The log of a run: `metrics.jsonl`, `events.jsonl`, and TensorBoard or Weights & Biases where the config asks for them.
 
-Numbers that follow from the config stand at the top of a line, and a resumed run writes the same ones again; what the clock
-says stands under "time". Of a private run everything but ε and the gradient norm is computed on private data without noise: it
-is listed under "not_covered_by_epsilon".
+Numbers that follow from the config are at the top level of a line, and a resumed run writes the same again; what depends on the
+clock is under "time". In a private run everything but ε and the gradient norm is computed on private data without noise:
+it is listed under "not_covered_by_epsilon".
 """
 
 import contextlib
@@ -12,20 +12,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from gramian.core.errors import GramianError
-from gramian.distill.teaching import told
+from gramian.data import StarvationMeter
 from gramian.models.gpt import GPT
+from gramian.train.build.run_parts import Parts
 from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import Measured
-from gramian.train.loop.private_stepper import PrivateStepper
-from gramian.train.state.run_folder import Lines
-
-if TYPE_CHECKING:
-    from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import JsonLines
+from gramian.train.state.run_progress import RunProgress
+from gramian.train.state.run_record import Record
 
 PEAK_TERAFLOPS = {
     "H200": 989.0,
@@ -36,30 +36,43 @@ PEAK_TERAFLOPS = {
     "RTX 4090": 165.0,
     "V100": 125.0,
 }
-"""Dense half-precision tensor-core peaks that vendors state."""
+"""Dense half-precision tensor-core peaks, as vendors state them."""
 LOOKED = ("unhealthy", "advice", "rollback", "stopped")
-"""Events that follow from a look at the data; the last three do so only where `privacy.decisions` is "raw"."""
+"""Events that depend on private data; the last three only if `privacy.decisions` is "raw"."""
 NOT_COVERED = (
     "loss", "perplexity", "validation_loss", "validation_perplexity", "clip_share", "scale", "tokens", "validation_tokens",
     "spikes",
 )  # fmt: skip
-"""Numbers that follow from private data without noise: also how large draws were, and where gradients overflowed."""
+"""Numbers computed from private data without noise, among them the sizes of draws and the steps of overflows."""
 
 
 class RunLog:
-    """The log of one run; only rank 0 writes."""
+    """The log of one run; only rank 0 writes, and no file is opened before `begin`.
 
-    def __init__(self, run: "Trainer", on_event: Callable[[Mapping[str, Any]], None] = lambda event: None) -> None:
-        """Nothing is opened yet.
+    Args:
+        parts: of the run.
+        folder: of the run.
+        record: says whether ε is valid.
+        meter: measures how long steps wait for data.
+        progress: returns the current progress of the run.
+        on_event: called with every event, too.
+    """
 
-        Args:
-            run: whose.
-            on_event: told every event, too.
-        """
-        self._run, self._on_event = run, on_event
-        self._writes = run.world.rank == 0
-        self._metrics: Lines | None = None
-        self._events: Lines | None = None
+    def __init__(
+        self,
+        parts: Parts,
+        folder: Path,
+        record: Record,
+        meter: StarvationMeter,
+        progress: Callable[[], RunProgress],
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        self._parts, self._config, self._world = parts, parts.config, parts.world
+        self._folder, self._record, self._meter = folder, record, meter
+        self._progress, self._on_event = progress, on_event
+        self._writes = parts.world.rank == 0
+        self._metrics: JsonLines | None = None
+        self._events: JsonLines | None = None
         self._waiting: list[dict[str, Any]] = []
         self._started = self._last = time.perf_counter()
         self._last_tokens = 0
@@ -67,7 +80,7 @@ class RunLog:
         self.eval_seconds = 0.0
         self._last_eval: float | None = None
         self._clock_at_eval = self._started
-        self.clipped: deque[bool] = deque(maxlen=run.config.guard.window)
+        self.clipped: deque[bool] = deque(maxlen=parts.config.guard.window)
         """Which of the last gradients were clipped."""
         self._advised: str | None = None
         self._tensorboard: Any = None
@@ -76,13 +89,13 @@ class RunLog:
     # ---- files ---------------------------------------------------------------------------------------------------------
 
     def begin(self, upto: int | None) -> None:
-        """Open the files; metrics of attempts after `upto` are cut off, a run that is resumed there writes them again."""
+        """Open the files; metrics of attempts after `upto` are removed, because the resumed run writes them again."""
         if not self._writes:
             return
-        folder, config = self._run.folder.path, self._run.config
-        private = config.privacy is not None  # a loss without noise tells data sets apart
-        self._metrics = Lines(folder / "metrics.jsonl", upto=-1 if upto is None else upto, private=private)
-        self._events = Lines(folder / "events.jsonl", private=private)
+        folder, config = self._folder, self._config
+        private = config.privacy is not None  # losses without noise distinguish data sets
+        self._metrics = JsonLines(folder / "metrics.jsonl", upto=-1 if upto is None else upto, private=private)
+        self._events = JsonLines(folder / "events.jsonl", private=private)
         if config.run.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -100,10 +113,10 @@ class RunLog:
             self._events.write(line)
         self._waiting.clear()
         self._started = self._last = self._clock_at_eval = time.perf_counter()
-        self._attempts_before, self._last_tokens = self._run.attempt, self._run.tokens
+        self._attempts_before, self._last_tokens = self._progress().attempt, self._progress().tokens
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the files."""
         for lines in (self._metrics, self._events):
             if lines is not None:
                 lines.close()
@@ -113,28 +126,28 @@ class RunLog:
             self._wandb.finish()
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Something happened."""
+        """Write an event; also called from the thread that writes checkpoints."""
         if not self._writes:
             return
-        line = {"step": self._run.step, "attempt": self._run.attempt, "clock": round(time.time(), 3), **event}
-        privacy = self._run.config.privacy
+        progress, privacy = self._progress(), self._config.privacy
+        line = {"step": progress.step, "attempt": progress.attempt, "clock": round(time.time(), 3), **event}
         if privacy is not None and event["event"] in (LOOKED if privacy.decisions == "raw" else LOOKED[:1]):
             line["covered_by_epsilon"] = False
         if self._events is None:
             self._waiting.append(line)
         else:
             self._events.write(line)
-        with contextlib.suppress(OSError, ValueError):  # a terminal that is full or closed is no reason to end
+        with contextlib.suppress(OSError, ValueError):  # a terminal that is closed does not end the run
             self._on_event(line)
 
     # ---- numbers -------------------------------------------------------------------------------------------------------
 
     def outcome(self, outcome: StepOutcome) -> None:
-        """A step; every so many get a line."""
-        run, attempt = self._run, outcome.attempt
-        limit = run.config.optimizer.max_norm
-        self.clipped.append(bool(limit) and outcome.grad_norm > limit and run.config.privacy is None)
-        if not self._writes or (attempt.step + 1) % run.config.run.log_every:
+        """Note the metrics of a step; every `run.log_every` steps a line is written."""
+        config, attempt = self._config, outcome.attempt
+        limit = config.optimizer.max_norm
+        self.clipped.append(bool(limit) and outcome.grad_norm > limit and config.privacy is None)
+        if not self._writes or (attempt.step + 1) % config.run.log_every:
             return
         line: dict[str, Any] = {
             "step": attempt.step + 1,
@@ -145,34 +158,39 @@ class RunLog:
             "grad_norm": outcome.grad_norm,
             "clip_share": sum(self.clipped) / len(self.clipped),
             "scale": attempt.scale,
-            "tokens": run.tokens,
+            "tokens": self._progress().tokens,
+            **self._parts.stepper.metrics(outcome),
         }
-        if run.parts.teaching is not None:
-            line |= told(outcome.extra, outcome.tokens)
-        if run.config.privacy is not None:
+        if config.privacy is not None:
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": self._time()})
 
     def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
-        """A validation loss, and what else was measured with it."""
-        run, first = self._run, self._last_eval is None
-        attempts = run.attempt - self._attempts_before
+        """Write a validation loss.
+
+        Args:
+            measured: the loss.
+            more: further numbers of the line.
+            seconds: that the evaluation took.
+        """
+        progress, first = self._progress(), self._last_eval is None
+        attempts = progress.attempt - self._attempts_before
         step_seconds = (time.perf_counter() - self._started - seconds) / attempts if attempts > 0 else None
         self.eval_seconds += seconds
         self._last_eval, self._clock_at_eval = seconds, time.perf_counter()
         if not self._writes:
             return
         line: dict[str, Any] = {
-            "step": run.step,
-            "attempt": run.attempt - 1,
+            "step": progress.step,
+            "attempt": progress.attempt - 1,
             "validation_loss": measured.loss,
             "validation_perplexity": perplexity(measured.loss),
             "validation_tokens": measured.tokens,
             **more,
         }
-        if isinstance(run.parts.stepper, PrivateStepper):
-            line["epsilon"] = run.parts.stepper.epsilon()
-            if run.record.not_valid:
+        if (epsilon := self._parts.stepper.epsilon()) is not None:
+            line["epsilon"] = epsilon
+            if self._record.not_valid:
                 line["epsilon_not_valid"] = True
             line["not_covered_by_epsilon"] = [name for name in NOT_COVERED if name in line]
         self._write({**line, "time": {"seconds": seconds, "eval_share": self.eval_share()}})
@@ -181,40 +199,40 @@ class RunLog:
             self.event({"event": "eval_cost", "share_of_time_by_interval": {**costs, "auto": 0.05}})
 
     def eval_fits(self, share: float) -> bool:
-        """True if another evaluation keeps their share of the time below this."""
+        """Whether the time since the last evaluation is long enough for another, at this share of the time."""
         if self._last_eval is None:
             return True
         return (time.perf_counter() - self._clock_at_eval) * share >= self._last_eval
 
     def eval_share(self) -> float:
-        """Of the time since this process began."""
+        """Share of the time since this process began that evaluation took."""
         return self.eval_seconds / max(1e-9, time.perf_counter() - self._started)
 
     def _time(self) -> dict[str, Any]:
-        """What the clock says, since the last line."""
-        run, now = self._run, time.perf_counter()
-        seconds, tokens = now - self._last, run.tokens - self._last_tokens
-        self._last, self._last_tokens = now, run.tokens
-        rate = max(0, tokens) / seconds if seconds > 0 else 0.0
-        waited = run.meter.share(seconds)
-        self._advise(run.meter.advice(run.config.data.workers, run.config.data.prefetch))
-        cuda = run.world.device.type == "cuda"
-        peak = peak_flops(run.world.device) * run.world.size
+        """Speeds since the last line; they differ from run to run."""
+        config, world, now, tokens = self._config, self._world, time.perf_counter(), self._progress().tokens
+        seconds, new = now - self._last, tokens - self._last_tokens
+        self._last, self._last_tokens = now, tokens
+        rate = max(0, new) / seconds if seconds > 0 else 0.0
+        waited = self._meter.share(seconds)
+        self._advise(self._meter.advice(config.data.workers, config.data.prefetch))
+        cuda = world.device.type == "cuda"
+        peak = peak_flops(world.device) * world.size
         return {
             "elapsed": now - self._started,
             "tokens_per_second": rate,
-            "mfu": rate * flops_per_token(run.parts.model, run.config.data.length) / peak if peak else None,
-            "memory_gib": (torch.cuda.max_memory_allocated() if cuda else most_held()) / 2**30,
+            "mfu": rate * flops_per_token(self._parts.model, config.data.length) / peak if peak else None,
+            "memory_gib": (torch.cuda.max_memory_allocated() if cuda else peak_host_memory()) / 2**30,
             "data_wait": waited,
             "eval_share": self.eval_share(),
         }
 
     def _advise(self, advice: str | None) -> None:
-        """Say once which knob would keep the device fed."""
-        knob = None if advice is None else advice.partition(":")[0]
-        if knob is not None and knob != self._advised:
+        """Report once per config key that more data workers or prefetching would help."""
+        key = None if advice is None else advice.partition(":")[0]
+        if key is not None and key != self._advised:
             self.event({"event": "data_starved", "text": advice})
-        self._advised = knob or self._advised
+        self._advised = key or self._advised
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._metrics is not None
@@ -228,18 +246,18 @@ class RunLog:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), never cut off."""
+    """exp(loss); infinite where that overflows."""
     return math.inf if loss >= 700 else math.exp(loss)
 
 
-def most_held() -> int:
-    """Bytes of host memory that this process held at most."""
+def peak_host_memory() -> int:
+    """Largest number of bytes of host memory that this process has used."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
 
 
 def flops_per_token(model: torch.nn.Module, length: int) -> float:
-    """Forward and backward of one token: 6 per weight that is multiplied, and 6·T·D per layer of causal attention."""
+    """FLOPs of forward and backward per token: 6 per weight that is multiplied, and 6·T·D per layer of causal attention."""
     tables = sum(p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters())
     weights = sum(p.numel() for p in model.parameters()) - tables
     if isinstance(model, GPT):
@@ -249,6 +267,6 @@ def flops_per_token(model: torch.nn.Module, length: int) -> float:
 
 
 def peak_flops(device: torch.device) -> float:
-    """What a known GPU can do; 0 where nobody said."""
+    """Peak FLOP/s of a GPU in `PEAK_TERAFLOPS`; 0 for any other device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak * 1e12 for known, peak in PEAK_TERAFLOPS.items() if known in name), 0.0)

@@ -1,4 +1,4 @@
-"""The model of a run that was saved: its best state, or else its newest."""
+"""Load the model of a saved run from its best checkpoint, or from its newest."""
 
 import json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
 
 OF_MODEL = "model.model."
-"""Names of the model's tensors in a checkpoint; others belong to the loss, such as projectors."""
+"""Prefix of the model's tensors in a checkpoint; others, such as projectors, belong to the loss."""
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A model and where it comes from."""
+class SavedRun:
+    """A model and the checkpoint that it was loaded from."""
 
     model: nn.Module
     config: Config
@@ -30,19 +30,22 @@ class Saved:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder holds a run of gramian."""
+    """Whether a folder is the folder of a gramian run."""
     return (Path(path) / "config.toml").is_file()
 
 
-def load_run(path: str | Path, field: str = "run folder") -> Saved:
-    """Build a run's model and give it the weights of its best checkpoint, or of its newest where none was evaluated.
+def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
+    """Build a run's model with the weights of its best checkpoint, or of its newest where none was evaluated.
 
     Args:
         path: of the run folder.
-        field: that named it, for errors.
+        field: option that named it, for errors.
 
     Raises:
-        GramianError: if there is no run, or none of its checkpoints verifies.
+        GramianError: if there is no run, or all of its checkpoints are damaged.
+
+    Example:
+        >>> load_run("runs/tiny").model  # doctest: +SKIP
     """
     path = Path(path)
     config, found = find_checkpoint(path, field)
@@ -50,14 +53,14 @@ def load_run(path: str | Path, field: str = "run folder") -> Saved:
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())  # float64 of a run in float64
     model = build_model(config, _vocabulary(path, field)).to(dtype)
     load(Objective(model), None, tensors)
-    return Saved(model, config, found.step, found.best, found.folder)
+    return SavedRun(model, config, found.step, found.best, found.folder)
 
 
 def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
     """A run's config and its best checkpoint, or its newest where none was evaluated.
 
     Raises:
-        GramianError: if there is no run, or none of its checkpoints verifies.
+        GramianError: if there is no run, or all of its checkpoints are damaged.
     """
     if not is_run(path):
         raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
@@ -77,7 +80,7 @@ def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
 
 
 def _vocabulary(path: Path, field: str) -> int:
-    """As the run's record says."""
+    """Size of the vocabulary, from the run's record."""
     try:
         return int(json.loads((path / "record.json").read_text(encoding="utf-8"))["vocabulary"])
     except (OSError, ValueError, KeyError, TypeError):

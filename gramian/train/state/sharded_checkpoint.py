@@ -1,14 +1,13 @@
-"""Checkpoints of states that are sharded over processes: `torch.distributed.checkpoint` plans, safetensors files hold.
+"""Checkpoints of states that are sharded over processes, in safetensors files, planned by `torch.distributed.checkpoint`.
 
-Its planner decides which process writes which box (what several hold is written once) and which boxes a process reads, so a
-checkpoint of any number of processes is read by any number. Its safetensors reader is used as it is. Its safetensors writer
-is used with another `write_data`: torch's own puts all of a process's shards into one more buffer first, syncs a file while
-the last of it may still be in Python's buffer, leaves the file's mode to the umask, and does not hash. Its default reader and
-writer, which pickle, are not used.
+Its planner decides which process writes which box (replicated boxes are written once) and which boxes a process reads, so a
+checkpoint of any number of processes is read by any number. Its safetensors reader is used unchanged, its safetensors writer
+with another `write_data`: torch's own copies all of a process's shards into one more buffer, syncs a file while the last of it
+may still be in Python's buffer, leaves the file's mode to the umask, and does not hash. Its default reader and writer, which
+pickle, are not used.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +22,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from gramian.core.durable_files import FileRecord
 from gramian.core.errors import GramianError
-from gramian.parallel.sharded_read import ShardedBox, first_failure, read_boxes
-from gramian.train.state.checkpoint_files import FileRecord, write_tensors
-from gramian.train.state.snapshot import Extent, Part, Snapshot
+from gramian.parallel.sharded_read import ShardedBox, file_header, first_failure, read_sharded_boxes
+from gramian.train.state.checkpoint_files import write_tensors
+from gramian.train.state.snapshot import Snapshot
+from gramian.train.state.tensor_parts import Extent, Part
 
 Complete = Callable[[Snapshot, Path, dict[str, FileRecord]], None]
 
@@ -38,9 +39,9 @@ def write_shards(
 
     Args:
         snapshot: the same step and names on every process.
-        group: gloo, used by nobody else.
-        begin: makes the folder; called on rank 0 before anybody writes.
-        complete: makes a checkpoint of the folder; called on rank 0 after everybody has written and synced.
+        group: a gloo group for this purpose alone.
+        begin: creates the folder; called on rank 0 before any process writes.
+        complete: makes a checkpoint of the folder; called on rank 0 after all processes have written and synced.
 
     Raises:
         GramianError: on all processes, if one of them failed.
@@ -53,22 +54,19 @@ def write_shards(
 
 
 def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, torch.dtype]) -> dict[str, Part]:
-    """Read boxes of saved tensors; every process by itself.
+    """Read boxes of saved tensors into host memory; every process by itself.
 
     Args:
         folder: of a checkpoint, written by any number of processes.
         needed: boxes by name.
         dtypes: of the tensors.
 
-    Returns:
-        The boxes, in host memory.
-
     Raises:
         GramianError: if a file cannot be read.
     """
     parts = {name: Part(box, torch.empty(box.sizes, dtype=dtypes[name])) for name, box in needed.items()}
     try:
-        read_boxes(folder, {name: _box(part) for name, part in parts.items()})
+        read_sharded_boxes(folder, {name: _box(part) for name, part in parts.items()})
     except CheckpointException as failure:
         reason = first_failure(failure)
         raise GramianError(f"{folder}: cannot be read ({reason}); expected a verified checkpoint") from None
@@ -80,7 +78,7 @@ def _box(part: Part) -> ShardedBox:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans for parts as the default does for DTensors."""
+    """Plans the writing of parts as the default planner does that of DTensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -104,14 +102,14 @@ class _SavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _Written:
-    """Which file an item is in."""
+    """The file that an item was written to."""
 
     name: str
     record: FileRecord
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """One safetensors file for each process, in a folder that rank 0 makes and completes."""
+    """Writes one safetensors file for each process, in a folder that rank 0 creates and completes."""
 
     def __init__(self, snapshot: Snapshot, begin: Callable[[int], Path], complete: Complete) -> None:
         super().__init__("", save_distributed=True)
@@ -121,7 +119,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, while all others wait for their plans."""
+        """Create the folder; on rank 0, while all other ranks wait for their plans."""
         self.path = self._begin(self._snapshot.step)
         return [
             replace(plan, storage_data={**plan.storage_data, "folder": str(self.path)})
@@ -129,19 +127,20 @@ class _ShardWriter(HuggingFaceStorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """On every process; its file is synced when this returns."""
+        """Write and sync the file of this process."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         if plan.items:
             name = f"state-{plan.storage_data['shard_index']:05d}.safetensors"
             tensors = {item.index.fqn: self._snapshot.parts[item.index.fqn].local for item in plan.items}
-            record = write_tensors(Path(plan.storage_data["folder"]) / name, tensors, _header(plan.items))
+            header = file_header({item.index.fqn: _offsets(item) for item in plan.items})
+            record = write_tensors(Path(plan.storage_data["folder"]) / name, tensors, header)
             done = Future()
             done.set_result([WriteResult(item.index, record.bytes, _Written(name, record)) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, with what all processes have written."""
+        """Complete the checkpoint; on rank 0, with the records of all files."""
         strange = metadata.state_dict_metadata.keys() ^ self._snapshot.parts.keys()
         if strange:
             raise GramianError(f"{min(strange)}: is not on every process; expected the same names")
@@ -149,10 +148,6 @@ class _ShardWriter(HuggingFaceStorageWriter):
         self._complete(self._snapshot, Path(self.path), files)
 
 
-def _header(items: list[WriteItem]) -> dict[str, str]:
-    """What torch's safetensors reader asks of a file: where in their tensors its boxes begin."""
-    offsets = {}
-    for item in items:
-        assert item.tensor_data is not None
-        offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-    return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+def _offsets(item: WriteItem) -> Sequence[int]:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.offsets

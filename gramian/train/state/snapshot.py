@@ -1,120 +1,41 @@
-"""Copies of a run's state in host memory: what a rollback goes back to, what the checkpoint writer writes, what "best" holds.
+"""Copies of a run's state in host memory, for rollbacks and for the thread that writes checkpoints.
 
-The state is `tensors`, flat names to tensors (DTensors under FSDP2), and `facts`, plain values. A copy holds this process's own
+The state is `tensors`, flat names to tensors (DTensors under FSDP2), and `facts`, plain values. A copy has this process's own
 part of every tensor; nothing is communicated.
 """
 
-import itertools
 import json
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gramian.core.errors import GramianError
 from gramian.plan.host_memory import packed
+from gramian.train.state.tensor_parts import Part, parts_of
 
 STAGED_SHARE = 0.25
-"""A state that takes at most this share of a device's free memory is copied there first: it may change again at once."""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The box of a tensor that this process holds."""
-
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    sharded: bool = False
-    """Whether other processes hold the rest; the same on all of them, also where one holds everything."""
-
-
-def whole(shape: Iterable[int]) -> Extent:
-    """All of a tensor."""
-    shape = tuple(shape)
-    return Extent(shape, (0,) * len(shape), shape)
-
-
-def extent_of(name: str, tensor: Tensor) -> Extent:
-    """What this process holds of a tensor.
-
-    Args:
-        name: for the message.
-        tensor: plain, or a DTensor that is replicated or sharded.
-
-    Raises:
-        GramianError: for other placements.
-    """
-    if not isinstance(tensor, DTensor):
-        return whole(tensor.shape)
-    if any(not isinstance(placement, Replicate) and type(placement) is not Shard for placement in tensor.placements):
-        raise GramianError(f"{name}: is placed as {tensor.placements}; expected Shard or Replicate")
-    chunk = tensor.__create_chunk_list__()[0]
-    sharded = any(
-        isinstance(placement, Shard) and tensor.device_mesh.size(dim) > 1
-        for dim, placement in enumerate(tensor.placements)
-    )
-    return Extent(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), sharded)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A box of a tensor in host memory, or a view of the tensor itself."""
-
-    extent: Extent
-    local: Tensor
-    """Of shape `extent.sizes`. A copy's belongs to its snapshot: hold the snapshot or the part for as long as you read it."""
-    lease: object = field(default=None, repr=False)
-
-    def box(self, extent: Extent) -> Tensor | None:
-        """The part of this that another process, or a DTensor of another mesh, holds; None if it is not all in here."""
-        if extent.shape != self.extent.shape:
-            return None
-        box = self.local
-        for dim, (offset, size) in enumerate(zip(extent.offsets, extent.sizes, strict=True)):
-            start = offset - self.extent.offsets[dim]
-            if size > 0 and (start < 0 or start + size > self.extent.sizes[dim]):
-                return None
-            box = box.narrow(dim, start if size > 0 else 0, size)
-        return box
-
-
-def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """Views of this process's parts of tensors; writing into them writes into the tensors."""
-    known: dict[Any, Extent] = {}  # few shapes among many tensors
-    parts = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
-                key = (tensor.shape, tensor.device_mesh, tensor.placements)
-                if key not in known:
-                    known[key] = extent_of(name, tensor)
-                parts[name] = Part(known[key], tensor.to_local())
-            else:
-                parts[name] = Part(whole(tensor.shape), tensor.detach())
-    return parts
+"""A state of at most this share of a device's free memory is copied on the device first, so that it may change at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """The tensors after `step` steps. Their memory is used again once neither this nor one of its parts is held by anyone."""
+    """Tensors after `step` steps. Their memory is used again when nothing refers to this copy or to one of its parts."""
 
     step: int
-    held: dict[str, Part] = field(repr=False)
-    """The copies, which may still be under way; `parts` waits for them."""
+    buffers: dict[str, Part] = field(repr=False)
+    """The copies, which may not have arrived yet; `parts` waits for them."""
     arrivals: tuple[torch.cuda.Event, ...] = field(repr=False)
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The copies, once they are all here."""
+        """The copies, after all have arrived."""
         for arrival in self.arrivals:
             arrival.synchronize()
-        return self.held
+        return self.buffers
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,37 +43,41 @@ class Snapshot(Copied):
     """The state after `step` steps."""
 
     facts_text: str = field(repr=False)
-    """The facts as JSON: a rollback gets what a resume from disk would get."""
+    """The facts as JSON text, so that a rollback gets what a resume from disk would get."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts, new ones at every call."""
+        """The facts, parsed anew at every call."""
         facts: dict[str, Any] = json.loads(self.facts_text)
         return facts
 
     @property
     def sharded(self) -> bool:
-        """Whether other processes hold parts of it; the same on all of them."""
-        return any(part.extent.sharded for part in self.held.values())
+        """Whether the state is divided among processes; the same on all of them."""
+        return any(part.extent.sharded for part in self.buffers.values())
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the tensors."""
-        return sum(part.local.nbytes for part in self.held.values())
+        """Bytes of the tensors in host memory."""
+        return sum(part.local.nbytes for part in self.buffers.values())
 
 
 class Snapshots:
-    """The newest few copies.
+    """The newest few snapshots of a state.
 
-    One copy costs the state's local bytes in host memory, in few large pieces, pinned for tensors of a GPU. Nobody waits for
-    it: tensors that are steady are copied on a stream of their own, beside the next forward and backward, and whoever changes
-    them calls `settle` before, which waits for the transfer; or, where the device has room for it, for a copy on the device
-    alone, which takes a hundredth of the time. Memory of copies that nobody holds any longer is used again: with `keep` copies,
-    the newest of which may still wait to be kept, and an older one in the writer, `keep` + 1 are allocated
-    (`gramian.plan.host_memory`).
+    One copy costs the state's local bytes in host memory, in a few large pieces, pinned for tensors of a GPU. The host does not
+    wait for it: steady tensors are copied on a stream of their own during the next forward and backward, and whoever changes
+    them calls `settle` before. That waits for the transfer, or, where the device has room, only for a copy on the device, which
+    takes a hundredth of the time. Memory of released copies is used again: with `keep` snapshots, the newest of which may still
+    be pending, and an older one in the checkpoint writer, `keep` + 1 are allocated (`gramian.plan.host_memory`).
 
     Args:
-        keep: how many are kept; taking one more drops the oldest first.
+        keep: number of snapshots; one more drops the oldest first.
+
+    Example:
+        >>> snapshots = Snapshots(keep=2)
+        >>> snapshots.take(100, {"w": torch.zeros(3)}, {"step": 100}).facts
+        {'step': 100}
     """
 
     def __init__(self, keep: int) -> None:
@@ -169,38 +94,38 @@ class Snapshots:
 
     @property
     def steps(self) -> list[int]:
-        """Of the copies, oldest first."""
+        """Steps of the snapshots, oldest first."""
         return [snapshot.step for snapshot in self._ring]
 
     @property
     def newest(self) -> Snapshot:
-        """There must be one."""
+        """The newest snapshot; there must be one."""
         return self._ring[-1]
 
     def take(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str] = ()
     ) -> Snapshot:
-        """Copy the state, and keep the copy: `copy` and `keep` in one.
+        """Copy the state and make it the newest snapshot: `copy` and `keep_copy` in one call.
 
         Raises:
-            GramianError: naming a fact that is no plain value, or a step that goes back.
+            GramianError: naming a fact that JSON cannot hold, or a step before the newest snapshot.
         """
         _plain("facts", facts)
         return self.keep_copy(self.copy(step, tensors, steady), facts)
 
     def copy(self, step: int, tensors: Mapping[str, Tensor], steady: Collection[str] = ()) -> Copied:
-        """Copy the tensors of a state whose facts are not all known yet; the oldest copy makes room for it.
+        """Copy the tensors of a state whose facts are not all known yet; drops the oldest snapshot if there are `keep`.
 
         Args:
-            step: steps done; not less than that of the newest copy, which an equal one replaces.
+            step: steps taken; not before the newest snapshot, which one of the same step replaces.
             tensors: the state's tensors; of a DTensor the local shard is copied.
             steady: names of tensors that nothing changes before `settle`, and that stay allocated.
 
         Returns:
-            The copy: later changes of the state do not reach it. It is forgotten unless `keep_copy` gets it.
+            The copy, which later changes of the state do not reach; `keep_copy` makes a snapshot of it.
 
         Raises:
-            GramianError: for a step that goes back.
+            GramianError: for a step before the newest snapshot.
         """
         if self._ring and step < self._ring[-1].step:
             raise GramianError(
@@ -220,39 +145,38 @@ class Snapshots:
         weakref.finalize(lease, _give_back, self._free, shape, pieces).atexit = False
         arrivals = self._copy({name: view.local for name, view in views.items()}, pieces)
         buffers = {name: buffer for piece in pieces for name, buffer in piece.buffers.items()}
-        held = {name: Part(view.extent, buffers[name], lease) for name, view in views.items()}
-        return Copied(step, held, arrivals)
+        return Copied(step, {name: Part(view.extent, buffers[name], lease) for name, view in views.items()}, arrivals)
 
     def keep_copy(self, copied: Copied, facts: Mapping[str, Any]) -> Snapshot:
         """Make a copy the newest snapshot.
 
         Args:
-            copied: by `copy`, the last one.
+            copied: the result of the last call of `copy`.
             facts: the rest of the state, in values that JSON can hold; tuples come back as lists.
 
         Raises:
-            GramianError: naming a fact that is no plain value.
+            GramianError: naming a fact that JSON cannot hold.
         """
         text = json.dumps(_plain("facts", facts))
-        self._ring.append(Snapshot(copied.step, copied.held, copied.arrivals, text))
+        self._ring.append(Snapshot(copied.step, copied.buffers, copied.arrivals, text))
         return self._ring[-1]
 
     def settle(self) -> None:
-        """What is queued from here on waits, on the device, until steady tensors have been read and may change again."""
+        """Let work that is queued on the device from now on wait until steady tensors were read and may change again."""
         for device, read in self._unsettled.items():
             torch.cuda.current_stream(device).wait_event(read)
         self._unsettled.clear()
 
     def before(self, step: int) -> Snapshot | None:
-        """The newest copy of that step or an earlier one."""
+        """The newest snapshot of that step or an earlier one."""
         return next((snapshot for snapshot in reversed(self._ring) if snapshot.step <= step), None)
 
     def drop_after(self, step: int) -> None:
-        """Forget the copies of later steps, as after a rollback to `step`."""
+        """Forget the snapshots of later steps, as after a rollback to `step`."""
         self._ring = [snapshot for snapshot in self._ring if snapshot.step <= step]
 
     def _pieces(self, shape: "_Shape") -> "list[_Piece]":
-        """Memory for a state of this shape; what states of other shapes left behind is let go."""
+        """Memory for a state of this shape; free memory for other shapes is released."""
         for other in list(self._free):  # at once: the thread that writes checkpoints gives memory back
             if other != shape:
                 self._free.pop(other, None)
@@ -262,7 +186,7 @@ class Snapshots:
             return _allocate(shape)
 
     def _copy(self, sources: Mapping[str, Tensor], pieces: "list[_Piece]") -> tuple[torch.cuda.Event, ...]:
-        """Queue all copies; events after which they have arrived."""
+        """Queue all copies; returns events after which they have arrived."""
         beside: dict[torch.device, list[_Piece]] = {}
         for piece in pieces:
             if piece.steady:
@@ -278,9 +202,9 @@ class Snapshots:
     def _copy_beside(
         self, device: torch.device, sources: Mapping[str, Tensor], pieces: "list[_Piece]"
     ) -> torch.cuda.Event:
-        """Queue copies on the device's side stream, after what was queued before them; the event of their arrival.
+        """Queue copies on the device's side stream, after the work queued so far; returns the event of their arrival.
 
-        A copy on the device is in the side stream's own memory: dropping it here lets nobody write there before it was read.
+        A copy on the device is in the side stream's own memory, which is not reused before it was read.
         """
         side = self._sides.setdefault(device, torch.cuda.Stream(device))
         side.wait_stream(torch.cuda.current_stream(device))
@@ -302,22 +226,22 @@ class Snapshots:
 
 
 _Shape = tuple[tuple[str, torch.Size, torch.dtype, torch.device, bool], ...]
-"""Of a state: name, shape, dtype and device of every tensor, and whether it is copied beside the work."""
+"""Name, shape, dtype and device of every tensor of a state, and whether it is copied on the side stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Host memory of a few tensors of one device and dtype, one behind the other."""
+    """Host memory of several tensors of one device and dtype, one after the other."""
 
     device: torch.device
     steady: bool
     memory: Tensor
     buffers: dict[str, Tensor]
-    """Views into it, by name."""
+    """Views into the memory, by name of the tensor."""
 
 
 def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor] | None:
-    """Copies on the device, one for each piece; None if the memory that is free lies in too small parts."""
+    """Copies on the device, one for each piece; None if free memory is too fragmented."""
     try:
         return [torch.cat([sources[name].reshape(-1) for name in piece.buffers]) for piece in pieces]
     except torch.cuda.OutOfMemoryError:
@@ -325,7 +249,7 @@ def _staged(sources: Mapping[str, Tensor], pieces: list[_Piece]) -> list[Tensor]
 
 
 def _allocate(shape: _Shape) -> list[_Piece]:
-    """Room for a state."""
+    """Allocate host memory for a state."""
     groups: dict[Any, list[tuple[str, torch.Size]]] = {}
     for name, size, dtype, device, steady in shape:
         groups.setdefault((device, dtype, steady), []).append((name, size))
@@ -341,79 +265,27 @@ def _allocate(shape: _Shape) -> list[_Piece]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """What can still be allocated there: free on the device, or held by torch and not in use."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + held
-
-
-def restore_into(snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> None:
-    """Copy a snapshot back, bit for bit; all names and shapes are checked before the first is written.
-
-    Args:
-        snapshot: taken from tensors of these names, shapes, dtypes and placements.
-        tensors: written in place.
-
-    Raises:
-        GramianError: naming a tensor that is missing, unexpected or of another shape or dtype.
-    """
-    copy_parts(snapshot.parts, tensors)
-
-
-def copy_parts(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None:
-    """Copy parts into the tensors of the same names, in place; checks all of them first.
-
-    Raises:
-        GramianError: naming a tensor that is missing, unexpected or of another shape or dtype.
-    """
-    for name in itertools.chain(parts, tensors):
-        if name not in tensors:
-            raise GramianError(f"{name}: is in the saved state, but not here; expected the same state")
-        if name not in parts:
-            raise GramianError(f"{name}: is not in the saved state; expected the same state")
-    targets = parts_of(tensors)
-    boxes = {name: _fitting(name, parts[name], target) for name, target in targets.items()}
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.local.copy_(boxes[name], non_blocking=True)
-    synchronize(target.local for target in targets.values())
-
-
-def _fitting(name: str, part: Part, target: Part) -> Tensor:
-    """The values that go into a tensor."""
-    if part.local.dtype != target.local.dtype:
-        raise GramianError(f"{name}: has dtype {part.local.dtype} in the saved state; expected {target.local.dtype}")
-    if part.extent.shape != target.extent.shape:
-        raise GramianError(
-            f"{name}: has shape {list(part.extent.shape)} in the saved state; expected {list(target.extent.shape)}"
-        )
-    box = part.box(target.extent)
-    if box is None:
-        raise GramianError(f"{name}: this process's shard is not in the saved part; expected the same placement")
-    return box
-
-
-def synchronize(tensors: Iterable[Tensor]) -> None:
-    """Wait until copies from and to these tensors, begun on the current streams, are done."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    """Bytes that can be allocated: free on the device, or reserved by torch and not in use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 class _Lease:
-    """Held by a snapshot's parts; when it goes, their memory is free."""
+    """Referenced by all parts of a copy; when it is collected, their memory is free."""
 
     __slots__ = ("__weakref__",)
 
 
 def _give_back(free: dict[_Shape, list[list[_Piece]]], shape: _Shape, pieces: list[_Piece]) -> None:
-    """Called by whichever thread let go last, so without a lock: every operation is atomic by itself."""
+    """Return memory; called by the thread that released it last, without a lock: every operation is atomic by itself."""
     free.setdefault(shape, []).append(pieces)
 
 
 def _plain(path: str, value: Any) -> Any:
-    """The value as JSON holds it.
+    """A value as JSON holds it.
 
     Raises:
-        GramianError: with the path of what it cannot hold.
+        GramianError: with the path of a value that JSON cannot hold.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -28,6 +28,9 @@ def _named(*productions: str, norms: str, private: str = "", seed: int = 0, **gi
 NAMED: dict[str, Named] = {
     # Rows attributed by shape
     "samples sorted, encoded and unsorted": _named("sorted_and_back(linear)", "linear", "pooled", norms="refused"),
+    "two samples in order sorted, encoded and unsorted, with dropout in evaluation mode too": Named(
+        Program(488084942), "refused", "refused"
+    ),
     "samples permuted, encoded and put back": _named("permuted_and_back(linear)", "linear", "rows", norms="refused"),
     "two samples swapped for one layer": _named("swapped_pair(linear)", "linear", "rows", norms="refused", samples=32),
     "samples flipped for one layer": _named("flipped_and_back(linear)", "linear", "rows", norms="refused", samples=2),

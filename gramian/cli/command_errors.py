@@ -1,0 +1,51 @@
+"""Failures of commands: the exception behind exit code 1, one-line descriptions, and who prints under torchrun."""
+
+import os
+from collections.abc import Callable
+
+from gramian.core.errors import GramianError
+
+
+class RunFailed(Exception):
+    """A run or a check that did not succeed, with the reason as its message; the command exits with 1."""
+
+
+def is_first_process() -> bool:
+    """Whether this process prints for all that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def only_first_complains(run: Callable[[], int]) -> int:
+    """Run a command whose errors are the same on every process: the first one raises them, the rest return the code."""
+    try:
+        return run()
+    except (GramianError, RunFailed) as problem:
+        if is_first_process():
+            raise
+        return 2 if isinstance(problem, GramianError) else 1
+
+
+def refuse_torchrun(command: str) -> None:
+    """Refuse to run a single-process command under torchrun.
+
+    Raises:
+        GramianError: if torchrun started this process.
+    """
+    from gramian.parallel.world import started_by_torchrun
+
+    if started_by_torchrun():
+        raise GramianError(f"{command}: is for one process; expected no torchrun")
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception says that the memory of the host or of a GPU is full."""
+    import torch
+
+    full = isinstance(problem, torch.OutOfMemoryError | MemoryError)
+    return full or "can't allocate memory" in str(problem)
+
+
+def names_of_failed(failed: list[str], total: int, most: int = 3) -> str:
+    """Count failed checks and name the first of them, for the last line of a command."""
+    more = f"; and {len(failed) - most} more" if len(failed) > most else ""
+    return f"{len(failed)} of {total} checks failed: {'; '.join(failed[:most])}{more}"

@@ -1,0 +1,100 @@
+"""Arguments that several commands share: a config with overrides, counts, targets; and the device that a config asks for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gramian.core.errors import GramianError
+
+if TYPE_CHECKING:
+    from gramian.train.config.config import Config
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG.toml and its overrides."""
+    parser.add_argument("config", metavar="CONFIG.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def positive_integer(text: str) -> int:
+    """Parse an integer of at least 1."""
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer of at least 1")
+    return count
+
+
+def seed_number(text: str) -> int:
+    """Parse an integer from 0 to 2**63 - 1."""
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = -1
+    if not 0 <= seed < 2**63:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer from 0 to 2**63 - 1")
+    return seed
+
+
+def check_target(
+    command: str, arguments: argparse.Namespace, usages: Mapping[str, str], foreign: Mapping[str, Sequence[str]]
+) -> None:
+    """Check TARGET, and that no option of another target is given.
+
+    Args:
+        command: "verify" or "profile".
+        arguments: with `target`.
+        usages: {target: its usage}.
+        foreign: {target: names of arguments that it does not have}.
+
+    Raises:
+        GramianError: naming the argument, and what is expected.
+    """
+    target, expected = arguments.target, f"expected {', '.join(usages)}"
+    if target is None:
+        raise GramianError(f"argument TARGET: none given; {expected}")
+    if target not in usages:
+        raise GramianError(f"argument TARGET: {target!r} is unknown; {expected}")
+    for name in foreign[target]:
+        value = getattr(arguments, name)
+        if value:
+            option = {"config": "CONFIG", "overrides": "section.key=value"}.get(name, f"--{name.replace('_', '-')}")
+            given = "" if value is True else f" {value!r}"
+            raise GramianError(f"argument {option}:{given} is not for {command} {target}; expected {usages[target]}")
+
+
+def check_device(config: Config) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        GramianError: naming the key.
+    """
+    import torch
+
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")
+
+
+def is_sharded(config: Config) -> bool:
+    """Whether FSDP2 shards the model: as the config says, or, for "auto", if the planner finds that it must be."""
+    import torch
+
+    from gramian.parallel.world import started_by_torchrun
+    from gramian.plan.parallel_strategy import decide
+    from gramian.train.build.memory_needs import needs_of, vocabulary_of
+    from gramian.train.loop.precision import resolve_precision
+
+    if config.parallel.strategy != "auto":
+        return config.parallel.strategy == "fsdp2"
+    if not started_by_torchrun() or config.run.device == "cpu" or not torch.cuda.is_available():
+        return False
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    kind: Any = resolve_precision(config.precision, device).kind
+    needs = needs_of(config, vocabulary_of(config.data), kind, "cuda")
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return decide(needs, int(os.environ["WORLD_SIZE"]), memory).student == "fsdp2"

@@ -1,0 +1,105 @@
+"""Sizes that a profile of clipping or K-FAC measures, from the command line or a config, and the loop over lengths."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gramian.cli.config_arguments import check_device
+from gramian.core.errors import GramianError
+
+if TYPE_CHECKING:
+    from gramian.cli.terminal import Update
+    from gramian.parallel.process_grid import ProcessGrid
+    from gramian.verify.profiles.profiled_model import ProfiledModel
+
+SIZES = ("layers", "width", "vocabulary")
+"""Options of the reference GPT."""
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class ProfileSizes:
+    """A model, and the batches that it is measured on."""
+
+    model: ProfiledModel
+    seq_lengths: list[int]
+    """Ascending."""
+    batch_size: int
+    """Sequences of each process."""
+    cpu: bool
+    """True: a GPU is not used."""
+
+
+def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> ProfileSizes:
+    """Take sizes from the options, then from CONFIG if it is given, else from `defaults` of the reference GPT.
+
+    Raises:
+        GramianError: naming the argument or the field that does not fit.
+    """
+    from gramian.train.config.config import load_config
+    from gramian.verify.profiles.profiled_model import model_of_config, reference_gpt
+
+    given = {name: getattr(arguments, name) for name in ("seq_lengths", "batch_size", *SIZES)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.config is None:
+        chosen = {**defaults, **given}
+        lengths = sorted(set(chosen["seq_lengths"]))
+        try:
+            model = reference_gpt(chosen["layers"], chosen["width"], chosen["vocabulary"], lengths[-1])
+        except GramianError as problem:
+            raise GramianError(f"argument --{problem}") from None
+        return ProfileSizes(model, lengths, chosen["batch_size"], arguments.cpu)
+    for name in SIZES:
+        if name in given:
+            raise GramianError(f"argument --{name}: is for the reference GPT; expected it without CONFIG.toml")
+    config = load_config(arguments.config, arguments.overrides)
+    check_device(config)
+    lengths = sorted(set(given.get("seq_lengths", [config.data.length])))
+    batch_size = given.get("batch_size", config.data.batch)
+    cpu = arguments.cpu or config.run.device == "cpu"
+    return ProfileSizes(model_of_config(config, lengths[-1]), lengths, batch_size, cpu)
+
+
+def measure_lengths(
+    lengths: Sequence[int],
+    where: ProcessGrid,
+    bar: AbstractContextManager[Update],
+    steps: int,
+    measure: Callable[[int, Callable[[], None]], P],
+) -> tuple[list[P], str]:
+    """Measure one length after another, until one fails on any process. Collective.
+
+    Args:
+        lengths: tokens per sequence.
+        where: this process.
+        bar: shows the progress.
+        steps: calls of `on_progress` at each length.
+        measure: `measure(length, on_progress)`.
+
+    Returns:
+        What was measured, and why it ended early; empty: it did not.
+    """
+    from gramian.verify.profiles.measurements import first_line
+
+    profiles: list[P] = []
+    done = 0
+
+    def advance(length: int) -> None:
+        nonlocal done
+        done += 1
+        update(done, steps * len(lengths), f"sequence length {length}")
+
+    with bar as update:
+        for length in lengths:
+            try:
+                measured = measure(length, partial(advance, length))
+                where.wait()
+            except (RuntimeError, MemoryError, GramianError) as problem:  # out of memory is a RuntimeError in torch
+                return profiles, where.first_failure(f"sequence length {length}: {first_line(problem)}")
+            profiles.append(measured)
+    return profiles, ""

@@ -1,0 +1,18 @@
+"""Number types with a range that msgspec checks when a configuration is read.
+
+@dataclass
+class Options:
+batch: Count = 16  # msgspec.convert({"batch": 0}, Options) fails: expected int >= 1
+"""
+
+from typing import Annotated
+
+import msgspec
+
+LARGEST_INTEGER = 2**31 - 1
+"""Upper bound of every integer option: torch indexes with it, and a larger value is a typing error."""
+Natural = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INTEGER)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INTEGER)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, lt=1)]

@@ -1,0 +1,80 @@
+"""Powers of the damped Fisher on gradients, and Fisher-vector products, with the factors of a state.
+
+In come vectors {parameter: tensor}; out go {parameter: tensor} of (F + damping)^p v or F v, block by block.
+"""
+
+import time
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.apply.apply_factors import Vector, apply
+from gramian.curvature.blocks.block import Block
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.consistency import check_number, check_vector, unique_parameters
+from gramian.curvature.persist import curvature_record
+from gramian.curvature.state import CurvatureState
+
+
+def gradients_of(root: nn.Module) -> dict[str, Tensor]:
+    """{parameter: `p.grad`} of the trainable parameters that have one, tied ones once."""
+    return {n: p.grad for n, p in unique_parameters(root) if p.requires_grad and p.grad is not None}
+
+
+def natural_gradient(
+    state: CurvatureState, root: nn.Module, power: float, gradients: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """(F + damping)^power ∇ for every parameter with a gradient; ∇ itself where no capture has reached the parameter."""
+    check_number("power", power)
+    if gradients is None:
+        gradients = gradients_of(root)
+        if not gradients:
+            raise GramianError("model: no parameter has a gradient; expected loss.backward() before")
+    check_vector("gradients", gradients)
+    plain = _without_curvature(state, gradients, state.checked_specs(root))
+    measured = {name: gradient for name, gradient in gradients.items() if name not in plain}
+    found = _apply(state, measured, power) if measured else {}
+    return {name: plain[name].clone() if name in plain else found[name] for name in gradients}
+
+
+def fisher_vector_product(state: CurvatureState, vector: Vector, damped: bool) -> dict[str, Tensor]:
+    """F v, or (F + damping) v, for every parameter of the blocks that v touches."""
+    check_vector("vector", vector)
+    if state.model is not None:
+        state.checked_specs(state.model)
+    return _apply(state, vector, 1.0 if damped else None)
+
+
+def _apply(state: CurvatureState, vector: Vector, power: float | None) -> dict[str, Tensor]:
+    touched = _touched(state, vector)
+    started = time.perf_counter()
+    found = apply(touched, vector, power, state.options, state.factorisations)
+    state.seconds["apply"] = time.perf_counter() - started
+    curvature_record.log_clips(touched.values())
+    return {name: found[name] for name in (*vector, *(n for n in found if n not in vector))}
+
+
+def _touched(state: CurvatureState, vector: Vector) -> dict[str, Block]:
+    """The blocks whose parameters are in a vector."""
+    state.require_factors()
+    by_parameter = {p: block for block in state.blocks.values() for p in block.spec.parameters}
+    touched: dict[str, Block] = {}
+    for name in vector:
+        if name not in by_parameter:
+            raise GramianError(f"{name}: is not a parameter with curvature; expected names of the captured model")
+        touched[by_parameter[name].spec.name] = by_parameter[name]
+    return touched
+
+
+def _without_curvature(state: CurvatureState, gradients: Vector, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
+    """Gradients of trained parameters that no capture has reached; they are recorded, and refused under `strict`."""
+    with_curvature = {p for block in state.blocks.values() for p in block.spec.parameters}
+    trained = {p for spec in specs.values() for p in spec.parameters}
+    plain = {n: g for n, g in gradients.items() if state.blocks and n in trained and n not in with_curvature}
+    if plain and state.options.strict:
+        raise GramianError(
+            f"{next(iter(plain))}: has a gradient but no curvature; expected it in the captured backward"
+        )
+    state.without_curvature.update(plain)
+    return plain

@@ -1,0 +1,216 @@
+"""Sums of a refresh for K-FAC blocks: a statistic over layers.
+
+Legend: B samples, T tokens, I = m inputs, O outputs, V classes, N loss terms, w token weights.
+
+A = Σ w a aᵀ / Σ w and G = (1/N) Σ g gᵀ / w over tokens, where g is the gradient of one loss term as if it stood alone with
+weight 1. A token weight is the weight of its term in the loss: weight 2 is the same as having the sample twice.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.estimate.ekfac_sums import EKFACSamples, EKFACUse, SoftmaxTokens
+from gramian.curvature.estimate.loss_checks import MOST_TOKENS, check_softmax, stated_coefficient_error
+from gramian.curvature.estimate.refresh_pass import RefreshPass, SumsOfOneCapture
+from gramian.curvature.estimate.token_moments import Products, StoragePolicy, TokenMoment, Tokens
+from gramian.curvature.estimate.token_selection import ChosenTokens, TokenSelection
+from gramian.curvature.memory.curvature_plan import Keeps
+from gramian.curvature.memory.memory_budget import keeps_of
+from gramian.curvature.options import Options
+from gramian.linalg import WIDEST_DENSE
+from gramian.linalg.wide import wide
+from gramian.taps.records import LayerRecord
+from gramian.taps.roles import Needs, ParameterInfo
+from gramian.taps.sites.site import Sides
+
+
+@dataclass
+class BlockSums:
+    """Sums of one K-FAC block over the tokens of this process."""
+
+    inputs: TokenMoment | None = None
+    gradients: TokenMoment | None = None
+    probabilities: TokenMoment | None = None
+    """In place of `gradients` where the head's Fisher is exact."""
+    counts_V: Tensor | None = None
+    """Σ w per row of an embedding table."""
+    table_weight: float | Tensor = 0.0
+    table_gradients: TokenMoment | None = None
+    samples: EKFACSamples = field(default_factory=EKFACSamples)
+    """Samples with all their tokens, stored for EK-FAC alone."""
+
+    def moments(self) -> list[TokenMoment]:
+        """The sums that have data."""
+        found = (self.inputs, self.gradients, self.probabilities, self.table_gradients)
+        return [moment for moment in found if moment is not None]
+
+
+@dataclass
+class KroneckerSums(SumsOfOneCapture):
+    """Σ over tokens for every K-FAC block. A statistic over layers."""
+
+    specs: Mapping[str, Spec]
+    options: Options
+    seed: int
+    """Seed of token subsets."""
+    exact_head: bool
+    """Whether the head's G is its softmax Fisher in place of an estimate."""
+    head: str | None = None
+    """The layer whose outputs are the logits."""
+    find_head: Callable[[], str | None] | None = None
+    """Called once, in the first backward, if `head` is not known before."""
+    check_softmax: bool = True
+    """Whether the loss at an exact head is still to be checked."""
+    check_coefficient: bool = True
+    """Whether the coefficient of a loss term is still to be checked."""
+    coefficient: float | None = None
+    """Coefficient of one loss term relative to the stated one, where the head shows another."""
+    needs: Needs = "layer"
+    per_sample: bool = False
+    selection: TokenSelection = field(init=False)
+    _by_layer: dict[str, Spec] = field(default_factory=dict)
+    _keeps: Keeps | None = None
+    _products: Products = field(default_factory=Products)
+    _last_rows: dict[Any, tuple[Tensor, Tokens]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Begin a selection of tokens."""
+        self.selection = TokenSelection(self.seed)
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[str, BlockSums]:
+        """Empty sums of every K-FAC block."""
+        kronecker = {name: spec for name, spec in self.specs.items() if spec.kind == "kronecker"}
+        self._by_layer = {layer: spec for spec in kronecker.values() for layer in spec.layers}
+        return {name: BlockSums() for name in kronecker}
+
+    def update(self, sums: dict[str, BlockSums], record: LayerRecord) -> None:
+        """Add one use of one layer."""
+        spec = self._by_layer.get(record.layer)
+        if spec is None or spec.parameters[0] not in record.gradients:
+            return
+        if self.find_head is not None:
+            self.head, self.find_head = self.find_head(), None
+        if self._keeps is None:
+            self._keeps = keeps_of(self.specs, self.options, self.head, self.exact_head)
+        keeps = self._keeps[spec.name]
+        info = record.info
+        assert isinstance(info, RefreshPass)
+        sides, block = record.sides(), sums[spec.name]
+        is_table = record.layer in spec.tables
+        is_head = record.layer == self.head
+        if self.options.ekfac and not (is_head and self.exact_head):
+            g_BTO = sides.gradients_BTO
+            if sides.counted_BT is not None:
+                g_BTO = g_BTO.masked_fill(~sides.counted_BT[..., None], 0.0)
+            use = EKFACUse(sides.inputs_BT, g_BTO, info.scale, is_table)
+            block.samples.add(info.number, use, info.token_weights, record.borrowed)
+        if not is_table:
+            self.selection.find_ignored(sides, info)
+        self.selection.note_padding(sides, info, record.layer)
+        if is_table:
+            self._add_table(block, spec, sides, info, record, keeps["table"])
+            return
+        all_tokens = sides
+        if self.options.weight_sharing == "reduce":
+            sides = self.selection.reduced(sides, info, record.layer)
+        block.inputs = block.inputs or TokenMoment(spec.inputs - spec.has_bias, keeps["A"])
+        chosen = self.selection.choose(sides, info, record.layer, block.inputs.keep)
+        inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
+        block.inputs.add(inputs, self._products)
+        keep = keeps["G"]
+        if is_head and self.exact_head:
+            self._add_head(block, spec, all_tokens, info, record, keep)
+            return
+        chosen = self.selection.choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        alone = info.tensor_parallel is None
+        if is_head and sides is all_tokens and sides.outputs is not None and alone and self.check_coefficient:
+            rows = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN[:MOST_TOKENS]
+            self._check_coefficient(sides.outputs(rows).softmax(dim=-1), gradients)
+        block.gradients = block.gradients or TokenMoment(spec.outputs, keep)
+        block.gradients.add(gradients, Products())
+
+    def count(self, sums: dict[str, BlockSums], samples: int) -> None:
+        """End a pass: of its tensors only copies of rows stay."""
+        copies: dict[tuple[int, ...], Tensor] = {}
+        for block in sums.values():
+            for moment in block.moments():
+                moment.own(copies)
+            block.samples.own(copies)
+        self._products.forget()
+        self.selection.end_pass()
+        self._last_rows.clear()
+
+    def _rows(self, chosen: ChosenTokens, inputs_BT: Tensor, borrowed: bool) -> Tokens:
+        """The chosen rows of an input; the very same tensors if the last layer had the same input."""
+        if borrowed or chosen.index is None:
+            return chosen.tokens(inputs_BT, borrowed)
+        key = (inputs_BT.data_ptr(), inputs_BT.shape, inputs_BT.stride(), inputs_BT.dtype, id(chosen))
+        if key not in self._last_rows:  # with the input itself, so that no other tensor gets its address
+            self._last_rows = {key: (inputs_BT, chosen.tokens(inputs_BT, borrowed))}
+        return self._last_rows[key][1]
+
+    def _add_table(
+        self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
+    ) -> None:
+        """Add a lookup: inputs are one-hot, so A is a count per row."""
+        tied = spec.layout != "table"
+        rows, width = (spec.outputs, spec.inputs) if tied else (spec.inputs, spec.outputs)
+        chosen = self.selection.choose(sides, info, record.layer, StoragePolicy(rows_up_to=0))
+        index = sides.inputs_BT.reshape(-1)
+        index = index if chosen.index is None else index[chosen.index]
+        dtype = wide(sides.gradients_BTO[:0]).dtype
+        weights = index.new_ones(len(index), dtype=dtype) if chosen.weights is None else chosen.weights.to(dtype)
+        counts = torch.zeros(rows, dtype=dtype, device=index.device).index_add_(0, index, weights)
+        block.counts_V = counts if block.counts_V is None else block.counts_V + counts
+        block.table_weight = block.table_weight + weights.double().sum()
+        block.table_gradients = block.table_gradients or TokenMoment(width, keep)
+        chosen = self.selection.choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        block.table_gradients.add(gradients, Products())
+
+    def _add_head(
+        self, block: BlockSums, spec: Spec, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
+    ) -> None:
+        """Add the head's own Fisher: Σ w (diag p − p pᵀ) over tokens with a loss, from its recomputed outputs.
+
+        Labels of different tokens are drawn apart, so the Fisher of a sample's summed gradient is this sum too.
+        """
+        if sides.outputs is None:
+            raise GramianError(
+                f"{record.layer}: is not a linear layer, so its softmax has no exact Fisher here; "
+                "expected another head=, or kfac_true_fisher_head=False"
+            )
+        if self.options.ekfac and spec.outputs <= WIDEST_DENSE:  # all tokens with a loss, whatever subset K-FAC takes
+            rows_TI, _, p_TV, weights, _ = self._softmax(sides, info, record, StoragePolicy())
+            block.samples.softmax.append(SoftmaxTokens(wide(rows_TI).clone(), p_TV, weights))
+        _, gradients, p_TV, weights, chosen = self._softmax(sides, info, record, keep)
+        if self.check_softmax:
+            self.check_softmax = not check_softmax(spec.name, p_TV, gradients, info.tensor_parallel)
+        if info.tensor_parallel is None and self.check_coefficient:
+            self._check_coefficient(p_TV[:MOST_TOKENS], gradients)
+        block.probabilities = block.probabilities or TokenMoment(spec.outputs, keep)
+        block.probabilities.add(Tokens(p_TV, weights, chosen.keys, seen=chosen.seen), Products())
+
+    def _softmax(
+        self, sides: Sides, info: RefreshPass, record: LayerRecord, keep: StoragePolicy
+    ) -> tuple[Tensor, Tokens, Tensor, Tensor, ChosenTokens]:
+        """Inputs, gradients, probabilities and weights of the chosen tokens of an exact head."""
+        assert sides.outputs is not None
+        chosen = self.selection.choose(sides, info, record.layer, keep)
+        gradients = chosen.tokens(sides.gradients_BTO, record.borrowed, info.scale, inverse=True)
+        rows_TI = chosen.tokens(sides.inputs_BT, borrowed=True).rows_TN
+        p_TV = sides.outputs(rows_TI).softmax(dim=-1)
+        weights = (gradients.rows_TN != 0).any(1) if chosen.weights is None else chosen.weights
+        return rows_TI, gradients, p_TV, weights.to(p_TV), chosen
+
+    def _check_coefficient(self, p_TV: Tensor, gradients: Tokens) -> None:
+        """Compare the first tokens' gradients with those of a cross entropy of the stated coefficient, once."""
+        self.check_coefficient = False
+        self.coefficient = stated_coefficient_error(p_TV, gradients)

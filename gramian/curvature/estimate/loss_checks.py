@@ -1,0 +1,100 @@
+"""Checks, at a softmax head, that the loss is the one that the arguments of a capture describe.
+
+Legend: T tokens, V classes, p [T, V] probabilities of the head's outputs, g [T, V] their gradients divided by the stated
+coefficient of a loss term.
+
+A cross entropy of the head's outputs with the coefficient c has the output gradient g = c (p − q), q the target's distribution.
+Captures divide by the coefficient that `loss_reduction` and `num_terms` state, so c = 1 is right; `(loss / accum).backward()`
+under "mean" leaves c = 1/accum, and every G would be 1/accum² of what it is.
+"""
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.curvature.estimate.token_moments import Tokens
+from gramian.linalg.wide import pieces, wide
+from gramian.parallel.tensor_parallel import TensorParallel
+
+MOST_TOKENS = 64
+"""Tokens whose coefficient is looked at."""
+DIFFERS = 0.02
+"""A coefficient that is closer to 1 than this is right."""
+AGREES = 0.05
+"""Largest relative spread of the tokens' own coefficients."""
+UNIFORM = 1e-3
+"""Predictions that differ by less beside the label count as equal."""
+
+
+def stated_coefficient_error(p_TV: Tensor, gradients: Tokens) -> float | None:
+    """`seen_coefficient` of the first tokens, whose rows are still to be scaled and weighted."""
+    g_TV = wide(gradients.rows_TN[:MOST_TOKENS]) * gradients.scale
+    if gradients.weights_T is not None:
+        g_TV = g_TV * gradients.weights_T[:MOST_TOKENS, None].to(g_TV)
+    return seen_coefficient(p_TV, g_TV.to(p_TV))
+
+
+def seen_coefficient(p_TV: Tensor, g_TV: Tensor) -> float | None:
+    """c ≠ 1 if every token's gradient is c (p − e_y); None if c is 1, or cannot be determined. Cost: passes over T·V.
+
+    c_t = −g_y/(1 − p_y), y the only negative entry. Soft targets q (label smoothing, a teacher) give g = p − q, for which
+    c_t p − g = c_t p − (p − q) vanishes beside the label only if q is proportional to p there: over all tokens it may be
+    a quarter of what uniform smoothing of that size would leave, |1 − c_t| · ‖p − mean p‖ over the classes beside y. Where p is
+    uniform (two classes, a head of zeros) both are 0 for hard and for soft targets, so the answer is None.
+    """
+    y_T1 = g_TV.argmin(1, keepdim=True)
+    left_T = 1 - p_TV.gather(1, y_T1)[:, 0]
+    live_T = (g_TV != 0).any(1) & (left_T > AGREES)
+    p_TV, g_TV, y_T1, left_T = p_TV[live_T], g_TV[live_T], y_T1[live_T], left_T[live_T]
+    if len(y_T1.unique()) < 2:
+        return None
+    c_T = -g_TV.gather(1, y_T1)[:, 0] / left_T
+    rest_TV = (c_T[:, None] * p_TV - g_TV).scatter(1, y_T1, 0.0)
+    mean_T1 = left_T[:, None] / (p_TV.shape[1] - 1)
+    spread_T = (p_TV - mean_T1).scatter(1, y_T1, 0.0).norm(dim=1)
+    wrong_T = (c_T - 1).abs() > DIFFERS
+    hard = (rest_TV.norm() < ((c_T - 1) * spread_T).norm() / 4) & (spread_T.norm() > UNIFORM * left_T.norm())
+    c = c_T.median()
+    agree = ((c_T - c).abs() <= AGREES * c.abs()).all()
+    return float(c) if bool(wrong_T.all() & hard & agree & torch.isfinite(c)) else None
+
+
+def check_softmax(layer: str, p_TV: Tensor, gradients: Tokens, tensor_parallel: TensorParallel | None) -> bool:
+    """Check that the loss is the cross entropy of these very logits; True if there was a token to look at.
+
+    A wrong num_terms or loss_reduction raises as well. Processes that see the same samples raise together (collective).
+    """
+    if tensor_parallel is None:
+        return _check_softmax(layer, p_TV, gradients)
+    problem, seen = "", False
+    try:
+        seen = _check_softmax(layer, p_TV, gradients)
+    except GramianError as error:
+        problem = str(error)
+    reports = tensor_parallel.gather_messages([problem, seen])
+    problem = next((text for text, _ in reports if text), "")
+    if problem:
+        raise GramianError(problem)
+    return any(seen for _, seen in reports)
+
+
+def _check_softmax(layer: str, p_TV: Tensor, gradients: Tokens) -> bool:
+    """p − g must be a distribution, the target. Beside p and g one piece of the tokens is in memory."""
+    g_TV, seen = gradients.rows_TN, False
+    slack = {torch.float64: 1e-6, torch.float32: 1e-3}.get(g_TV.dtype, 5e-2)
+    for piece in pieces(*g_TV.shape):
+        inverse = 1.0 if gradients.weights_T is None else gradients.weights_T[piece].to(p_TV)[:, None]
+        g_CV = wide(g_TV[piece]) * gradients.scale * inverse
+        target = p_TV[piece] - g_CV
+        live = (g_CV != 0).any(1)
+        bad = live & ((target.sum(1) - 1).abs().gt(slack) | target.amin(1).lt(-slack))
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0, 0])
+            raise GramianError(
+                f"{layer}: the gradient of token {piece.start + row} is not that of a cross entropy of this layer's outputs "
+                f"(targets sum to {float(target[row].sum()):.4g}, smallest {float(target[row].min()):.4g}); expected softmax "
+                "cross entropy on the head itself, with the right loss_reduction, num_terms and loss_scale, or "
+                "kfac_true_fisher_head=False"
+            )
+        seen = seen or bool(live.any())
+    return seen

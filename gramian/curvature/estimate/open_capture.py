@@ -1,0 +1,124 @@
+"""Open a refresh: on the user's own passes (`capture`), or on passes over a batch (`collect`).
+
+Both count one step. Arguments that are refused do not count as a step, unless other processes count it.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.consistency import has_factors, module_of
+from gramian.curvature.blocks.output_head import known_head, seen_head
+from gramian.curvature.estimate import fisher_labels
+from gramian.curvature.estimate.fisher_labels import LabelArguments
+from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture, LossArguments
+from gramian.curvature.estimate.kronecker_sums import KroneckerSums
+from gramian.curvature.estimate.remainder_sums import RemainderSums
+from gramian.curvature.memory.memory_budget import keeps_of
+from gramian.curvature.refresh import finish_refresh, refresh_schedule
+from gramian.curvature.state import CurvatureState
+from gramian.parallel.exchange import Exchange
+from gramian.taps.hub import hub_of
+
+
+def capture(
+    state: CurvatureState, model: nn.Module, loss: LossArguments, head: str | None, force: bool
+) -> KFACCapture | IdleCapture:
+    """The context of a step on the user's passes, which observes nothing if the step does not refresh."""
+    with _step(state, model, force) as (due, exchange):
+        loss.check()
+        exact_head, seed = state.options.kfac_true_fisher_head, state.seeds[0]
+        cap = _open(state, model, loss, exchange, head, exact_head, "empirical", seed) if due else IdleCapture()
+    return cap
+
+
+def collect(
+    state: CurvatureState, model: nn.Module, batch: Any, labels: LabelArguments, head: str | None, force: bool
+) -> None:
+    """Refresh on passes over a batch, with its own labels or with drawn ones."""
+    root = module_of(model)
+    with _step(state, model, force) as (due, exchange):
+        fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
+        labelled = fisher_labels.read_batch(root, batch, labels.causal_shift)
+        if not labels.drawn and labelled.labels is None and not labelled.shifted:
+            raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+        if hub_of(root).live:
+            raise GramianError(
+                "model: is inside an open capture, which would take these passes for its own; "
+                "expected collect_kfac_factors outside of it"
+            )
+    if not due:
+        return
+    exact_head = labels.fisher_type == "true" or state.options.kfac_true_fisher_head
+    draw_seed, subset_seed = state.seeds
+    if labels.generator is not None:
+        draw_seed, subset_seed = refresh_schedule.draw_seed(labels.generator), draw_seed
+
+    def opened(found: fisher_labels.Positions, weights: Tensor | None) -> KFACCapture:
+        loss = LossArguments("sum", found.terms, weights)
+        estimate = "mc" if labels.drawn else "empirical"
+        return _open(state, model, loss, exchange, head, exact_head, estimate, subset_seed)
+
+    try:
+        draws = labels.n_samples if labels.drawn else None
+        fisher_labels.run_passes(root, labelled, opened, draws, draw_seed, labels.sample_ids)
+    except BaseException as error:
+        if exchange is not None:  # if the capture has announced an error already, that one counts
+            rendezvous = refresh_schedule.refresh_rendezvous(state, exchange)
+            rendezvous.decline(f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def _step(state: CurvatureState, model: nn.Module, force: bool) -> Iterator[tuple[bool, Exchange | None]]:
+    """Count a step: whether it refreshes, and with which processes. A `GramianError` inside the block rejects the step."""
+    state.refuse_nested()
+    exchange = refresh_schedule.model_exchange(state, model)
+    due = refresh_schedule.begin_step(state, force, exchange)
+    try:
+        yield due, exchange
+    except GramianError as error:
+        refresh_schedule.reject_step(state, due, exchange, error)
+        raise
+
+
+def _open(
+    state: CurvatureState,
+    model: nn.Module,
+    loss: LossArguments,
+    exchange: Exchange | None,
+    head: str | None,
+    exact_head: bool,
+    estimate: str,
+    seed: int,
+) -> KFACCapture:
+    """A capture of a model that fits the factors, with a head and a memory budget that are possible."""
+    root = module_of(model)
+    if state.model is not None and state.model is not root and state.blocks:
+        raise GramianError("model: the factors here are those of another model; expected one object for each model")
+    specs = state.checked_specs(root)
+    found = known_head(root, head)
+    if exact_head and found is not None and not has_factors(found, specs):
+        raise GramianError(
+            f"head: {found!r} is not a trained layer with K-FAC factors; expected the linear layer that makes the logits"
+        )
+    keeps_of(specs, state.options, found, exact_head)  # a budget that cannot be met is refused before any token
+    kronecker = KroneckerSums(
+        specs,
+        state.options,
+        seed,
+        exact_head,
+        head=found,
+        check_softmax=not state.softmax_checked,
+        check_coefficient=not state.coefficient_checked,
+    )
+    finish = finish_refresh.finish
+    cap = KFACCapture(state, model, kronecker, RemainderSums(specs), finish, loss, estimate, exchange)
+    if found is None:
+        kronecker.find_head = lambda: seen_head(cap.output_layer(), specs, exact_head)
+    state.specs, state.model_ref = specs, weakref.ref(root)
+    return cap

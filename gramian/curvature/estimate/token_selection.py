@@ -1,0 +1,183 @@
+"""Which tokens of a pass take part in the sums of a layer, and with which weights.
+
+Legend: B samples, T tokens, w token weights.
+
+Weights come from the user (`token_weights`), else from the backward itself: a token without a loss term (`ignore_index`)
+sends no gradient back through the last layers, so the head's gradients show which tokens have a term. Tokens of weight 0 are
+left out. With `max_tokens`, the tokens with the smallest random keys stay; a key depends on seed, sample, position and draw
+alone, so the subset does not depend on how samples are split over passes and processes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.errors import GramianError
+from gramian.core.keyed_random import token_keys
+from gramian.curvature.estimate.refresh_pass import RefreshPass
+from gramian.curvature.estimate.token_moments import StoragePolicy, Tokens
+from gramian.linalg.wide import wide
+from gramian.taps.sites.site import Sides
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """The tokens of a pass that take part, for layers that see the same number of them."""
+
+    index: Tensor | None
+    """Positions in the flattened [B·T]; None: all."""
+    weights: Tensor | None
+    """w of the chosen; None: all 1."""
+    keys: Tensor | None
+    seen: int
+    """Tokens before a subset was taken."""
+
+    def tokens(self, x_BTN: Tensor, borrowed: bool, scale: float | Tensor = 1.0, inverse: bool = False) -> Tokens:
+        """The chosen rows of one side; `inverse`: weighted with 1/w."""
+        rows, owned = x_BTN.reshape(-1, x_BTN.shape[-1]), self.index is not None
+        if self.index is not None:
+            rows, borrowed = rows[self.index], False
+        weights = 1.0 / self.weights if inverse and self.weights is not None else self.weights
+        return Tokens(rows, weights, self.keys, scale, borrowed, self.seen, owned)
+
+
+@dataclass
+class TokenSelection:
+    """Chooses tokens for every layer of a refresh; what it computed for one layer serves all layers that agree."""
+
+    seed: int
+    """Seed of the keys of a subset."""
+    forwards: dict[int, int] = field(default_factory=dict)
+    """{number of an announcement of num_terms: forwards that it covers}."""
+    padded: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """{layer: (tokens counted, loss terms)} where tokens without a term could not be recognised."""
+    _with_term: dict[int, Tensor | None] = field(default_factory=dict)
+    """{pass: [B, T], True for tokens with a loss term; None: all have one}, once it is known."""
+    _counted: dict[tuple[int, str], int] = field(default_factory=dict)
+    """{(pass, layer): tokens so far}: a head may be called in pieces."""
+    _masks: list[Tensor] = field(default_factory=list)
+    _chosen: dict[Any, ChosenTokens] = field(default_factory=dict)
+
+    def end_pass(self) -> None:
+        """Forget what belongs to a pass."""
+        for memo in (self._with_term, self._counted, self._masks, self._chosen):
+            memo.clear()
+
+    def find_ignored(self, sides: Sides, info: RefreshPass) -> None:
+        """Find the tokens without a loss term: those that send nothing back through the last layers.
+
+        The first layer of a backward, usually the head, decides if as many of its tokens send a gradient as there are terms,
+        or all of them do; otherwise the next layer is asked. Forwards that share a backward share its number of terms, so
+        there the two numbers cannot be compared.
+        """
+        if info.token_weights is not None or info.number in self._with_term:
+            return
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        alone = self.forwards.get(info.announcement, 1) == 1
+        if info.tensor_parallel is None and alone and info.num_terms == batch * tokens:
+            self._with_term[info.number] = None
+            return
+        with_term_BT = (sides.gradients_BTO != 0).any(-1)
+        counts = torch.stack([with_term_BT.sum(), with_term_BT.new_tensor(batch * tokens, dtype=torch.long)])
+        if info.tensor_parallel is not None:  # what follows is the same on all processes that see these samples
+            counts = info.tensor_parallel.sum(counts)
+        sending, seen = counts.tolist()
+        if sending == seen > info.num_terms or (alone and info.num_terms == seen):
+            self._with_term[info.number] = None  # a term has several tokens, or every token one
+        elif not alone or sending == info.num_terms:
+            self._with_term[info.number] = with_term_BT
+
+    def note_padding(self, sides: Sides, info: RefreshPass, layer: str) -> None:
+        """Note a layer that counts more tokens than there are terms because those without one are not known."""
+        batch, tokens = info.rows, sides.gradients_BTO.shape[1]
+        counted = self._counted[info.number, layer] = self._counted.get((info.number, layer), 0) + batch * tokens
+        if info.token_weights is not None or counted <= info.num_terms:
+            return
+        with_term_BT = self._with_term.get(info.number)
+        fits = with_term_BT is None or with_term_BT.shape[1] in (1, tokens) or tokens == 1
+        reports = info.tensor_parallel is None or info.tensor_parallel.first
+        if reports and (info.number not in self._with_term or not fits):
+            self.padded[layer] = (counted, info.num_terms)
+
+    def choose(self, sides: Sides, info: RefreshPass, layer: str, keep: StoragePolicy) -> ChosenTokens:
+        """The tokens that take part; computed once per pass for all layers with as many."""
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        memo = (info.number, tokens, keep.limit, id(self._not_padding(sides, info)))
+        if sides.counted_BT is None and memo in self._chosen:
+            return self._chosen[memo]
+        device = sides.gradients_BTO.device
+        weights_BT = self._weights(sides, info, layer)
+        index = weights = keys = None
+        seen = batch * tokens
+        if weights_BT is not None:
+            flat = weights_BT.reshape(-1)
+            index = (flat > 0).nonzero()[:, 0]
+            seen = len(index)
+            weights = flat[index]
+            weights = None if bool((weights == 1).all()) else weights
+            index = None if seen == batch * tokens else index
+        if keep.limit is not None:
+            keys = token_keys(self.seed, info.samples_B.to(device), tokens, info.draw).reshape(-1)
+            keys = keys if index is None else keys[index]
+            if len(keys) > keep.limit:
+                subset = keys.topk(keep.limit, largest=False).indices.sort().values
+                keys = keys[subset]
+                weights = None if weights is None else weights[subset]
+                index = subset if index is None else index[subset]
+        chosen = ChosenTokens(index, weights, keys, seen)
+        if sides.counted_BT is None:
+            self._chosen[memo] = chosen
+        return chosen
+
+    def reduced(self, sides: Sides, info: RefreshPass, layer: str) -> Sides:
+        """One token per sample: the mean input and the summed gradient (`weight_sharing="reduce"`)."""
+        w_BT = self._weights(sides, info, layer)
+        a_BTI, g_BTO = wide(sides.inputs_BT), wide(sides.gradients_BTO)
+        if w_BT is None:
+            return Sides(a_BTI.mean(1, keepdim=True), g_BTO.sum(1, keepdim=True))
+        w_BT1 = w_BT.to(a_BTI)[..., None]
+        tiny = torch.finfo(a_BTI.dtype).tiny
+        mean = (a_BTI * w_BT1).sum(1, keepdim=True) / w_BT1.sum(1, keepdim=True).clamp(min=tiny)
+        return Sides(mean, (g_BTO * (w_BT1 > 0)).sum(1, keepdim=True))
+
+    def _weights(self, sides: Sides, info: RefreshPass, layer: str) -> Tensor | None:
+        """[B, T] for this layer; None: all tokens count alike."""
+        batch, tokens = sides.gradients_BTO.shape[:2]
+        weights = info.token_weights
+        if weights is None:
+            weights = self._not_padding(sides, info)
+        if weights is not None:
+            weights = weights.to(sides.gradients_BTO.device).double()
+            if tokens == 1:
+                weights = weights.amax(1, keepdim=True)  # a layer behind a pooling sees the samples that count
+            elif weights.shape[1] == 1:
+                weights = weights.expand(-1, tokens)
+            elif weights.shape[1] != tokens:
+                raise GramianError(
+                    f"token_weights: {layer} sees {tokens} tokens per sample, the weights have {weights.shape[1]}; "
+                    f"expected shape [{batch}, {tokens}], or [{batch}, 1]"
+                )
+        if sides.counted_BT is not None:
+            weights = sides.counted_BT.double() * (1.0 if weights is None else weights)
+        return weights
+
+    def _not_padding(self, sides: Sides, info: RefreshPass) -> Tensor | None:
+        """[B, T], 0 for padding: tokens without a loss term that send nothing back through this layer either.
+
+        None: all count, or nothing is known. Layers that agree get the very same tensor.
+        """
+        with_term_BT, tokens = self._with_term.get(info.number), sides.gradients_BTO.shape[1]
+        if info.token_weights is not None or with_term_BT is None:
+            return None
+        if tokens == 1:  # behind a pooling, or one token for a sample
+            with_term_BT = with_term_BT.any(1, keepdim=True)
+        elif with_term_BT.shape[1] not in (1, tokens):
+            return None
+        live_BT = (with_term_BT | (sides.gradients_BTO != 0).any(-1)).double()
+        for known in self._masks:
+            if known.shape == live_BT.shape and torch.equal(known, live_BT):
+                return known
+        self._masks.append(live_BT)
+        return live_BT

@@ -1,0 +1,127 @@
+"""Everything that the bytes of a block depend on beside its tokens: widths, dtypes, and the options that change its factors."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.options import Options
+
+MANY = 2**62
+"""A token count that stands for any number of tokens."""
+
+
+class BlockTokens(NamedTuple):
+    """Numbers of tokens of a block, over all processes."""
+
+    inputs: int
+    """Tokens of A."""
+    outputs: int
+    """Tokens of G: those of A, or more for an exact head whose inputs are means over samples."""
+    table: int
+    """Tokens that look the weight up in a table."""
+    calls: int = 1
+    """Uses of the weight per sample: a subset keeps or drops all tokens of one position together."""
+    lookups: int = 1
+    """Lookups per sample."""
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether the counts stand for any number of tokens."""
+        return self.outputs >= MANY
+
+
+ANY_TOKENS = BlockTokens(MANY, MANY, MANY)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """The shape of a block; blocks with equal forms take equal bytes."""
+
+    kind: str
+    """`Spec.kind`."""
+    inputs: int
+    """m, width of A, the bias included."""
+    outputs: int
+    """o, width of G."""
+    bias: bool
+    linear: bool
+    """Whether a layer multiplies by the weight."""
+    table: bool
+    """Whether a layer looks the weight up."""
+    transposed: bool
+    """Whether the table's rows are the outputs: a table tied to a head."""
+    exact: bool
+    """Whether G is the exact Fisher of a softmax head."""
+    shared: bool
+    """Whether A is stored by another block with the same inputs."""
+    activation: int
+    """Bytes of a number in activations."""
+    wide: int
+    """Bytes of a number in sums: 4, or 8 for float64."""
+    storage: torch.dtype
+    """Dtype of stored factors."""
+    algebra: int
+    """Bytes of a number in small systems."""
+    averaged: int
+    """Columns that an average over refreshes keeps; 0: no average."""
+    decomposed: bool
+    """Whether factors are applied by eigenvectors rather than by Cholesky factors."""
+    processes: int = 1
+    """Number of processes that share the tokens."""
+    reduction: str = ""
+    """How processes join their rows: "gram", "gather" or "dense"."""
+    corrected: bool = False
+    """Whether EK-FAC measures its own eigenvalues."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        options: Options,
+        exact: bool,
+        shared: bool = False,
+        powers: bool = False,
+        activation: torch.dtype | None = None,
+        algebra: torch.dtype = torch.float64,
+        processes: int = 1,
+    ) -> "BlockForm":
+        """The form of a block under the options; `activation`: dtype under autocast; None: that of the parameters."""
+        activation = spec.dtype if activation is None or spec.dtype == torch.float64 else activation
+        wide = 8 if activation == torch.float64 else 4
+        linear = len(spec.tables) < len(spec.layers)
+        return cls(
+            kind=spec.kind,
+            inputs=spec.inputs,
+            outputs=spec.outputs,
+            bias=spec.has_bias,
+            linear=linear,
+            table=bool(spec.tables),
+            transposed=bool(spec.tables) and spec.layout != "table",
+            exact=exact and linear,
+            shared=shared,
+            activation=wide if options.weight_sharing == "reduce" else activation.itemsize,
+            wide=wide,
+            storage=options.storage_dtype(spec.dtype),
+            algebra=8 if spec.dtype == torch.float64 else algebra.itemsize,
+            averaged=options.kfac_auto_t_max if options.ema_decay else 0,
+            decomposed=powers or options.damping_mode == "joint",
+            processes=processes,
+            reduction=options.kfac_distributed_reduce if processes > 1 else "",
+            corrected=options.ekfac,
+        )
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Widths of A, of G and of a table's gradients."""
+        return self.inputs, self.outputs, self.inputs if self.transposed else self.outputs
+
+    @property
+    def row_processes(self) -> int:
+        """Number of processes over which the rows of a low-rank factor are sharded."""
+        return self.processes if self.reduction == "gram" else 1
+
+    def local(self, tokens: int) -> int:
+        """Tokens of one process."""
+        return -(-tokens // self.processes)

@@ -1,0 +1,180 @@
+"""Decide what every block keeps of its tokens, within `memory_budget`.
+
+`keeps_of` is used by a refresh and by its plan, so the two cannot differ. It depends on shapes and options only, not on data or
+free memory, so all processes decide alike, whatever tokens they have.
+
+If a model could exceed the budget for some number of tokens, blocks are reduced in this order:
+1. low rank: sides that would be dense keep L tokens instead, which loses nothing while no more than L tokens come;
+2. fewer tokens: L is the largest number for which everything fits; of more tokens a keyed, rescaled subset of L is kept;
+3. diagonal: where not even `FEWEST` tokens fit, the largest block becomes its diagonal, then the next largest;
+4. an error with the totals.
+L is one number for all blocks, so a budget that fits the plan for T tokens keeps T tokens. With low rank switched off, the step
+after dense is the diagonal.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gramian.core.byte_amounts import format_bytes
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import Spec
+from gramian.curvature.blocks.representation import keep_for
+from gramian.curvature.estimate.token_moments import StoragePolicy
+from gramian.curvature.memory.block_footprint import ThreeKeeps, bound
+from gramian.curvature.memory.block_form import MANY, BlockForm
+from gramian.curvature.memory.curvature_plan import CurvaturePlan, Keeps, plan_row
+from gramian.curvature.memory.plan_totals import PlanTotal, add
+from gramian.curvature.options import Options
+from gramian.plan.budget import Budget, largest_fitting, smallest_fitting
+
+SIDES = ("A", "G", "table")
+DIAGONAL = StoragePolicy(diagonal=True, why="memory_budget: its diagonal")
+FEWEST = 32
+"""Tokens below which a diagonal is preferred to a subset."""
+
+
+def keeps_of(
+    specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, device: str | None = None
+) -> Keeps:
+    """What every K-FAC block keeps of its tokens, within the budget if there is one.
+
+    `head` is the layer whose outputs are the logits, `device` the one the model will run on (None: its own).
+
+    Raises:
+        GramianError: if not even diagonals fit.
+    """
+    policy = {name: _policy(spec, options, head) for name, spec in specs.items() if spec.kind == "kronecker"}
+    if options.budget is None:
+        return policy
+    homes = {name: device or home_of(spec.device) for name, spec in specs.items()}
+    return _BudgetSearch(specs, options, head if exact_head else None, policy, homes).keeps()
+
+
+def home_of(device: torch.device) -> str:
+    """The device type on which a layer will run; a model on the meta device is planned for a GPU."""
+    return "cuda" if device.type == "meta" else device.type
+
+
+def store_of(options: Options, home: str) -> str:
+    """The device type on which the factors of a layer are stored."""
+    return home if options.woodbury_store_device == "auto" else options.woodbury_store_device
+
+
+def three_keeps(keeps: Mapping[str, StoragePolicy]) -> ThreeKeeps:
+    """What is kept of A, of G and of a table's gradients."""
+    return keeps.get("A", StoragePolicy()), keeps.get("G", StoragePolicy()), keeps.get("table", StoragePolicy())
+
+
+def _policy(spec: Spec, options: Options, head: str | None) -> dict[str, StoragePolicy]:
+    is_head = head in spec.layers
+    return {
+        "A": keep_for("A", spec.inputs, is_head, options),
+        "G": keep_for("G", spec.outputs, is_head, options),
+        "table": keep_for("G", spec.outputs if spec.layout == "table" else spec.inputs, False, options),
+    }
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What blocks of equal bytes have in common."""
+
+    form: BlockForm
+    policy: ThreeKeeps
+    home: str
+    store: str
+
+    def weight(self, keeps: ThreeKeeps) -> int:
+        """Bytes of a refresh of one block alone, by which blocks are compared."""
+        one = bound(self.form, keeps)
+        used = one.use_A.launched + one.use_G.launched
+        return one.collect + one.rest + one.settled_A + one.settled_G + used
+
+
+class _BudgetSearch:
+    """The search for what fits with any number of tokens; blocks of one kind are evaluated once."""
+
+    def __init__(
+        self, specs: Mapping[str, Spec], options: Options, exact: str | None, policy: Keeps, homes: Mapping[str, str]
+    ) -> None:
+        self.options, self.policy, self.budget, self.specs = options, policy, Budget(options.budget), specs
+        self.kinds: dict[_Kind, list[str]] = {}
+        for name, spec in specs.items():
+            form, home = BlockForm.of(spec, options, exact=exact in spec.layers), homes[name]
+            kind = _Kind(form, three_keeps(policy.get(name, {})), home, store_of(options, home))
+            self.kinds.setdefault(kind, []).append(name)
+
+    def keeps(self) -> Keeps:
+        """The first reduction that fits."""
+        if self._fits(None, 0):
+            return self.policy
+        most = min(self.options.kfac_auto_t_max, self.options.max_tokens or MANY)
+        fewest, blocks = min(FEWEST, most), len(self.policy)
+        flat = smallest_fitting(0, blocks, lambda count: self._fits(fewest, count))
+        if flat is None:
+            raise self._refusal(fewest, blocks)
+        tokens = largest_fitting(fewest, most, lambda count: self._fits(count, flat))
+        return self._reduced(fewest if tokens is None else tokens, flat)
+
+    def _reduced(self, tokens: int, flat: int) -> Keeps:
+        """Subsets of so many tokens, and so many blocks as diagonals."""
+        found: dict[str, Mapping[str, StoragePolicy]] = {}
+        for kind, names, diagonals in self._split(flat, tokens):
+            limited = dict(zip(SIDES, self._limited(kind, tokens), strict=True))
+            for i, name in enumerate(names):
+                found[name] = dict.fromkeys(SIDES, DIAGONAL) if i < diagonals else limited
+        return {name: found[name] for name in self.policy}
+
+    def _split(self, flat: int, tokens: int | None) -> Iterator[tuple[_Kind, list[str], int]]:
+        """Every kind of Kronecker block with its blocks and how many of them are diagonal, the largest first."""
+        kinds = [(kind, names) for kind, names in self.kinds.items() if names[0] in self.policy]
+        if tokens is not None:
+            kinds.sort(key=lambda pair: -pair[0].weight(self._limited(pair[0], FEWEST)))
+        for kind, names in kinds:
+            diagonals = min(flat, len(names))
+            flat -= diagonals
+            yield kind, names, diagonals
+
+    def _limited(self, kind: _Kind, tokens: int) -> ThreeKeeps:
+        """Every side as the policy has it, or on a subset of so many tokens: whichever takes less."""
+        found = dict(zip(SIDES, kind.policy, strict=True))
+        subset = StoragePolicy(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
+        for side, width in zip(SIDES, kind.form.widths, strict=True):
+            if self.options.low_rank and not found[side].diagonal and tokens < width:
+                found = min(found, found | {side: subset}, key=lambda keeps: kind.weight(three_keeps(keeps)))
+        return three_keeps(found)
+
+    def _fits(self, tokens: int | None, flat: int) -> bool:
+        return all(self.budget.fits(total.peak) for total in self._totals(tokens, flat).values())
+
+    def _totals(self, tokens: int | None, flat: int) -> dict[str, PlanTotal]:
+        """{device: bytes of all blocks}; tokens None: as the policy has it."""
+        totals: dict[str, PlanTotal] = {}
+        counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
+        for kind, names, diagonals in self._split(flat, tokens):
+            keeps = kind.policy if tokens is None else self._limited(kind, tokens)
+            counted += [(kind, keeps, len(names) - diagonals), (kind, (DIAGONAL,) * 3, diagonals)]
+        for kind, keeps, count in sorted(counted, key=lambda one: max(bound(one[0].form, one[1]).works)):
+            if count:
+                one = bound(kind.form, keeps)
+                add(totals, one, kind.home, (kind.store,) * 2, bool(self.options.ema_decay), count)
+        return totals
+
+    def _refusal(self, tokens: int, flat: int) -> GramianError:
+        """One line with the totals of the smallest reduction; its table is a note to the error."""
+        totals = self._totals(tokens, flat)
+        device, total = max(totals.items(), key=lambda pair: pair[1].peak)
+        parts = ", ".join(f"{stage} {format_bytes(count)}" for stage, count in total.stages().items())
+        error = GramianError(
+            f"memory_budget: {self.budget}, but curvature takes {format_bytes(total.peak)} on {device} "
+            f"with the least that every block can keep ({parts}); expected at least {total.peak} bytes"
+        )
+        least = self._reduced(tokens, flat)
+        rows = [
+            plan_row(self.specs[name], kind.form, three_keeps(least.get(name, {})), kind.home, (kind.store,) * 2)
+            for kind, names in self.kinds.items()
+            for name in names
+        ]
+        error.add_note(CurvaturePlan(tuple(rows), totals, self.options.budget, least).grouped())
+        return error

@@ -1,0 +1,88 @@
+"""Plan the memory of K-FAC on a model: `KFACNaturalGradient.plan`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from gramian.core.errors import GramianError
+from gramian.curvature.blocks.block_specs import find_blocks
+from gramian.curvature.memory.block_footprint import Outline, bound, outline
+from gramian.curvature.memory.block_form import ANY_TOKENS, BlockForm
+from gramian.curvature.memory.curvature_plan import CurvaturePlan, CurvatureRow, plan_row
+from gramian.curvature.memory.memory_budget import home_of, keeps_of, store_of, three_keeps
+from gramian.curvature.memory.plan_totals import PlanTotal, add
+from gramian.curvature.memory.token_counts import token_source
+from gramian.curvature.options import Options
+from gramian.linalg.factors.eigendecomposition import fits
+
+
+def plan_curvature(
+    model: nn.Module,
+    options: Options,
+    tokens: int | Mapping[str, int] | None = None,
+    *,
+    inputs: Any = None,
+    head: str | None = None,
+    exact_head: bool = False,
+    power: float = -1.0,
+    algebra: torch.dtype = torch.float64,
+    activations: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    free: int | None = None,
+    world_size: int = 1,
+) -> CurvaturePlan:
+    """Plan from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
+
+    The model is unwrapped; a `head` of None is the last linear layer, and `exact_head` makes its Fisher exact.
+
+    Raises:
+        GramianError: if memory_budget cannot be met, or an argument is invalid.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise GramianError(f"world_size: expected an integer of at least 1, got {world_size!r}")
+    if options.ekfac and tokens is None and inputs is None:
+        raise GramianError("tokens: ekfac=True keeps every one of a refresh; expected how many there are, or inputs")
+    alone = world_size == 1 or options.kfac_distributed_reduce == "none"
+    reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damping_mode == "joint"
+    specs = find_blocks(model, options)
+    source = token_source(model, specs, tokens, inputs)
+    head = head if head is not None else source.last_linear(specs)
+    runs_on = None if device is None else torch.device(device).type
+    keeps = keeps_of(specs, options, head, exact_head, runs_on)
+    shares = {} if reduced else source.shared_inputs(specs, keeps)
+    rows: list[CurvatureRow] = []
+    totals: dict[str, PlanTotal] = {}
+    left = None if free is None else free // 2
+    for name, spec in specs.items():
+        home = runs_on or home_of(spec.device)
+        form = BlockForm.of(
+            spec,
+            options,
+            exact_head and head in spec.layers,
+            shared=name in shares,
+            powers=power != -1,
+            activation=activations,
+            algebra=algebra,
+            processes=1 if alone else world_size,
+        )
+        own = three_keeps(keeps.get(name, {}))
+        counts = source.of_block(spec, world_size if alone else 1, reduced, form.exact)
+        found = outline(form, own, counts or ANY_TOKENS)
+        one = bound(form, own) if counts is None else found.footprint
+        stores = (store_of(options, home),) * 2
+        if left is not None and options.woodbury_store_device == "auto" and home == "cuda":
+            after_A, left = left - one.rest_A, left - one.rest
+            stores = (home if after_A >= 0 else "cpu"), (home if left >= 0 else "cpu")
+        add(totals, one, home, stores, bool(options.ema_decay))
+        on_cpu = eigenvectors and free is not None and home == "cuda" and not _decomposes(found, free)
+        rows.append(plan_row(spec, form, own, home, stores, counts, shares.get(name, ""), on_cpu))
+    reduction = "" if world_size == 1 else options.kfac_distributed_reduce
+    return CurvaturePlan(tuple(rows), totals, options.budget, keeps, world_size, reduction)
+
+
+def _decomposes(found: Outline, free: int) -> bool:
+    """Whether a GPU with so many free bytes has room for all eigendecompositions of a block."""
+    shapes = [shape for shape in (found.A, found.G) if shape is not None and shape.kind != "diagonal"]
+    return all(fits(shape.columns, 8, free) for shape in shapes)

@@ -1,0 +1,95 @@
+"""Bytes of all blocks on one device at each stage of a refresh: sums, or the largest block where blocks take turns."""
+
+from dataclasses import dataclass, field
+
+from gramian.curvature.memory.block_footprint import Footprint
+from gramian.curvature.memory.factor_shape import FactorisationBytes
+
+STAGES = ("collect", "build", "rest", "use", "apply")
+"""Columns of the table: tokens are collected, factors are built, stored, factorised and applied."""
+
+
+@dataclass
+class PlanTotal:
+    """Bytes of all blocks on one device: the fields of `Footprint`, added up or maximised by `add`."""
+
+    averaged: bool
+    """Whether factors are averaged over refreshes."""
+    collect: int = 0
+    build: int = 0
+    joined: int = 0
+    rest: int = 0
+    settled: int = 0
+    apply: int = 0
+    correcting: int = 0
+    leaving: int = 0
+    """The factor that is being copied to another device while the next one is built."""
+    uses: list[tuple[FactorisationBytes, int]] = field(default_factory=list)
+    """Factorisation bytes of every factor, in the order of the blocks, with the number of equal ones."""
+
+    @property
+    def factorised(self) -> int:
+        """Factorisations that stay until the next refresh."""
+        return sum(count * use.stored for use, count in self.uses)
+
+    @property
+    def use(self) -> int:
+        """The peak while all factors are bounded, then factorised without waiting in between."""
+        stored = peak = 0
+        for use, count in self.uses:
+            stored += count * use.gram
+            peak = max(peak, stored + use.bounding)
+        for use, count in self.uses:
+            stored += count * (use.launched - use.gram)
+            peak = max(peak, stored + use.working)
+        return peak
+
+    @property
+    def first(self) -> int:
+        """The peak of the first refresh and its use, without earlier factors."""
+        used = self.rest + max(self.use, self.factorised + self.apply)
+        return max(self.collect + self.making + self.rest, used, self.rest + self.measuring)
+
+    @property
+    def peak(self) -> int:
+        """The peak of any later refresh: earlier factors and their factorisations exist while new ones are built."""
+        used = self.settled + max(self.use, self.factorised + self.apply)
+        fresh = self.rest + (self.settled if self.averaged else 0)
+        making = max(self.collect + self.making, self.measuring)
+        return max(self.settled + self.factorised + making + fresh, used)
+
+    @property
+    def making(self) -> int:
+        """On top of tokens and factors while factors are built."""
+        return self.joined + self.build + self.leaving
+
+    @property
+    def measuring(self) -> int:
+        """While EK-FAC finds eigenvectors and measures eigenvalues, tokens included; 0 without EK-FAC."""
+        return self.collect + max(self.use, self.factorised + self.correcting) if self.correcting else 0
+
+    def stages(self) -> dict[str, int]:
+        """{stage: bytes}, the columns of the table."""
+        return dict(zip(STAGES, (self.collect, self.making, self.rest, self.use, self.apply), strict=True))
+
+
+def add(
+    totals: dict[str, PlanTotal], one: Footprint, home: str, stores: tuple[str, str], averaged: bool, count: int = 1
+) -> None:
+    """Add `count` equal blocks, whose layers run on `home` and whose A and G are on `stores`, to {device: total}."""
+    here = totals.setdefault(home, PlanTotal(averaged=averaged))
+    sent = [rest for rest, store in zip((one.rest_A, one.rest_G), stores, strict=True) if store != home]
+    here.collect += count * one.collect
+    here.joined += count * one.joined
+    here.correcting = max(here.correcting, one.correcting)
+    here.build, here.leaving = max(here.build, one.build + sum(sent)), max(here.leaving, *sent, 0)
+    here.apply = max(here.apply, max(one.apply, one.visiting) + one.fetched if sent else one.apply)
+    for store, rest, settled, use in (  # in the order of factorisation
+        (stores[1], one.rest_G, one.settled_G, one.use_G),
+        (stores[0], one.rest_A, one.settled_A, one.use_A),
+    ):
+        there = totals.setdefault(store, PlanTotal(averaged=averaged))
+        there.rest += count * rest
+        there.settled += count * settled
+        there.uses.append((use, count))
+        there.apply = max(there.apply, one.apply)

@@ -1,0 +1,124 @@
+"""The report of a process on its sums of a refresh, from which all processes decide together how to join them.
+
+In come the sums of one process; out goes a JSON-able dict with the shapes, counts, weights and dtypes of every side.
+`Exchange.gather_messages` gathers the reports of all ranks, and nothing that only one process knows decides a collective.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.core.dtypes import wide_dtype
+from gramian.curvature.estimate.kronecker_sums import BlockSums
+from gramian.curvature.estimate.token_moments import TokenMoment, same_sums
+
+ROLES = ("inputs", "gradients", "probabilities", "table_gradients")
+"""Names of the sides of a block, as in `BlockSums`."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One side of a block on one process: plain values, in this order."""
+
+    width: int
+    seen: int
+    stored: int
+    """Tokens in the sum, after any subset."""
+    weight: float
+    """Σ w over the stored tokens."""
+    weighted: bool
+    keep: tuple[int, int | None, bool, str]
+    dtype: str
+    """Of sums and widened rows."""
+    plain: tuple[str, float] | None
+    """Dtype and factor of rows that can travel as they came."""
+    group: int
+    """The first block with the same inputs on this process."""
+
+
+def sums_report(kronecker: Mapping[str, BlockSums], remainder: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The report of this process on its sums. One wait for the device."""
+    slots = [(name, getattr(block, role)) for name, block in kronecker.items() for role in ROLES]
+    moments = [moment for _, moment in slots if moment is not None]
+    tables = {name: block for name, block in kronecker.items() if block.counts_V is not None}
+    numbers = [moment.stored_weight() for moment in moments] + [block.table_weight for block in tables.values()]
+    fetched = _fetch(numbers)
+    weights = {id(moment): weight for moment, weight in zip(moments, fetched, strict=False)}
+    groups = _input_groups(kronecker)
+    return {
+        "sides": [
+            None if moment is None else astuple(_side_report(moment, weights[id(moment)], groups.get(name, 0)))
+            for name, moment in slots
+        ],
+        "tables": {
+            name: [_dtype_name(block.counts_V.dtype), weight]
+            for (name, block), weight in zip(tables.items(), fetched[len(moments) :], strict=True)
+            if block.counts_V is not None
+        },
+        "remainder": {name: _dtype_name(total.dtype) for name, total in remainder.items()},
+    }
+
+
+def read_side(values: Sequence[Any]) -> RankReport:
+    """A report of one side as it arrives: with tuples where JSON has lists."""
+    plain: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
+    return RankReport(*plain)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a report's name for it."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _side_report(moment: TokenMoment, weight: float, group: int) -> RankReport:
+    total = moment.matrix if moment.matrix is not None else moment.diagonal_N
+    plain = None
+    if total is None:
+        one = len(moment.chunks) == 1 and moment.chunks[0].weights_T is None
+        scale = moment.chunks[0].scale if moment.chunks else None
+        if one and isinstance(scale, float):
+            plain = (_dtype_name(moment.chunks[0].rows_TN.dtype), scale)
+        dtypes = [wide_dtype(chunk.rows_TN) for chunk in moment.chunks] or [torch.float32]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    else:
+        dtype = total.dtype
+    keep = moment.keep
+    return RankReport(
+        width=moment.width,
+        seen=moment.seen,
+        stored=moment.stored,
+        weight=weight,
+        weighted=any(chunk.weights_T is not None for chunk in moment.chunks),
+        keep=(keep.rows_up_to, keep.limit, keep.diagonal, keep.why),
+        dtype=_dtype_name(dtype),
+        plain=plain,
+        group=group,
+    )
+
+
+def _input_groups(kronecker: Mapping[str, BlockSums]) -> dict[str, int]:
+    """{block: number of the first block whose inputs are the same numbers}."""
+    firsts: list[tuple[int, TokenMoment]] = []
+    found: dict[str, int] = {}
+    for number, (name, block) in enumerate(kronecker.items()):
+        if block.inputs is not None:
+            inputs = block.inputs
+            found[name] = next((i for i, moment in firsts if same_sums(inputs, moment)), number)
+            if found[name] == number:
+                firsts.append((number, inputs))
+    return found
+
+
+def _fetch(values: Sequence[float | Tensor]) -> list[float]:
+    """Numbers, those on a device all at once."""
+    waiting = [value.double() for value in values if isinstance(value, Tensor)]
+    fetched = iter(torch.stack([value.to(waiting[0].device) for value in waiting]).tolist() if waiting else [])
+    return [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

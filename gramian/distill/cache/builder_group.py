@@ -1,0 +1,43 @@
+"""The processes that build one cache together: one group at a time per folder, and one outcome for all of them."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gramian.core.errors import GramianError
+from gramian.distill.cache.cache_files import told_in_one_line
+from gramian.parallel.process_grid import ProcessGrid
+
+
+@contextmanager
+def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
+    """A block that succeeds on all processes, or raises on all of them: the failed one with its reason. One all-reduce."""
+    problem: GramianError | None = None
+    try:
+        with told_in_one_line(path):
+            yield
+    except GramianError as mine:
+        problem = mine
+    if grid.most(float(problem is not None)):
+        raise problem or GramianError("cache: another process could not go on; its own line says why")
+
+
+@contextmanager
+def folder_lock(path: Path, grid: ProcessGrid) -> Iterator[None]:
+    """A lock on a cache's folder, which is created; raises if another group of builders has it."""
+    lock: int | None = None
+    try:
+        with all_or_none(grid, path):
+            path.mkdir(parents=True, exist_ok=True)
+            if grid.rank == 0:
+                lock = os.open(path, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise GramianError(f"cache: {path} is being built by others; expected them to end") from None
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)

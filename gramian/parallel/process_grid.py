@@ -1,0 +1,158 @@
+"""The one description of the process grid: this process's rank among those that hold different samples of one model.
+
+`ProcessGrid` is made by `gramian.parallel.world.world` from what torchrun sets, or by `ProcessGrid.of` from how the user
+wrapped a model. Tensor parallelism has a group of its own inside it (`gramian.parallel.tensor_parallel`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from gramian.core.errors import GramianError
+
+
+class DataParallelKind(StrEnum):
+    """How processes with different samples share one model. The values are written to run records."""
+
+    SINGLE = "one"
+    """One process, nothing is shared."""
+    DDP = "ddp"
+    """Every process has all parameters; gradients are all-reduced."""
+    FSDP2 = "fsdp2"
+    """Parameters, gradients and optimizer state are sharded along dimension 0."""
+
+
+@dataclass(frozen=True)
+class ProcessGrid:
+    """Rank, size, device, data-parallel kind and process group of this process."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    kind: DataParallelKind = DataParallelKind.SINGLE
+    store: Any = None
+    """The key-value store of the launcher, for messages of processes that failed; None: there is only this process."""
+    group: Any = None
+    """The process group; None: the default one."""
+
+    @classmethod
+    def of(cls, model: nn.Module, root: nn.Module) -> "ProcessGrid":
+        """The grid that the user's wrapping of a model implies.
+
+        Args:
+            model: the module as the user calls it, maybe DDP or compiled.
+            root: the module inside.
+
+        Raises:
+            GramianError: for placements that are not data parallel.
+        """
+        device = next((p.device for p in root.parameters()), torch.device("cpu"))
+        sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
+        if sharded:
+            name, first = sharded[0]
+            if any(not isinstance(p, DTensor) or p.device_mesh != first.device_mesh for p in root.parameters()):
+                raise GramianError(
+                    "module: some parameters are sharded otherwise than the rest; expected fully_shard on the root"
+                )
+            if not any(isinstance(module, FSDPModule) for module in root.modules()):
+                raise GramianError(
+                    f"module: {name} is sharded, but not by fully_shard; expected FSDP2, DDP or one process"
+                )
+            if first.device_mesh.ndim != 1 or any(p.placements != (Shard(0),) for _, p in sharded):
+                raise GramianError(
+                    f"module: {name} is placed as {first.placements}; expected fully_shard over one mesh dimension"
+                )
+            kind, group = DataParallelKind.FSDP2, first.device_mesh.get_group()
+        elif (wrapper := ddp_wrapper(model)) is not None:
+            kind, group = DataParallelKind.DDP, wrapper.process_group
+        else:
+            return cls(device=device)
+        return cls(dist.get_rank(group), dist.get_world_size(group), device, kind, group=group)
+
+    @property
+    def uses_ddp(self) -> bool:
+        """True if every process has all parameters and gradients are all-reduced."""
+        return self.kind == DataParallelKind.DDP
+
+    @property
+    def uses_fsdp2(self) -> bool:
+        """True if parameters are sharded."""
+        return self.kind == DataParallelKind.FSDP2
+
+    @property
+    def label(self) -> str:
+        """A short description, such as "DDP over 4"; "" for a single process."""
+        return "" if self.kind == DataParallelKind.SINGLE else f"{self.kind.upper()} over {self.size}"
+
+    # ---- failures and waiting ----------------------------------------------------------------------------------------
+
+    def first_failure(self, mine: str) -> str:
+        """The first failure of any process; a process reports its own here before it exits."""
+        if self.store is None:
+            return mine
+        report = mine if self.size == 1 else f"process {self.rank}: {mine}"
+        try:
+            return bytes(self.store.compare_set("failure", "", report)).decode()
+        except RuntimeError:  # the process that hosts the store has exited
+            return report
+
+    def wait(self) -> None:
+        """Barrier over all processes; raises if one of them has exited."""
+        if self.store is not None:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Σ over processes, in place. One all-reduce."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def start_sum(self, t: Tensor) -> Any:
+        """Start an all-reduce of a tensor in place; call `wait()` on the returned work. None for one process."""
+        return None if self.size == 1 else dist.all_reduce(t, group=self.group, async_op=True)
+
+    def most(self, value: float) -> float:
+        """The largest of all processes' values. One all-reduce."""
+        if self.size == 1:
+            return value
+        values = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return float(values)
+
+    def differing(self, values: Mapping[str, int], device: torch.device) -> str | None:
+        """The name of the first number that is not the same on all processes, or None. One all-reduce."""
+        if self.size == 1:
+            return None
+        numbers = list(values.values())
+        mine = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=self.group)
+        highest, lowest = mine[: len(numbers)].tolist(), (-mine[len(numbers) :]).tolist()
+        return next((n for n, high, low in zip(values, highest, lowest, strict=True) if high != low), None)
+
+    def from_first(self, data: bytes, device: torch.device) -> bytes:
+        """Rank 0's bytes, on every process. One broadcast."""
+        if self.size == 1:
+            return data
+        t = torch.tensor(list(data), dtype=torch.uint8, device=device)
+        dist.broadcast(t, group=self.group, group_src=0)
+        return bytes(t.cpu().tolist())
+
+
+def ddp_wrapper(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module around a model, also inside compiled modules; None if there is none."""
+    inner: nn.Module | None = model
+    while isinstance(inner, nn.Module):
+        if isinstance(inner, DistributedDataParallel):
+            return inner
+        inner = inner._modules.get("_orig_mod")
+    return None

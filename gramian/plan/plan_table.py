@@ -1,0 +1,38 @@
+"""The table that every planner prints: a header, one line for each planned part, and notes below.
+
+A planner describes each part as a row with named fields and `cells()` (`PlanRow`); `PlanTable` aligns the text of the rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class PlanRow(Protocol):
+    """One planned part: a layer of the curvature, a parameter of a clipped step, a part of a GPU's memory."""
+
+    def cells(self) -> tuple[str, ...]:
+        """The text of each column."""
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """Text in left-aligned columns, two spaces apart; `str()` is the table.
+
+    ```python
+    print(PlanTable(("layer", "bytes"), [("fc", "8.0 KB"), ("all", "8.0 KB")], notes=["budget none"]))
+    ```
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[PlanRow | tuple[str, ...]]
+    """Planned parts, or the text of a line, such as a sum."""
+    notes: Sequence[str] = ()
+    """Lines below the table, printed as they are."""
+
+    def __str__(self) -> str:
+        """The header, the rows and the notes, joined by newlines."""
+        lines = [self.columns, *(row if isinstance(row, tuple) else row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = ("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join([*aligned, *self.notes])

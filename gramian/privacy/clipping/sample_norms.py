@@ -1,0 +1,173 @@
+"""Per-sample gradient norms of a backward, and the clip factors that follow from them.
+
+Each parameter adds its squared norms [B] as the backward passes its layer. A Gram matrix, or a direct norm, of a sample whose
+tokens cancel may have lost its digits: such samples are doubtful. Reading whether there are any makes the host wait for the
+device, so the factors are first guessed as if there were none, sums are begun with them, and the guess is confirmed later.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gramian.kernels.sums.weighted_sum import row_squares
+from gramian.privacy.clipping.clip_factors import ClippedBatch, clip_factors
+from gramian.privacy.clipping.clipping_plan import ClippingRow
+from gramian.privacy.clipping.clipping_work import ClippingWork, DoubtfulNorms
+from gramian.privacy.clipping.deferred_read import read_later
+from gramian.taps.gradients import ExplicitGradient, Outer, PerSampleGradient
+from gramian.taps.gradients.outer import direct_of, gram_of, same_tensor
+from gramian.taps.records import ParameterRecord
+
+LARGEST_GRAM_GROUP = 4
+"""Most layers that share an input and whose Gram matrices are multiplied in one go."""
+
+
+def add_norms(work: ClippingWork, record: ParameterRecord, row: ClippingRow) -> PerSampleGradient:
+    """Add a parameter's squared norms and return the gradient that its sum will be formed from."""
+    gradient = record.gradient
+    if row.way == "keep" and not work.norms_only:
+        explicit = ExplicitGradient(_per_sample_in_own_dtype(gradient), gradient.dtype)
+        work.add(explicit.squared_norms())
+        return explicit
+    if record.borrowed and not work.norms_only:
+        gradient = gradient.copy()
+    if isinstance(gradient, Outer) and gradient.tokens > 1:
+        if row.way == "gram":
+            _join_gram_group(work, record.parameter, gradient, at_once=record.borrowed)
+        else:
+            _add_doubtful(work, {record.parameter: gradient}, *direct_of(gradient))
+    else:
+        work.add(gradient.squared_norms())
+    return gradient
+
+
+def _per_sample_in_own_dtype(gradient: PerSampleGradient) -> Tensor:
+    """[B, *shape] in the narrowest dtype that took part."""
+    if isinstance(gradient, Outer) and gradient.left_BTM.dtype == gradient.right_BTN.dtype:
+        return torch.bmm(gradient.left_BTM.mT, gradient.right_BTN)  # accumulated wide, rounded once
+    return gradient.per_sample().to(gradient.dtype)
+
+
+def _join_gram_group(work: ClippingWork, name: str, gradient: Outer, at_once: bool) -> None:
+    """Wait for layers that share a side with this one (q/k/v, gate/up): they arrive one after the other."""
+    group = work.gram_group
+    if group and (len(group) == LARGEST_GRAM_GROUP or not _share_a_side([*group.values(), gradient])):
+        flush_gram_group(work)
+    work.gram_group[name] = gradient
+    if at_once:
+        flush_gram_group(work)
+
+
+def _share_a_side(outers: Sequence[Outer]) -> bool:
+    first, rest = outers[0], outers[1:]
+    return all(same_tensor(first.right_BTN, outer.right_BTN) for outer in rest) or all(
+        same_tensor(first.left_BTM, outer.left_BTM) for outer in rest
+    )
+
+
+def flush_gram_group(work: ClippingWork) -> None:
+    """Compute the norms of the layers that wait for each other."""
+    if work.gram_group:
+        outers, work.gram_group = work.gram_group, {}
+        _add_doubtful(work, outers, *gram_of([*outers.values()]))
+
+
+def _add_doubtful(work: ClippingWork, outers: Mapping[str, Outer], squares_B: Tensor, doubtful_B: Tensor) -> None:
+    norms = DoubtfulNorms(outers, squares_B, doubtful_B)
+    if work.norms_only:  # the tensors will not be there later
+        _recompute(work, norms, bool(doubtful_B.any()))
+        work.add(norms.squares_B)
+    else:
+        work.doubtful.append(norms)
+
+
+def _recompute(work: ClippingWork, norms: DoubtfulNorms, doubtful: bool) -> None:
+    """Form the gradients of doubtful samples in a wide dtype: their norms are then exactly those of the summed gradients."""
+    if not doubtful:
+        return
+    chosen, squares_K = norms.doubtful_B.nonzero()[:, 0], []
+    for name, outer in norms.outers.items():
+        explicit = ExplicitGradient(Outer(outer.left_BTM[chosen], outer.right_BTN[chosen]).per_sample())
+        squares_K.append(explicit.squared_norms())
+        work.recomputed[name] = (chosen, None if work.norms_only else explicit)
+    norms.squares_B[chosen] = torch.stack(squares_K).sum(0)
+
+
+def guess_factors(work: ClippingWork) -> tuple[ClippedBatch, Tensor, Callable[[], list[bool]]]:
+    """Set c as if no sample were doubtful and all were finite, without waiting for the device.
+
+    Returns:
+        The clipped batch, the squared norms [B] without those that may be doubtful, and what reads the flags for
+        `confirm_factors`.
+    """
+    flush_gram_group(work)
+    work.small_groups = _group_small_gradients(work)
+    for gradients_BN, _ in work.small_groups:
+        work.add(row_squares(gradients_BN))
+    if work.squares_B is None:
+        work.squares_B = torch.zeros(0 if work.placeholder else work.info.batch)
+    sure_B, flags = work.squares_B, _flags(work, work.squares_B)
+    for norms in work.doubtful:
+        work.add(norms.squares_B)
+    return set_factors(work), sure_B, flags
+
+
+def confirm_factors(work: ClippingWork, sure_B: Tensor, flags: Sequence[bool]) -> ClippedBatch | None:
+    """None if the guess was right; else recompute doubtful samples, leave out those that are not finite, and set c again."""
+    if not any(flags):
+        return None
+    work.totals.clear()
+    work.squares_B = sure_B
+    for norms, doubtful in zip(work.doubtful, flags, strict=False):
+        _recompute(work, norms, doubtful)
+        work.add(norms.squares_B)
+    clipped = set_factors(work)
+    finite_B = clipped.norms_B.isfinite()
+    if bool(finite_B.all()):
+        return clipped
+    work.finite_runs = _runs(finite_B.tolist())
+    left_out = work.info.batch - sum(stop - start for start, stop in work.finite_runs)
+    return replace(clipped, nonfinite=left_out)
+
+
+def set_factors(work: ClippingWork) -> ClippedBatch:
+    """Set c [B] from the squared norms; 0 for a sample that is not finite."""
+    assert work.squares_B is not None
+    squares_B = work.squares_B
+    norms_B = squares_B.clamp(min=0).sqrt() * work.info.scale
+    work.factors_B = clip_factors(norms_B, work.max_grad_norm, work.slack)
+    work.weights.clear()
+    return ClippedBatch(norms_B, work.factors_B, nonfinite=0)
+
+
+def _group_small_gradients(work: ClippingWork) -> list[tuple[Tensor, list[str]]]:
+    """The small per-sample gradients side by side, [B, N], for each device and dtype of the parameters."""
+    groups: dict[Any, list[str]] = {}
+    for name, gradient_BN in work.small_gradients.items():
+        key = (gradient_BN.device, gradient_BN.dtype, work.trained[name].dtype)
+        groups.setdefault(key, []).append(name)
+    return [(torch.cat([work.small_gradients[name] for name in names], dim=1), names) for names in groups.values()]
+
+
+def _flags(work: ClippingWork, squares_B: Tensor) -> Callable[[], list[bool]]:
+    """Reads whether each group of norms has a doubtful sample, and at the end whether anything is not finite."""
+    device = squares_B.device
+    squares_KB = torch.stack([squares_B, *(norms.squares_B.to(squares_B) for norms in work.doubtful)])
+    finite = squares_KB.isfinite().all()[None]
+    doubtful = [norms.doubtful_B.to(device) for norms in work.doubtful]
+    return read_later(torch.cat([torch.stack(doubtful).any(1), ~finite] if doubtful else [~finite]))
+
+
+def _runs(flags: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of every run of True."""
+    runs, start = [], None
+    for i, flag in enumerate([*flags, False]):
+        if flag and start is None:
+            start = i
+        elif not flag and start is not None:
+            runs.append((start, i))
+            start = None
+    return runs

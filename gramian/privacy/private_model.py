@@ -1,0 +1,252 @@
+"""A model in private training: what `make_private` installs on the model, its optimizer and its loader, until `detach`."""
+
+import warnings
+import weakref
+from collections.abc import Collection, Sized
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from gramian.core.errors import GramianError
+from gramian.parallel.data_parallel import ReducerOff, unsharded_units
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.accounting.ledger import Ledger
+from gramian.privacy.audit.bypass import BypassDetector, OutsideParameters
+from gramian.privacy.audit.proof_log import ProofLog
+from gramian.privacy.audit.single_sample_checks import carries_no_state, refuse_ambiguous_batch
+from gramian.privacy.audit.weights_digest import weight_digest
+from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.privacy.clipping.gradient_sums import GradientSums
+from gramian.privacy.clipping.refused_modules import layers_with_sites, refuse_mixing
+from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
+from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.clipping.trained_parameters import trained_parameters
+from gramian.privacy.options import PrivacyOptions, Tuning, sampling_rate
+from gramian.privacy.private_step import PrivateStep
+from gramian.privacy.sampling.dataset_fingerprint import dataset_fingerprint
+from gramian.privacy.sampling.poisson import Piece
+from gramian.privacy.sampling.private_loader import PrivateLoader
+from gramian.privacy.sampling.single_collation import RecordingCollate
+from gramian.taps.hub import hub_of
+from gramian.taps.model.user_names import named_parameters, unwrap
+from gramian.taps.proof.sample_arguments import SampleArguments
+from gramian.taps.proof.single_unit import SampleAlone
+from gramian.taps.sites.site import first_tensor
+
+_private: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+EAGER = "a private step draws its noise outside of any graph; expected fullgraph=False"
+"""A graph would contain key and number of one release as constants, and draw the same noise again."""
+
+
+class PrivateModel:
+    """The installed parts of a private model, and the callbacks between them.
+
+    Forward: `_check_inputs`. Backward: `step.before_backward`, the clipping rule, `step.after_backward`. Optimizer step:
+    `step.hook`. Loader: `_begin_piece`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: Any,
+        options: PrivacyOptions,
+        *,
+        expected_batch: float | None,
+        sample_rate: float | None,
+        tuning: Tuning,
+        proof: ProofLog,
+        ledger: Ledger,
+        stopwatch: Stopwatch,
+    ) -> None:
+        """Install everything; nothing stays installed if this raises. The arguments are those of `make_private`."""
+        self.module, self.root = module, unwrap(module)
+        self.options, self.proof, self._optimizer, self._ledger = options, proof, optimizer, ledger
+        self._tuning, self._stopwatch = tuning, stopwatch
+        if self.root in _private:
+            raise GramianError("module: is private already; expected one engine for each model")
+        self.parallel = ProcessGrid.of(module, self.root)
+        if self.parallel.size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                "module: is not wrapped although there are several processes, so each trains, and accounts for, a model of its "
+                "own; expected DistributedDataParallel or fully_shard for one model over all of them",
+                stacklevel=3,
+            )
+        self.trained = trained_parameters(self.root, optimizer)
+        refuse_mixing(layers_with_sites(self.root))
+        if proof.option == "off":
+            warnings.warn(
+                'proof: is "off"; whose row is which is taken from shapes, and epsilon rests on that', stacklevel=3
+            )
+        self.rate = sampling_rate(
+            data_loader, self.parallel.size, expected_batch, sample_rate, options.poisson_sampling
+        )
+        if not options.poisson_sampling:
+            warnings.warn(
+                "poisson_sampling: is off; epsilon is computed as if every batch were a Poisson draw", stacklevel=3
+            )
+        self._carries_no_state = self._looked_behind_loss = False
+        self._installed: ExitStack | None = None
+        with ExitStack() as stack:
+            self._open_ledger(stack, data_loader)
+            self.loader = self._private_loader(data_loader) if options.poisson_sampling else None
+            self._collate = None if options.poisson_sampling else _record_batches(stack, data_loader)
+            self._install(stack)
+            _private.add(self.root)
+            stack.callback(_private.discard, self.root)
+            self._installed = stack.pop_all()
+
+    @property
+    def installed(self) -> bool:
+        """True until `detach`."""
+        return self._installed is not None
+
+    def detach(self) -> None:
+        """Remove everything; a sum without noise does not stay in `p.grad`."""
+        assert self._installed is not None
+        self._installed.close()
+        self._installed = None
+        if self.step.progress.passes_since_step or self.sums.moved:
+            self.sums.forget()
+
+    def restart(self) -> None:
+        """Go on with the ledger's key and kind of releases after a state was loaded; the draw under way is given up."""
+        self._ledger.accounting.record(self.options.noise_multiplier, self.rate.sample_rate)
+        self.step.restart()
+        if self.loader is not None:
+            self.loader.rekey(self._ledger.secrets.sampling_key)
+
+    # ---- installation ----------------------------------------------------------------------------------------------
+
+    def _open_ledger(self, stack: ExitStack, data_loader: Any) -> None:
+        """Begin the account with all that a replay must have in common with the run before."""
+        options, rate = self.options, self.rate
+        marked = {**vars(options), "expected_batch": rate.expected_batch, "sample_rate": rate.sample_rate}
+        marked["loss_scale"] = type(options.loss_scale).__name__
+        shapes = [(name, tuple(p.shape)) for name, p in self.trained.items()]
+        marked["optimizer"] = [type(self._optimizer).__name__, shapes]
+        records = getattr(data_loader, "dataset", None)
+        drawn = options.poisson_sampling and isinstance(records, Sized) and not isinstance(records, IterableDataset)
+        data = dataset_fingerprint(records) if drawn else None
+        device = next(iter(self.trained.values())).device
+        weights = partial(weight_digest, self.root, self._optimizer, self.trained, self.parallel)
+        stack.callback(self._ledger.close)
+        kind = (options.noise_multiplier, rate.sample_rate)
+        self._ledger.open(marked, data, kind, self.parallel, device, weights)
+
+    def _private_loader(self, data_loader: DataLoader[Any]) -> PrivateLoader:
+        return PrivateLoader(
+            data_loader,
+            key=self._ledger.secrets.sampling_key,
+            sample_rate=self.rate.sample_rate,
+            expected_batch=self.rate.expected_batch,
+            next_draw=lambda: self._ledger.counter.released,
+            on_piece=self._begin_piece,
+            rank=self.parallel.rank,
+            world=self.parallel.size,
+            max_physical_batch=self.options.max_physical_batch,
+        )
+
+    def _install(self, stack: ExitStack) -> None:
+        options, trained = self.options, self.trained
+        stack.callback(ReducerOff(self.module).restore)
+        self.sums = GradientSums(trained, self.parallel, self._tuning.overlap, self._stopwatch, options.loss_scale)
+        self.outside = OutsideParameters(self.root, trained, self._optimizer, lambda: self.sums.watch.on)
+        stack.callback(self.outside.remove)
+        single = options.max_physical_batch == 1 and options.clipping in ("auto", "keep")
+        self.clipping: Clipping | SingleSampleClipping
+        if single and not self.parallel.uses_fsdp2:
+            self.clipping = self._install_on_root(stack)
+        else:
+            self.clipping = self._install_taps(stack)
+        self.step = PrivateStep(
+            options, self.rate, trained, self.sums, self.clipping, self.outside, self._ledger, self._stopwatch
+        )
+        self.clipping.on_begin, self.clipping.on_done = self.step.before_backward, self.step.after_backward
+        handle = self._optimizer.register_step_pre_hook(torch.compiler.disable(self.step.hook, reason=EAGER))
+        hooks: Any = self._optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(handle.id, last=False)  # the user's hooks see private gradients
+        stack.callback(handle.remove)
+
+    def _install_on_root(self, stack: ExitStack) -> SingleSampleClipping:
+        clipping = SingleSampleClipping(self.root, self.trained, self.sums, self.options)
+        clipping.on_inputs = self._check_inputs
+        stack.callback(clipping.remove)
+        return clipping
+
+    def _install_taps(self, stack: ExitStack) -> Clipping:
+        hub, proof = hub_of(self.root), self.proof.option
+        clipping = Clipping(hub, self.trained, self.sums, self.options, self._tuning, self._stopwatch, proof)
+        clipping.proof_is_due, clipping.proof_failed = self.proof_is_due, self._proof_failed
+        hub.proof.know_loader(self._samples_alone)
+        bypass = BypassDetector(self.trained, lambda: hub.live)
+        stack.callback(bypass.remove)
+        clipping.on_watch = bypass.watch
+        if self.parallel.uses_fsdp2:
+            for _ in unsharded_units(self.root):
+                for name, p in named_parameters(self.root):
+                    if not hasattr(p, "placements"):
+                        bypass.watch(name, p)
+        stack.enter_context(hub.governed_by(clipping))
+        hub.attach(clipping)
+        stack.callback(hub.detach, clipping)
+        stack.callback(hub.proof.forget_loader)
+        hub.on_inputs = self._check_inputs
+        stack.callback(setattr, hub, "on_inputs", lambda inputs: None)
+        return clipping
+
+    # ---- callbacks -------------------------------------------------------------------------------------------------
+
+    def _begin_piece(self, piece: Piece) -> None:
+        if not self.installed:
+            raise GramianError("data_loader: its engine was detached; expected the loader of a private model")
+        self.step.begin_piece(piece)
+
+    def proof_is_due(self) -> bool:
+        """True once in the steps that the secret key draws."""
+        return self.proof.is_due(self._ledger.counter.released, self._ledger.secrets.sampling_key)
+
+    def _proof_failed(self) -> None:
+        self.proof.fail(self._ledger.counter.released)
+
+    def _check_inputs(self, inputs: tuple[Any, dict[str, Any]]) -> None:
+        """Before a forward: refuse inputs whose batch is ambiguous, and look for parameters behind them."""
+        proven = bool(hub_of(self.root).proof.proven)
+        counted = self.step.progress.piece is not None or self.rate.expected_batch == 1
+        refuse_ambiguous_batch(*inputs, known=proven or counted)
+        looks = not proven and self.proof.option != "off" and not self._carries_no_state
+        if looks and first_tensor(*inputs).shape[:1] == (1,):
+            self._carries_no_state = carries_no_state(self.root, *inputs)
+        self.outside.look_behind(inputs)
+
+    def look_behind_loss(self, loss: Tensor) -> None:
+        """Look for parameters behind the first loss: one walk through its graph."""
+        if not self._looked_behind_loss:
+            self._looked_behind_loss = True
+            self.outside.look_behind(loss)
+
+    def _samples_alone(self, samples: SampleArguments, among: Collection[int]) -> list[SampleAlone]:
+        recorder = self.loader if self.loader is not None else self._collate
+        last = None if recorder is None else recorder.last_batch()
+        return [] if last is None else last.samples_alone(samples, among)
+
+    def proof_record(self) -> dict[str, Any]:
+        """What was shown of the attribution of rows: rows, loss, and releases that it does not cover."""
+        rows = "one sample a batch" if isinstance(self.clipping, SingleSampleClipping) else None
+        return self.proof.record(list(hub_of(self.root).proof.proven.values()), rows)
+
+
+def _record_batches(stack: ExitStack, data_loader: Any) -> RecordingCollate | None:
+    """Let a loader that stays the user's record its last batch, until the engine is detached."""
+    collate = getattr(data_loader, "collate_fn", None)
+    if collate is None or not isinstance(data_loader, DataLoader):
+        return None
+    data_loader.collate_fn = recording = RecordingCollate(collate)
+    stack.callback(setattr, data_loader, "collate_fn", collate)
+    return recording

@@ -1,0 +1,148 @@
+"""One step of private training: checks around its backwards, then noise and division before the optimizer acts.
+
+A hook in front of the optimizer's step releases p.grad = (Σ_i c_i g_i + σ·C·z) / expected batch, with the sum over the pieces
+of one draw and over all processes.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gramian.core.errors import GramianError
+from gramian.privacy.accounting.ledger import Ledger
+from gramian.privacy.audit.bypass import OutsideParameters
+from gramian.privacy.clipping.clip_factors import ClippedBatch
+from gramian.privacy.clipping.clipping_rule import Clipping
+from gramian.privacy.clipping.gradient_sums import GradientSums
+from gramian.privacy.clipping.loss_scaling import scaling_at
+from gramian.privacy.clipping.single_sample_clipping import SingleSampleClipping
+from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.privacy.noise.element_noise import NoisePlan
+from gramian.privacy.options import PrivacyOptions, SamplingRate
+from gramian.privacy.sampling.draw_progress import DrawProgress
+from gramian.privacy.sampling.poisson import Piece
+
+
+class PrivateStep:
+    """The backwards of a step and its release; one object serves all steps of a private model."""
+
+    def __init__(
+        self,
+        options: PrivacyOptions,
+        rate: SamplingRate,
+        trained: Mapping[str, nn.Parameter],
+        sums: GradientSums,
+        clipping: Clipping | SingleSampleClipping,
+        outside: OutsideParameters,
+        ledger: Ledger,
+        stopwatch: Stopwatch,
+    ) -> None:
+        """Begin before the first step; `clipping` forms the sums of each backward and adds them to `sums`."""
+        self._options, self._rate, self._trained, self._outside = options, rate, dict(trained), outside
+        self._sums, self._clipping, self._ledger, self._stopwatch = sums, clipping, ledger, stopwatch
+        self.on_clipped: Callable[[ClippedBatch], None] = lambda clipped: None
+        """Called with the norms and factors of every backward."""
+        self.stepped = False
+        """True if the last step released something; False on all but the last piece of a draw."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Give up the draw under way, and draw noise with the ledger's key from now on."""
+        shapes = [(name, tuple(p.shape)) for name, p in self._trained.items()]
+        self._noise = NoisePlan(self._ledger.secrets.noise_key, shapes)
+        self.progress = DrawProgress()
+        self._sums.forget()
+
+    def begin_piece(self, piece: Piece) -> None:
+        """Begin a piece of a draw, whose batch the loader yields now."""
+        if self.progress.begin(piece):
+            self._sums.forget()
+
+    def before_backward(self, rows: int) -> None:
+        """Raise a `GramianError`, before anything is summed, if samples of a backward would count more than once."""
+        self._outside.refuse()
+        self._sums.begin()
+        limit = self._options.max_physical_batch
+        if limit is not None and rows > limit:
+            raise GramianError(
+                f"max_physical_batch: is {limit}, and a backward has {rows} samples; expected batches of at most as many "
+                "(without Poisson sampling the loader does not split them)"
+            )
+        if self._options.poisson_sampling:
+            self.progress.check_backward(rows)
+
+    def after_backward(self) -> None:
+        """Count a backward whose sums have arrived."""
+        if self._clipping.last is not None:
+            self.on_clipped(self._clipping.last)
+        self.progress.end_backward()
+
+    def hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Before the optimizer's step: run a closure, release what was summed, and pass the closure's loss on."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
+        if closure is None:
+            self._before_step(optimizer)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._before_step(optimizer)
+        return (args[0], *args[2:]), {**kwargs, "closure": _once(loss)}
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Add noise and divide, or on all but the last piece of a draw move the sum aside."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        if stepped != {id(p) for p in self._trained.values()}:
+            raise GramianError(
+                "optimizer: its trained parameters are not those of make_private; expected detach() and make_private again"
+            )
+        self._clipping.recover()
+        scaling = scaling_at(optimizer, self._options.loss_scale)
+        poisson = self._options.poisson_sampling
+        if poisson and not self.progress.ends_draw(self._ledger.counter.released):
+            unchanged = self._sums.compare(scaling)
+            self._sums.move(scaling)
+            self.stepped = False
+            unchanged()
+            return
+        if not poisson and not self._rate.given:
+            self._account_for_backwards()
+        unchanged = self._sums.compare(scaling)
+        number = self._ledger.begin()
+        self.progress.passes_since_step = 0
+        options = self._options
+        with torch.no_grad(), self._stopwatch.time("step", cuda=next(iter(self._trained.values())).is_cuda):
+            std = options.noise_multiplier * options.max_grad_norm
+            self._sums.release(self._noise, number, std, self._rate.expected_batch, scaling)
+        self.progress.clear()
+        self.stepped = False
+        unchanged()
+        self.stepped = True
+        self._stopwatch.step += 1
+
+    def _account_for_backwards(self) -> None:
+        """Without Poisson sampling, several batches in one step raise its sample rate."""
+        rate = min(1.0, self._rate.sample_rate * max(1, self.progress.passes_since_step))
+        accounting = self._ledger.accounting
+        if accounting.mechanism == "gdp" and self._ledger.counter.spent and accounting.history[-1][1] != rate:
+            raise GramianError(
+                "accountant: gdp composes steps of one kind, and this one has another number of backwards than the last; "
+                "expected as many in each, or prv or rdp"
+            )
+        accounting.record(self._options.noise_multiplier, rate)
+
+
+def _once(loss: Any) -> Callable[[], Any]:
+    """A closure for the optimizer that returns the loss of the one that has run; a second call is a `GramianError`."""
+    given = iter((loss,))
+
+    def closure() -> Any:
+        for value in given:
+            return value
+        raise GramianError(
+            "closure: the optimizer calls it twice in one step; expected an optimizer with one backward a step"
+        )
+
+    return closure

@@ -1,0 +1,89 @@
+"""Moments over samples of every parameter's squared gradient, the statistic behind `DiagonalFisherEstimate`."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gramian.statistics.reliability_weights import Weights
+from gramian.statistics.weighted_moments import WeightedMoment, WeightedMoments
+from gramian.taps.gradients import PerSampleGradient
+from gramian.taps.records import ParameterRecord
+from gramian.taps.roles import Needs, ParameterInfo
+
+WIDE = 2**20
+"""Squares that are stored in float64 at a time."""
+Reduction = Callable[[str, Tensor], Tensor]
+"""Maps (parameter, its diagonal) to sums over groups of its entries."""
+
+
+@dataclass
+class SquareSums:
+    """Moments of the samples in which a parameter was used, and the number of all samples."""
+
+    moments: WeightedMoments
+    parameters: Mapping[str, ParameterInfo]
+    samples: int = 0
+
+
+class SquareMoments:
+    """The mean and spread over samples of every parameter's squared gradient."""
+
+    needs: Needs = "parameter"
+    per_sample = True
+
+    def __init__(self, per: Literal["sample", "token"], reduce: Reduction | None) -> None:
+        """Set what is squared, and how the squares are reduced."""
+        self.per, self.reduce = per, reduce
+
+    def start(self, parameters: Mapping[str, ParameterInfo]) -> SquareSums:
+        """Start with no sample."""
+        return SquareSums(WeightedMoments(), parameters)
+
+    def update(self, sums: SquareSums, record: ParameterRecord) -> None:
+        """Add every sample of a pass, a chunk at a time."""
+        name, reduce = record.parameter, self.reduce
+        for squares_B in _squares(record.gradient, self.per, record.info.scale):
+            rows_B = squares_B if reduce is None else torch.stack([reduce(name, squares) for squares in squares_B])
+            sums.moments.extend({name: rows_B})
+
+    def count(self, sums: SquareSums, samples: int) -> None:
+        """Count the samples of a pass, whichever parameters it used."""
+        sums.samples += samples
+
+    def merge(self, left: SquareSums, right: SquareSums) -> SquareSums:
+        """Moments over the samples of both."""
+        moments = WeightedMoments()
+        for side in (left, right):
+            moments.merge(side.moments)
+        return SquareSums(moments, {**left.parameters, **right.parameters}, left.samples + right.samples)
+
+    def finish(self, sums: SquareSums) -> WeightedMoments:
+        """Moments over all samples."""
+        return self.completed(copy.deepcopy(sums))
+
+    def completed(self, sums: SquareSums) -> WeightedMoments:
+        """Moments over all samples, in place: samples that did not use a parameter have a gradient of 0."""
+        for name, info in sums.parameters.items():
+            used = sums.moments.moments[name].weights.observations if name in sums.moments else 0
+            unused = sums.samples - used
+            if unused:
+                zeros = torch.zeros(info.shape, dtype=torch.float64, device=info.device)
+                zeros = zeros if self.reduce is None else self.reduce(name, zeros)
+                sums.moments.add(name, WeightedMoment(zeros, zeros.clone(), Weights.equal(unused)))
+        return sums.moments
+
+
+def _squares(gradient: PerSampleGradient, per: str, scale: float | Tensor) -> Iterator[Tensor]:
+    """Squares of all samples in chunks [b, *shape], float64, of at most `WIDE` entries or one sample."""
+    for part in gradient.chunks():
+        if per == "token":
+            for i in range(part.batch):
+                yield part.select(i, i + 1).token_squares().double()[None] * scale**2
+        elif part.batch:
+            step = max(1, WIDE // max(1, torch.Size(part.shape).numel()))
+            for narrow_B in part.per_sample().split(step):
+                yield (narrow_B.double() * scale).square_()

@@ -1,0 +1,108 @@
+"""The backward of one use of a layer: its site turns (saved inputs, output gradients) into per-sample gradients.
+
+In: the tensors that the site saved in the forward, and the gradients of the layer's outputs. Out: a `LayerRecord` to every
+listener, and the gradients to the `PassBook`, which joins all uses of a parameter before it delivers them.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from gramian.core.errors import GramianError
+from gramian.linalg.wide import exact_float32
+from gramian.taps.passes import SECOND_BACKWARD, Explained, Pass
+from gramian.taps.records import LayerRecord
+from gramian.taps.tap import Tap
+from gramian.taps.tapped_model import TappedModel, TapUse, refuse_create_graph, refuse_unseen, rows_over_batch
+
+
+def report(use: TapUse, saved: list[Tensor], gradients: list[Tensor]) -> None:
+    """The backward reached one use of a layer (eager mode)."""
+    refuse_create_graph()
+    if use.inside_backward:
+        raise GramianError(
+            f"{use.tap.name}: ran and was differentiated inside a backward (reentrant checkpointing or a nested "
+            "backward); expected checkpoint(..., use_reentrant=False)"
+        )
+    if use.pass_ is None or use.pass_.closed:
+        raise GramianError(SECOND_BACKWARD)
+    model, pass_, extra = use.model, use.pass_, use.extra
+    if not model.rule.again:
+        use.pass_ = use.extra = None  # the graph outlives the backward
+    try:
+        _receive(model, pass_, use.tap, use.ordinal, saved, gradients, extra, borrowed=False)
+    except GramianError as error:
+        model.raise_after_run(use.tap, error)
+
+
+def report_compiled(
+    model: TappedModel, tap: Tap, number: int, ordinal: int, saved: list[Tensor], gradients: list[Tensor]
+) -> None:
+    """The backward reached one use of a layer (compiled): the graph may reuse the memory of these tensors afterwards."""
+    if not model.live:
+        return
+    pass_ = model.passes.get(number)
+    if isinstance(model.root(), FSDPModule) and model.tells_samples_apart and pass_.batch > 1:
+        refuse_unseen(model, [(tap.name, ordinal, rows_over_batch(saved, gradients, pass_.batch))])
+    for name in tap.parameters.values():
+        tied = sum(name in other.parameters.values() for other in model.taps) - 1
+        pass_.uses[name] = max(pass_.uses.get(name, 0), ordinal + 1 + tied, tap.traced_uses + tied)
+    _receive(model, pass_, tap, ordinal, saved, gradients, None, borrowed=True)
+
+
+def _receive(
+    model: TappedModel,
+    pass_: Pass,
+    tap: Tap,
+    ordinal: int,
+    saved: list[Tensor],
+    output_gradients: list[Tensor],
+    extra: Any,
+    borrowed: bool,
+) -> None:
+    module, audience = tap.owner(), model.passes.audience(pass_)
+    if module is None or not audience:
+        return
+    assert tap.site is not None
+    device = output_gradients[0].device.type
+    model.passes.begin(pass_, device)
+    batch = pass_.batch
+    if model.tensor_parallel is not None:
+        with tap.named_errors():
+            saved = [model.tensor_parallel.take(t, batch) for t in saved]
+            output_gradients = [model.tensor_parallel.take(t, batch) for t in output_gradients]
+        mine = model.tensor_parallel.share(batch)
+        batch = mine.stop - mine.start
+    if model.gathered is not None:
+        saved = model.gathered.copied(saved)  # listeners may store them until the backward is over
+    with torch.autocast(device, enabled=False), exact_float32():  # whatever the user's backward runs in
+        model.live = False  # the generic site runs the layer again: untapped
+        try:
+            with tap.named_errors():
+                by_local = tap.site.gradients(module, saved, output_gradients, batch, extra)
+        finally:
+            model.live = True
+        gradients = {tap.parameters[local]: gradient for local, gradient in by_local.items()}
+        for name, gradient in gradients.items():
+            if name not in model.parameters:
+                raise GramianError(
+                    f"{name}: began to train inside a capture; expected requires_grad to be set before it is entered"
+                )
+            if gradient.shape != model.parameters[name].shape:
+                raise GramianError(
+                    f"{name}: its site explains a gradient of shape {list(gradient.shape)}; "
+                    f"expected {list(model.parameters[name].shape)}"
+                )
+        sides = partial(tap.site.sides, module, saved, output_gradients, batch)
+        for listener, info in audience:
+            record = LayerRecord(
+                tap.name, tap.site.kind, ordinal, saved, output_gradients, gradients, info, sides, borrowed
+            )
+            listener.layer(record)
+        if model.rule.withholds and not tap.site.compiles:
+            for name, gradient in gradients.items():
+                pass_.explained[name] = Explained.of(gradient, pass_.explained.get(name))
+        model.passes.arrive(pass_, tap.site.kind, gradients, borrowed)

@@ -1,0 +1,161 @@
+"""One call of a tapped layer: its own operation, on detached weights where a rule withholds gradients, then the observer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.taps.model import user_names
+from gramian.taps.model.empty_batches import apart
+from gramian.taps.observer import observe
+from gramian.taps.passes import in_backward
+from gramian.taps.tap import Tap
+from gramian.taps.tapped_model import TappedModel
+
+TENSOR_PARALLEL_KINDS = ("linear", "embedding", "norm")
+"""Kinds of layers that may be tensor parallel."""
+
+
+def run_layer(
+    model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a layer's own forward (`plain`) on its arguments and put the observer behind its outputs."""
+    if model.rule.withholds:
+        plain = DetachedForward(plain, module, tap.parameters, _leaves(model, tap))
+    if torch.compiler.is_compiling():
+        output, saved, extra = _run_site(model, tap, module, plain, args, kwargs)
+    else:
+        try:
+            with tap.named_errors():
+                output, saved, extra = _run_site(model, tap, module, plain, args, kwargs)
+        except GramianError as error:
+            model.raise_after_run(tap, error)
+            return plain(*args, **kwargs)
+    if not any(user_names.parameter(module, local).requires_grad for local in tap.parameters):
+        return output
+    if isinstance(output, Tensor):
+        rows = output.shape[0] if output.dim() else 0
+        if rows == 1:
+            output = _expanded(model, tap, output)
+        if not (output.requires_grad or model.rule.withholds):
+            return output
+    _refuse_tensor_parallel(model, tap, module, [*saved, *([output] if isinstance(output, Tensor) else [])])
+    if not torch.compiler.is_compiling():
+        model.watch(tap)
+        if model.rule.withholds and not in_backward() and model.proof_run is None:
+            model.rule.foresee(tap, saved, output)
+    return observe(model, tap, output, saved, extra)
+
+
+def run_untapped(
+    model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Run a layer, or the root, in an untapped run of a proof, which collects the weights that it reads."""
+    for local, name in tap.parameters.items() if model.weights is not None else ():
+        weight = user_names.parameter(module, local)
+        if weight.requires_grad and name in model.parameters:
+            model.weights[name] = weight  # type: ignore[index]
+    output = plain(*args, **kwargs)
+    return apart(output) if gathers_in_order(model, tap, module) else output
+
+
+def gathers_in_order(model: TappedModel, tap: Tap, module: nn.Module) -> bool:
+    """True for a root whose output must be another tensor than its last layer's, on every process (`empty_batches`)."""
+    return tap.is_root and model.rule.withholds and isinstance(module, FSDPModule)
+
+
+def _run_site(
+    model: TappedModel, tap: Tap, module: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    assert tap.site is not None
+    reason = tap.site.check_per_sample(module) if model.per_sample else None
+    if reason is not None:
+        raise GramianError(f"{tap.name or 'model'} ({type(module).__name__}) {reason}")
+    return tap.site.run(module, plain, args, kwargs)
+
+
+def _expanded(model: TappedModel, tap: Tap, output: Tensor) -> Tensor:
+    """One row that stands for all samples, as B rows, so that each sample sends its own gradient back.
+
+    In eager mode only where a proof tries it or has shown that the model returns the same; a compiled graph expands always,
+    and is proven before it runs.
+    """
+    batch = model.batch
+    if not torch.compiler.is_compiling():
+        proven = model.proof_run is not None or tap.name in model.shared or model.trusts_shapes
+        if batch and not proven:  # of no samples there are no rows
+            return output
+        if in_backward():
+            batch = model.passes.batch_of_second_run(tap.name)
+        elif model.proof_run is not None and batch != 1:
+            model.proof_run.expanded.add(tap.name)
+    return output if batch == 1 else output.expand(batch, *output.shape[1:])
+
+
+def _refuse_tensor_parallel(model: TappedModel, tap: Tap, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise GramianError, on every process, for a tensor-parallel layer that cannot be read sample by sample."""
+    distributed = any(isinstance(t, DTensor) for t in tensors)
+    if not distributed and model.tensor_parallel is None:
+        return  # before a compiled graph has looked at names, which layers of one graph do not share
+    assert tap.site is not None
+    layer = f"{tap.name or 'model'} ({type(module).__name__})"
+    if distributed and model.tensor_parallel is None:
+        raise GramianError(f"{layer} is tensor parallel, which only K-FAC can look at; expected a layer that is whole")
+    if model.tensor_parallel is not None and not tap.site.compiles:
+        raise GramianError(
+            f"{layer} has no formula and must be run again sample by sample, which a tensor-parallel model cannot be; "
+            "expected a registered site (register_site)"
+        )
+    if distributed and tap.site.kind not in TENSOR_PARALLEL_KINDS:
+        raise GramianError(
+            f"{layer} is tensor parallel; expected {', '.join(TENSOR_PARALLEL_KINDS)} layers to be, and others to be whole"
+        )
+
+
+def _leaves(model: TappedModel, tap: Tap) -> "list[tuple[str, Tensor]] | None":
+    """The list in which a layer without a formula leaves the weights it ran on, to be compared with what its tap explains."""
+    assert tap.site is not None
+    if tap.site.compiles or torch.compiler.is_compiling():
+        return None
+    if in_backward() or model.passes.current is None:
+        return []  # a checkpoint's second run is of the same kind as its first, but gets nothing
+    return model.passes.current.leaves
+
+
+class DetachedForward:
+    """A layer's forward on its own weights, detached, so that autograd forms no gradient for them."""
+
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        module: nn.Module,
+        parameters: dict[str, str],
+        leaves: list[tuple[str, Tensor]] | None,
+    ) -> None:
+        """Find where the weights stand; nothing is replaced before the call.
+
+        `parameters` is {local name: the user's name}. `leaves` receives (the user's name, the weight that `plain` ran on), a
+        leaf that gets autograd's gradient; None: it gets none.
+        """
+        self.plain, self.leaves, self.names = plain, leaves, tuple(parameters.values())
+        self.places = [
+            (module.get_submodule(local.rpartition(".")[0]), local.rpartition(".")[2]) for local in parameters
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run with detached weights in place."""
+        old = [owner._parameters[local] for owner, local in self.places]
+        for name, (owner, local), p in zip(self.names, self.places, old, strict=True):
+            weight = None if p is None else p.detach()
+            if weight is not None and self.leaves is not None and p is not None and p.requires_grad:
+                self.leaves.append((name, weight.requires_grad_()))
+            owner._parameters[local] = weight  # type: ignore[assignment]
+        try:
+            return self.plain(*args, **kwargs)
+        finally:
+            for (owner, local), p in zip(self.places, old, strict=True):
+                owner._parameters[local] = p

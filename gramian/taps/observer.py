@@ -1,0 +1,139 @@
+"""The observer: an identity behind a layer's outputs whose backward reports (saved inputs, output gradients) once.
+
+The layer's own operation runs unchanged, so its output and all gradients are what they would be without gramian, bit for bit.
+The identity returns `_unsafe_view(y)`: no copy, and not a view to autograd, so in-place activations behind it keep working.
+
+In eager mode the backward calls `layer_backward.report`. Under `torch.compile` it is one opaque operator in the compiled
+backward (`gramian::emit`), so any statistic runs on real tensors, outside the graph, without a graph break. The tap and the
+pass enter the graph as small CPU tensors, not as constants: one graph serves all blocks that look alike.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gramian.core.errors import GramianError
+from gramian.taps.layer_backward import report, report_compiled
+from gramian.taps.passes import in_backward
+from gramian.taps.sites.site import observed
+from gramian.taps.tap import Tap
+from gramian.taps.tapped_model import TappedModel, TapUse, rows_over_batch
+
+_taps: "weakref.WeakValueDictionary[int, Tap]" = weakref.WeakValueDictionary()
+_models: "weakref.WeakValueDictionary[int, TappedModel]" = weakref.WeakValueDictionary()
+
+
+def register_tap(tap: Tap, model: TappedModel) -> None:
+    """Let compiled graphs find a tap and its model by the tap's number."""
+    _taps[tap.number], _models[tap.number] = tap, model
+
+
+class Observe(torch.autograd.Function):
+    """Identity on the outputs of a layer; its backward reports the use (eager mode)."""
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, use: TapUse, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Take `count` outputs, then the tensors to save; `probe` requires a gradient, so there is always a backward."""
+        ctx.save_for_backward(*tensors[count:])
+        ctx.use, ctx.saved = use, len(tensors) - count
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Report, and pass the gradients on as they are."""
+        saved = [t.detach() for t in ctx.saved_tensors]  # the values, not the graph that made them
+        report(ctx.use, saved, list(gradients))
+        return None, None, None, *gradients, *[None] * ctx.saved
+
+
+class ObserveCompiled(torch.autograd.Function):
+    """Identity on the outputs of a layer in a compiled graph: the report is the gradient of the probe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, probe: Tensor, ticket: Tensor, key: Tensor, ordinal: int, count: int, *tensors: Tensor
+    ) -> Any:
+        """Do as `Observe.forward`; tensors name the pass (`ticket`) and the tap (`key`)."""
+        ctx.save_for_backward(ticket, key, *tensors[count:])
+        ctx.ordinal, ctx.saved = ordinal, len(tensors) - count
+        return tuple(torch.ops.aten._unsafe_view(y, y.shape) for y in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Do as `Observe.backward`, through an operator."""
+        ticket, key, *saved = ctx.saved_tensors
+        reported = torch.ops.gramian.emit(ticket, key, ctx.ordinal, saved, list(gradients))
+        return reported, None, None, None, None, *gradients, *[None] * ctx.saved
+
+
+@torch.library.custom_op("gramian::emit", mutates_args=())
+def _emit(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    """Report one use from a compiled backward."""
+    report_compiled(_models[int(key)], _taps[int(key)], int(ticket), ordinal, saved, gradients)
+    return torch.ones(())
+
+
+@_emit.register_fake
+def _(ticket: Tensor, key: Tensor, ordinal: int, saved: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    return torch.empty(())
+
+
+def observe(model: TappedModel, tap: Tap, output: Any, saved: list[Tensor], extra: Any) -> Any:
+    """Put the observer behind the outputs of one use of a layer, and return them in the same structure."""
+    if isinstance(output, Tensor):  # the usual case, and the one that compiles
+        outputs, spec, places, leaves = [output], None, [0], [output]
+    else:
+        leaves, spec = pytree.tree_flatten(output)
+        places = observed(leaves, model.rule.withholds)
+        outputs = [leaves[i] for i in places]
+    if torch.compiler.is_compiling():
+        ordinal = tap.count_traced_use()
+        seen = ObserveCompiled.apply(  # type: ignore[no-untyped-call]
+            model.probe, model.ticket, tap.key, ordinal, len(outputs), *outputs, *saved
+        )
+    else:
+        use = open_use(model, tap, extra, saved, outputs)
+        seen = Observe.apply(  # type: ignore[no-untyped-call]
+            model.probe, use, len(outputs), *outputs, *saved
+        )
+    if spec is None:
+        return seen[0]
+    for place, y in zip(places, seen, strict=True):
+        leaves[place] = y
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def open_use(model: TappedModel, tap: Tap, extra: Any, saved: Sequence[Tensor], outputs: Sequence[Tensor]) -> TapUse:
+    """Count one use of a layer in the pass under way (eager mode).
+
+    Raises:
+        GramianError: if the layer runs outside a forward of the root where that cannot be attributed.
+    """
+    if in_backward():  # a checkpoint's second run, which gets no backward of its own
+        return TapUse(model, tap, None, None, inside_backward=True)
+    outside = model.passes.current is None or model.passes.current.returned
+    if outside and model.tells_samples_apart:
+        raise GramianError(
+            f"{tap.name or 'model'}: ran outside a forward of the captured model, where no proof sees whose row is which; "
+            'expected one module whose forward makes every call, or proof="off" (and batch_size=, if it is never called)'
+        )
+    if model.passes.current is None:
+        if model.batch_size is None:
+            raise GramianError(
+                f"{tap.name}: ran outside a forward of the captured model; "
+                "expected a call of the model itself, or batch_size="
+            )
+        model.batch = model.batch_size
+        model.open_pass(torch.empty(model.batch, 0))
+    pass_ = model.passes.current
+    assert pass_ is not None
+    for name in tap.parameters.values():
+        pass_.uses[name] = pass_.uses.get(name, 0) + 1
+    ordinal = pass_.ordinals[tap.name] = pass_.ordinals.get(tap.name, -1) + 1
+    calls = model.calls if model.proof_run is None else model.proof_run.calls
+    calls.append((tap.name, ordinal, rows_over_batch(saved, outputs, pass_.batch)))
+    return TapUse(model, tap, pass_, extra, inside_backward=False, ordinal=ordinal)

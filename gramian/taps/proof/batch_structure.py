@@ -1,0 +1,57 @@
+"""The structure of a batch, under which a proof is stored and which it covers.
+
+A proof holds for the program that ran, so the structure has everything a program may choose its branches by: nesting, names,
+dtypes, ranks and flags of the arguments, the modules with their modes, truth values and hooks, autocast, and which parameters
+train. Sizes are not part of it. Batches in which samples differ in how many of their tokens count are a structure of their own.
+"""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from gramian.taps.proof.sample_arguments import SampleArguments
+from gramian.taps.tapped_model import TappedModel
+from gramian.taps.units import Units
+
+_numbers: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+_count = itertools.count()
+
+
+def structure_of(model: TappedModel, args: Any, kwargs: Any, batch: int) -> tuple[Any, list[SampleArguments]]:
+    """The structure of a call of the root, hashable, and its arguments by sample for every grouping into units."""
+    given = model.batch_size is not None
+    found = []
+    for ids in model.groupings():
+        units = None if ids is None else Units.of(ids, batch)
+        found.append(SampleArguments.of((args, kwargs), batch, given=given, units=units))
+        if model.tells_samples_apart:
+            found[-1].refuse_layouts()
+    autocast = (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+    modules = tuple((_number(module), *_flags(module), *_hooks(module)) for module in model.root_module.modules())
+    private = model.rule.withholds  # proves more: the loader's own collation, buffers, inputs that are left alone
+    key = (tuple(s.structure for s in found), modules, autocast, frozenset(model.parameters), private)
+    return (key, found[0].uneven() if model.tells_samples_apart else ()), found
+
+
+def _number(module: nn.Module) -> int:
+    """A number that no other module has or had; an `id` is given again once its module is gone."""
+    return _numbers.setdefault(module, next(_count))
+
+
+def _flags(module: nn.Module) -> list[Any]:
+    """Truth values that a forward may branch on: the mode, and the user's own. Numbers and strings may count or log."""
+    return [value for key, value in vars(module).items() if type(value) is bool and key != "_is_full_backward_hook"]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """The code of a user's hooks on a module, or the numbers that torch gives out once each."""
+    several = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [
+        getattr(hook, "__code__", number)
+        for hooks in several
+        for number, hook in hooks.items()
+        if not (getattr(hook, "__module__", None) or "").startswith("gramian.")
+    ]

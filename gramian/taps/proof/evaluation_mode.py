@@ -1,0 +1,54 @@
+"""Evaluation mode for runs of a proof: modules do not train, and dropout that a forward calls as a function does nothing.
+
+A model that calls `F.dropout(h, 0.3)`, which trains by default, draws random numbers in evaluation mode too. Its reversed batch
+and its single samples would then have other masks, and nothing about the order of rows could be shown.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUT = {
+    F.dropout: "training", F.dropout1d: "training", F.dropout2d: "training", F.dropout3d: "training",
+    F.alpha_dropout: "training", F.feature_alpha_dropout: "training", torch.dropout: "train",
+    torch.alpha_dropout: "train", torch.feature_dropout: "train", torch.feature_alpha_dropout: "train",
+}  # fmt: skip
+"""{function: its flag, the third argument}."""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Functions of dropout return their input, and attention drops nothing out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = dict(kwargs or {})
+        flag = _DROPOUT.get(func)
+        if flag is not None:
+            args, named = (*args[:2], False) if len(args) > 2 else args, _with(named, flag, len(args) > 2)
+        elif func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            named.pop("dropout_p", None)
+        return func(*args, **named)
+
+
+def _with(named: Mapping[str, Any], flag: str, given: bool) -> dict[str, Any]:
+    """Keyword arguments with the flag off, unless it is a positional argument."""
+    return dict(named) if given else {**named, flag: False}
+
+
+@contextmanager
+def evaluating(root: nn.Module) -> Iterator[None]:
+    """Run without dropout and with modules in evaluation mode; afterwards each module is in the mode it was in."""
+    modes = [(module, module.training) for module in root.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with _WithoutDropout():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,46 @@
+"""Runs of a proof that leave no trace in the user's model."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gramian.parallel.data_parallel import local
+from gramian.taps.model.preserve_state import preserve_state
+from gramian.taps.model.run_eagerly import run_eagerly
+
+
+@contextmanager
+def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
+    """Restore the model afterwards; inside, compiled modules run eagerly and checkpoints around the model see nothing.
+
+    Weights that are all zero are random inside: behind them no gradient would flow, and nothing could be shown. Generators
+    among the model's arguments are restored too.
+    """
+    with (
+        preserve_state(root, counters=True, arguments=arguments),
+        run_eagerly(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        zeros_filled(root),
+    ):
+        yield
+
+
+@contextmanager
+def zeros_filled(root: nn.Module) -> Iterator[None]:
+    """Replace weight matrices that are all zero by random ones, and put the zeros back."""
+    weights = [local(p.detach()) for p in root.parameters() if p.requires_grad and p.is_floating_point() and p.numel()]
+    zeros = [w for w in weights if w.numel() and w.dim() > 1 and not bool(w.any())]
+    for number, weight in enumerate(zeros):
+        generator = torch.Generator(weight.device).manual_seed(number)
+        drawn = torch.randn(weight.shape, generator=generator, device=weight.device, dtype=torch.float32)
+        weight.data.copy_(drawn / max(1, weight[0].numel()) ** 0.5)
+    torch.clear_autocast_cache()  # of weights in half precision, which autocast keeps until the user leaves it
+    try:
+        yield
+    finally:
+        for weight in zeros:
+            weight.data.zero_()
+        torch.clear_autocast_cache()

@@ -1,0 +1,42 @@
+"""The floating-point tensors that a forward returns, or leaves in attributes of modules, and their rows per sample."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gramian.taps.model.python_state import graph_tensors
+from gramian.taps.proof.sample_arguments import SampleArguments
+
+
+def output_tensors(output: Any, depth: int = 3) -> list[Tensor]:
+    """Floating-point tensors of an output in a fixed order: in tuples, lists, dicts, and attributes of other objects."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found += [leaf] if leaf.is_floating_point() else []
+        elif depth and not callable(leaf):
+            slots = [name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ())]
+            values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in slots)]
+            found += [t for value in values for t in output_tensors(value, depth - 1)]
+    return found
+
+
+def left_in_attributes(root: nn.Module, before: Collection[int], returned: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Tensors with a gradient that a forward left in attributes of modules (an auxiliary loss): {name: tensor}.
+
+    Tensors whose `id` is in `before`, and those that the forward returned, are left out.
+    """
+    known = {*before, *map(id, returned)}
+    return {name: t for name, t in graph_tensors(root).items() if id(t) not in known}
+
+
+def rows_of(output: Tensor, samples: SampleArguments) -> int:
+    """Rows of an output that belong to one sample; 0 if its first axis is not a multiple of B, or units share its rows."""
+    units = samples.units
+    if units is not None and units.ids.dim() == 2 and output.shape[:2] != units.ids.shape:
+        return 0
+    if not output.dim() or not output.shape[0] or output.shape[0] % samples.batch:
+        return 0
+    return output.shape[0] // samples.batch

@@ -1,0 +1,156 @@
+"""Comparison of two runs of a proof: are rows unchanged, and are the taps' sums autograd's, up to rounding.
+
+Rows are compared bit for bit where two equal runs are equal and every call has the same rows. Elsewhere (experts, ragged rows,
+atomic additions) they may be apart by 4 times the difference of two equal runs, or by 64 ε of the tensor's largest value.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gramian.taps.audit import AGREES
+from gramian.taps.proof.proof_runs import HALF, SCALE, ProofRuns, Refuted, TappedRun
+from gramian.taps.proof.row_fingerprint import Fingerprint
+from gramian.taps.proof.row_recorder import Key, disagreement, sketches_of
+from gramian.taps.sites.generic import REPRODUCES
+
+ONE_ROW = "; or a batch axis of 1 where a layer sees no sample: positions of shape [1, T], not [T]"
+ROUNDING = 64
+"""Rounding errors of the largest value by which rows may differ where bits cannot be equal."""
+ROUNDING_OF_HALF = 8
+"""The same in half precision, where 64 would be half of the value."""
+EQUAL = {dtype: ROUNDING * torch.finfo(dtype).eps for dtype in REPRODUCES}
+"""Largest relative difference between two runs on the same samples, by dtype."""
+
+
+class RowComparison:
+    """Compares runs of one proof."""
+
+    def __init__(self, runs: ProofRuns) -> None:
+        """Nothing is compared yet."""
+        self._runs = runs
+        self._repeated: TappedRun | None = None
+        """A second run of the batch as it is, made when bits first differ."""
+
+    @property
+    def exact(self) -> bool:
+        """True if rows were equal bit for bit in all comparisons."""
+        return not self._repeated
+
+    def first_change(
+        self,
+        base: TappedRun,
+        run: TappedRun,
+        rows: Sequence[int],
+        places: Sequence[int],
+        tolerances: Mapping[torch.dtype, float] | None = None,
+    ) -> tuple[str, str] | None:
+        """The first tensor of which a row changed, for an error message, and advice; None: all rows are unchanged.
+
+        Args:
+            base: the batch as it is.
+            run: another run.
+            rows: rows of the first that are compared.
+            places: where the second has them.
+            tolerances: relative, by dtype; None: bit for bit, or as far as two equal runs are apart.
+        """
+        if base.rows.keys() != run.rows.keys():
+            odd = sorted(base.rows.keys() ^ run.rows.keys())[0]
+            return f"{odd[1] or 'model'}: is called another number of times", ""
+        here, there = list(rows), list(places)
+        for title, one, other, key in self._pairs(base, run):
+            if one.shape != other.shape:
+                return f"{title} has another shape", ""
+            equal = one.hashes_R[here] == other.hashes_R[there]
+            if bool(equal.all()):
+                continue
+            apart = (one.projections_RK[here] - other.projections_RK[there]).square().mean(1).sqrt()
+            relative = None if tolerances is None else _tolerance(tolerances, base)
+            allowed = self._allowed(base, run, key, one) if relative is None else relative * one.largest
+            numbers = one.finite()[here] | other.finite()[there]  # else neither row is finite
+            off = ~equal & ~(apart <= allowed) & numbers
+            if bool(off.any()):
+                gradient = not isinstance(key, int) and base.sides[key] == "output gradient"
+                constant = gradient and _sees_no_sample(base, run, key)
+                return f"{title} of sample {here[int(off.nonzero()[0])]} changes", ONE_ROW if constant else ""
+        return None
+
+    def compare_outputs(self, untapped: list[Fingerprint], base: TappedRun) -> None:
+        """Raise Refuted if the tapped model returns something else than the untapped one."""
+        runs = self._runs
+        for number, (one, other) in enumerate(zip(untapped, base.outputs, strict=True)):
+            same = one.shape == other.shape and len(one.hashes_R) == len(other.hashes_R)
+            if same and not torch.equal(one.hashes_R, other.hashes_R):
+                # rounding: products have other kernels where weights need no gradient, or where one row is several
+                # terms of a single number may cancel
+                largest = one.largest if number in runs.row_outputs else max(1.0, one.largest)
+                allowed = max(self._allowed(base, base, number, one), _tolerance(REPRODUCES, base) * largest)
+                same = bool((~(one.finite() | other.finite()) | (one.moved(other) <= allowed)).all())
+            if not same and not runs.shared:
+                raise Refuted(
+                    f"model: two equal forwards differ in {runs.titles[number]}; expected a forward that writes into no "
+                    "weight, and remembers nothing but in buffers and attributes of its modules"
+                )
+            if not same:
+                layers = ", ".join(sorted(runs.shared))
+                raise Refuted(
+                    f"{layers}: returns one row for all samples, and the model returns something else once that row stands for "
+                    f"each of them ({runs.titles[number]}); expected code behind it that broadcasts the row over the batch"
+                )
+
+    def compare_sums(self, base: TappedRun, gradients: dict[str, Tensor | None]) -> bool:
+        """True if the taps' sums are autograd's `gradients`; False if they are not finite, so that nothing was shown.
+
+        Raises:
+            Refuted: naming a parameter whose sum is not autograd's.
+        """
+        halved = sketches_of(gradients)
+        bad = disagreement(base.recorder.totals, halved, AGREES, floor=base.rounding, factors=(SCALE,))
+        if bad is not None:
+            raise Refuted(
+                f"{bad[0]}: the taps explain a gradient of norm {bad[1] / SCALE:.4g}, autograd computed {bad[2] / SCALE:.4g} "
+                f"({SCALE} times the loss, over {SCALE}); expected the weight to be used through its own module only (not "
+                "F.linear(x, layer.weight)), or a registered site, and a backward that is linear (no hook that normalises)"
+            )
+        return all(sketch.finite for sketch in (*base.recorder.totals.values(), *halved.values()))
+
+    def _pairs(self, base: TappedRun, run: TappedRun) -> list[tuple[str, Fingerprint, Fingerprint, "Key | int"]]:
+        """Titled tensors of both runs: inputs in the order of the forward, output gradients, joined calls, outputs."""
+        pairs: list[tuple[str, Fingerprint, Fingerprint, Key | int]] = [
+            (f"{key[1] or 'model'}: the {base.sides[key]}", base.rows[key], run.rows[key], key)
+            for side in ("input", "output gradient", "sum over calls")
+            for key in (reversed(base.rows) if side == "input" else base.rows)
+            if base.sides[key] == side
+        ]
+        outputs, runs = enumerate(zip(base.outputs, run.outputs, strict=True)), self._runs
+        with_gradient = {i for i in runs.row_outputs if runs.cotangents[i] is not None}
+        return pairs + [(f"{runs.titles[i]}: the row", *both, i) for i, both in outputs if i in with_gradient]
+
+    def _allowed(self, base: TappedRun, run: TappedRun, key: "Key | int", one: Fingerprint) -> float:
+        """How far apart rows may be: −1 (not at all) where two equal runs are equal and every call has the same rows.
+
+        Inputs and outputs are compared bit for bit where two equal forwards are, whatever their backwards do.
+        """
+        if self._repeated is None:
+            self._repeated = self._runs.tapped(self._runs.everyone)
+        repeated, forward = self._repeated.rows, isinstance(key, int) or base.sides[key] == "input"
+        sides = [k for k in base.rows if base.sides[k] == "input" or not forward]
+        equal = all(k in repeated and torch.equal(base.rows[k].hashes_R, repeated[k].hashes_R) for k in sides)
+        if equal and sorted(base.calls) == sorted(run.calls):
+            return -1.0
+        again = self._repeated.outputs[key] if isinstance(key, int) else repeated.get(key)
+        between = 0.0 if again is None else float(one.moved(again).max())
+        return max(4 * between, (ROUNDING if one.eps < HALF else ROUNDING_OF_HALF) * one.eps * one.largest)
+
+
+def _sees_no_sample(base: TappedRun, run: TappedRun, key: "Key | int") -> bool:
+    """True if all inputs of a call are the same in both runs, whatever the samples are."""
+    inputs = [k for k, side in base.sides.items() if side == "input" and not isinstance(key, int) and k[:3] == key[:3]]
+    return bool(inputs) and all(torch.equal(base.rows[k].hashes_R, run.rows[k].hashes_R) for k in inputs)
+
+
+def _tolerance(tolerances: Mapping[torch.dtype, float], base: TappedRun) -> float:
+    """The tolerance of the narrowest dtype that took part in a run."""
+    narrowest = max((print_.eps for print_ in (*base.rows.values(), *base.outputs)), default=0.0)
+    return next(tolerance for dtype, tolerance in tolerances.items() if torch.finfo(dtype).eps >= narrowest)

@@ -1,0 +1,235 @@
+"""The state of one tapped model: who listens, which rule governs its weight gradients, and which pass is under way.
+
+Everything that runs on a tapped model reads and writes this one object. The modules stand in one direction:
+
+    tap → tapped_model → layer_backward → observer → layer_forward ─┐
+                       └→ proof (runs the model through these)   ──┴→ root_forward → replaced_forward → hub → capture
+
+`Hub` is this state together with the installed taps and the row proof.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gramian.core.errors import GramianError
+from gramian.parallel.data_parallel import GatheredParameters
+from gramian.parallel.lockstep import Lockstep
+from gramian.parallel.tensor_parallel import TensorParallel
+from gramian.taps.gradients.directions import Directions
+from gramian.taps.model import user_names
+from gramian.taps.passes import Listener, Pass, PassBook
+from gramian.taps.roles import GradientRule, Ordinary, ParameterInfo
+from gramian.taps.tap import Tap
+
+Call = tuple[str, int, int]
+"""A call of a tapped layer: its name, its ordinal in the forward, and its rows over B (0: one row for all samples)."""
+
+
+@dataclass
+class ProofRun:
+    """A run of the row proof: the calls of tapped layers, and the layers whose one row was expanded to B rows."""
+
+    calls: list[Call] = field(default_factory=list)
+    expanded: set[str] = field(default_factory=set)
+    failure: GramianError | None = None
+    """A tap's refusal that is raised after the run, because other processes gather weights in the same run."""
+
+
+class TapUse:
+    """One call of a tapped layer in one pass (eager mode)."""
+
+    __slots__ = ("extra", "inside_backward", "model", "ordinal", "pass_", "tap")
+
+    def __init__(
+        self, model: "TappedModel", tap: Tap, pass_: Pass | None, extra: Any, inside_backward: bool, ordinal: int = 0
+    ) -> None:
+        """Record the call: `ordinal` counts earlier calls in the pass; a checkpoint's second run is inside a backward."""
+        self.model, self.tap, self.pass_, self.extra = model, tap, pass_, extra
+        self.inside_backward, self.ordinal = inside_backward, ordinal
+
+
+class TappedModel:
+    """The state of one root module and its taps. It lives as long as the module, so compiled graphs stay valid."""
+
+    def __init__(self, root: nn.Module) -> None:
+        """Start with no listener, the ordinary gradient rule and no pass."""
+        self.root = weakref.ref(root)
+        self.live = False
+        """True if somebody listens; a compiled graph guards on this flag."""
+        self.per_sample = False
+        """True if a listener needs samples told apart."""
+        self.batch = 0
+        """B of the pass under way."""
+        self.blank = False
+        """True if the pass under way has no samples and runs on one row of zeros (where a rule withholds gradients)."""
+        self.batch_size: int | None = None
+        """B as a listener gave it; None: the first axis of the root's first tensor."""
+        self.ticket = torch.zeros(1, dtype=torch.int64)
+        """The number of the pass under way, as an input of compiled graphs."""
+        self.probe = torch.zeros((), requires_grad=True)
+        """An input of every observer, so that it has a backward even if no output of its layer requires a gradient."""
+        self.probe.register_hook(refuse_create_graph)  # of a compiled backward, inside which grad mode is always off
+        self.rule: GradientRule = Ordinary()
+        self.parameters: dict[str, ParameterInfo] = {}
+        self.audited: frozenset[str] = frozenset()
+        """Parameters whose entire gradient was compared with autograd's; after that, projections are."""
+        self.audits = 0
+        """Audited backwards; by their number parameters take turns."""
+        self.directions: dict[Any, Directions] = {}
+        """Random directions on which audits project gradients, by shape and device."""
+        self.listeners: list[Listener] = []
+        self.passes = PassBook(self.listeners, lambda: self.rule)
+        self.taps: list[Tap] = []
+        """The installed taps."""
+        self.calls: list[Call] = []
+        """Calls of tapped layers in the forward under way (eager mode)."""
+        self.lockstep = Lockstep()
+        """Processes that gather weights for each other, which must make equally many runs of a proof."""
+        self.proven_calls: set[Call] = set()
+        """Calls that a proof has seen."""
+        self.shared: set[str] = set()
+        """Layers that were proven to see one row for all samples: their output is expanded to B rows."""
+        self.proof_run: ProofRun | None = None
+        """The run of a proof that is under way."""
+        self.weights: dict[str, Tensor] | None = None
+        """{parameter: the tensor that its layer read} of an untapped run of a proof; None: no such run is under way."""
+        self.gathered: GatheredParameters | None = None
+        """FSDP2's parameters while taps are installed."""
+        self.tensor_parallel: TensorParallel | None = None
+        """Processes among which a tensor-parallel model deals its samples out, while a listener takes shares; None: every
+        process sees all of its samples."""
+        self.on_inputs: Callable[[Any], None] = lambda inputs: None
+        """Called with the arguments of every forward of the root (eager mode)."""
+        self.output_layer: str | None = None
+        """The layer whose output, up to views and casts, the last forward of the root returned (eager mode)."""
+
+    @property
+    def root_module(self) -> nn.Module:
+        """The root, which must still exist."""
+        root = self.root()
+        assert root is not None
+        return root
+
+    # ---- listeners -------------------------------------------------------------------------------------------------
+
+    @property
+    def trusts_shapes(self) -> bool:
+        """True where no proof runs: in a tensor-parallel model, and in a sharded one that not every process captures."""
+        collective = any(one.proof != "off" and (one.per_sample or one.takes_shares) for one in self.listeners)
+        return self.tensor_parallel is not None or (isinstance(self.root(), FSDPModule) and not collective)
+
+    @property
+    def tells_samples_apart(self) -> bool:
+        """True if a listener needs to know which row is whose, and has not switched the proof off."""
+        return any(listener.per_sample and listener.proof != "off" for listener in self.listeners)
+
+    def groupings(self) -> list[Tensor | None]:
+        """The different `sample_ids` of the listeners; None: each row is a unit."""
+        found: list[Tensor | None] = []
+        for listener in self.listeners:
+            ids = listener.sample_ids if listener.per_sample else None
+            if not any(ids is other for other in found):
+                found.append(ids)
+        return found
+
+    def proof_is_due(self) -> bool:
+        """True if a listener wants one run of the proof repeated on this batch."""
+        return any([listener.proof_is_due() for listener in self.listeners])
+
+    def proof_failed(self) -> None:
+        """Report that a repeated run failed: what was computed since the last proof is not proven."""
+        for listener in self.listeners:
+            listener.proof_failed()
+
+    def proof_stays_open(self) -> None:
+        """Report that all samples of a batch are equal, which proves nothing; a listener that cannot accept it raises."""
+        for listener in self.listeners:
+            listener.proof_stays_open()
+
+    def watch(self, tap: Tap) -> None:
+        """Show the listeners the tensors that stand for a layer's parameters right now."""
+        module = tap.owner()
+        if module is not None:
+            for local, name in tap.parameters.items():
+                for listener in self.listeners:
+                    listener.watch(name, user_names.parameter(module, local))
+
+    def open_pass(self, first: Tensor) -> int:
+        """Open a pass for a batch whose first tensor is this one, and return its number."""
+        new = not self.audited.issuperset(self.parameters)
+        length = first.shape[1] if first.dim() > 1 else None
+        return self.passes.open(first.shape[0], length, new, 0 if torch.compiler.is_compiling() else first.data_ptr())
+
+    # ---- runs of a proof -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recorded_by(self, recorder: Listener) -> Iterator[ProofRun]:
+        """Let a proof's recorder alone listen, and put listeners and the pass under way back afterwards."""
+        self.passes.settle()  # reports a backward that broke off, while its own listeners are attached
+        listeners, current, per_sample, batch = list(self.listeners), self.passes.current, self.per_sample, self.batch
+        output_layer = self.output_layer
+        self.per_sample, self.proof_run = self.tells_samples_apart, ProofRun()
+        self.listeners[:] = [recorder]
+        try:
+            yield self.proof_run
+        finally:
+            self.passes.settle()
+            self.listeners[:] = listeners
+            failure = self.proof_run.failure
+            self.passes.current, self.per_sample, self.batch, self.proof_run = current, per_sample, batch, None
+            self.output_layer = output_layer
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def untapped(self) -> Iterator[dict[str, Tensor]]:
+        """Let the model run as if nothing were installed; collects {parameter: tensor} that its layers read."""
+        self.live, self.weights = False, {}
+        try:
+            yield self.weights
+        finally:
+            self.live, self.weights = True, None
+
+    def raise_after_run(self, tap: Tap, error: GramianError) -> None:
+        """Raise now, or after a proof's run where other processes wait for what the rest of this run gathers.
+
+        At once on weights that are not gathered (a unit that nobody gathers): autograd, which goes on, would crash on them.
+        """
+        module = tap.owner()
+        gone = module is None or any(isinstance(p, DTensor) for p in module.parameters())
+        if self.proof_run is None or self.lockstep.alone or gone:
+            raise error
+        self.proof_run.failure = self.proof_run.failure or error
+
+
+def rows_over_batch(saved: Sequence[Tensor], outputs: Sequence[Tensor], batch: int) -> int:
+    """Rows of a call over B: 0 for one row that stands for all samples, negative if they are not a multiple of B."""
+    first = next((t for t in (*saved, *outputs) if t.dim()), None)
+    rows = 0 if first is None else first.shape[0]
+    if rows == 1 and batch != 1:
+        return 0
+    return rows // batch if batch and rows % batch == 0 else -rows
+
+
+def refuse_unseen(model: TappedModel, calls: Sequence[Call]) -> None:
+    """Raise GramianError if no proof has seen one of these calls of a sharded model: one process alone cannot prove it."""
+    for layer, ordinal, rows in calls:
+        if (layer, ordinal, rows) not in model.proven_calls:
+            raise GramianError(
+                f"{layer or 'model'}: is called in a way that no proof has seen (call {ordinal}, {rows} rows a sample), "
+                "and a sharded model cannot be proven by one process alone; expected the same calls in every batch"
+            )
+
+
+def refuse_create_graph(_: Tensor | None = None) -> None:
+    """Raise GramianError inside a backward that builds a graph of itself."""
+    if torch.is_grad_enabled():
+        raise GramianError("backward: create_graph=True is not supported; expected create_graph=False")

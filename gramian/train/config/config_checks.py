@@ -1,0 +1,148 @@
+"""Checks across fields and sections of a configuration; the range of a single field is part of its type.
+
+Each function raises a `GramianError` "section.key: what was found; expected …" for the first value that does not fit.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from gramian.core.byte_amounts import parse_bytes
+from gramian.core.errors import GramianError
+from gramian.data.options import DataSection
+from gramian.data.tokenizer import holds_tokenizer
+from gramian.taps.proof.row_proof import check_proof
+from gramian.train.config.config_sections import (
+    KFACSection,
+    ModelSection,
+    OptimizerSection,
+    PrivacySection,
+    RunSection,
+    ScheduleSection,
+    TeacherSection,
+)
+
+
+def check_values(section: str, options: Any) -> None:
+    """Refuse numbers that are not finite, and text that cannot be written to a file or used as a path."""
+    for key, value in dataclasses.asdict(options).items():
+        for single in value if isinstance(value, tuple) else (value,):
+            if isinstance(single, float) and not math.isfinite(single):
+                raise GramianError(f"{section}.{key}: expected a finite number, got {value}")
+            if isinstance(single, str) and ("\0" in single or not _is_utf8(single)):
+                raise GramianError(f"{section}.{key}: expected text in UTF-8 without zero bytes, got {single!r}")
+
+
+def check_run(run: RunSection, schedule: ScheduleSection, optimizer: OptimizerSection) -> None:
+    """Check the run's folder and that the schedule fits into its steps."""
+    if not run.folder:
+        raise GramianError("run.folder: is empty; expected a folder")
+    if schedule.warmup >= run.steps:
+        raise GramianError(f"schedule.warmup: expected less than run.steps ({run.steps}), got {schedule.warmup}")
+    if schedule.floor > optimizer.lr:
+        raise GramianError(f"schedule.floor: expected at most optimizer.lr ({optimizer.lr}), got {schedule.floor}")
+
+
+def check_model(model: ModelSection) -> None:
+    """Check the options that depend on the kind of model."""
+    if model.kind == "gpt" and model.width % model.heads:
+        raise GramianError(f"model.width: expected a multiple of model.heads ({model.heads}), got {model.width}")
+    if model.kind == "huggingface" and model.path is None:
+        raise GramianError("model.path: expected the folder of a Hugging Face model")
+    if model.kind != "huggingface" and model.path is not None:
+        raise GramianError('model.path: is for model.kind = "huggingface"; expected none')
+
+
+def check_data(data: DataSection, model: ModelSection) -> None:
+    """Check the files against the kind of data, and how windows are cut."""
+    if data.source == "embedded" and (data.files or data.validation_files):
+        raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
+    if data.source != "embedded" and not data.files:
+        raise GramianError(f'data.files: expected at least one for data.source = "{data.source}"')
+    if data.isolate and (not data.pack or model.kind == "huggingface"):
+        raise GramianError('data.isolate: expected data.pack = true and model.kind = "gpt" or "goose"')
+    if data.stride and (data.stride > data.length or not data.pack or data.isolate):
+        raise GramianError(
+            f"data.stride: expected at most data.length ({data.length}), with data.pack and without data.isolate, "
+            f"got {data.stride}"
+        )
+
+
+def check_kfac(kfac: KFACSection, privacy: PrivacySection | None) -> None:
+    """Check the memory budget, and that curvature does not read private data."""
+    if parse_bytes("kfac.memory_budget", kfac.memory_budget) == 0:
+        raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
+    if privacy is not None and not kfac.public_files:
+        raise GramianError(
+            "kfac.public_files: curvature of private data is outside the accountant; expected files of public data"
+        )
+
+
+def check_privacy(privacy: PrivacySection, data: DataSection) -> None:
+    """Check that the noise is given in one way, and that decisions read no private data."""
+    if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
+        raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
+    check_proof(privacy.proof, "privacy.proof")
+    if privacy.decisions == "public_validation" and data.source != "embedded" and not data.validation_files:
+        raise GramianError(
+            "privacy.decisions: validation data is a part of the private data; expected data.validation_files with "
+            '"public_validation"'
+        )
+
+
+def check_teacher(teacher: TeacherSection, kfac: KFACSection | None, privacy: PrivacySection | None) -> None:
+    """Check that the loss, its features and its temperature fit the source of the teacher's signal."""
+    for section, options in (("kfac", kfac), ("privacy", privacy)):
+        if options is not None:
+            raise GramianError(
+                f"teacher: its loss bypasses the layers that [{section}] observes; "
+                f"expected one of the sections: remove [teacher] or [{section}]"
+            )
+    if teacher.source == "live" and not teacher.path:
+        raise GramianError(
+            'teacher.path: expected the folder of a model, or teacher.source = "hidden", "topk" or "sampled"'
+        )
+    if not teacher.kd_weight + teacher.ce_weight:
+        raise GramianError("teacher.kd_weight: is 0, and teacher.ce_weight too; expected one above 0")
+    if (teacher.features == "none") != (not teacher.feature_pairs):
+        raise GramianError(
+            "teacher.feature_pairs: expected pairs of layers with teacher.features, and none without, "
+            f"got {len(teacher.feature_pairs)}"
+        )
+    if teacher.source == "sampled" and (teacher.temperature_kind != "fixed" or teacher.direction != "forward"):
+        raise GramianError(
+            'teacher.source: samples are valid for one temperature; expected teacher.temperature_kind = "fixed" and '
+            'teacher.direction = "forward"'
+        )
+
+
+def resolve_tokenizer(data: DataSection, model: ModelSection) -> str:
+    """Return the tokenizer that data.tokenizer = "auto" stands for; text for a Hugging Face model is never cut into bytes.
+
+    Raises:
+        GramianError: if the model's folder has no tokenizer, and text has to be read.
+    """
+    folder = Path(model.path or "")
+    if data.tokenizer != "auto":
+        return data.tokenizer
+    if (
+        model.kind != "huggingface" or not (folder / "config.json").is_file()
+    ):  # a folder without a model is refused later
+        return "bytes"
+    if holds_tokenizer(folder):
+        return str(folder)
+    if data.source == "tokens":
+        return "bytes"  # no text is read: the description of the token files decides
+    raise GramianError(
+        f'data.tokenizer: none given, and {folder} (model.path) has none; expected "bytes" or the folder of a Hugging Face '
+        "tokenizer"
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: bytes of the command line that are not UTF-8
+        return False
+    return True

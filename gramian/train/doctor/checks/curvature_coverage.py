@@ -1,0 +1,29 @@
+"""With [kfac], every trained parameter must get curvature from one batch."""
+
+import copy
+
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.build.run_parts import build_kfac
+from gramian.train.doctor.check import Check, named
+from gramian.train.doctor.examined_run import ExaminedRun
+from gramian.train.loop.objective import Objective
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.train.loop.public_curvature import PublicCurvature
+
+
+def curvature_coverage(run: ExaminedRun) -> list[Check]:
+    """Estimate curvature in one backward pass, on public data if the run is private, and list parameters without it."""
+    config, numbers, world, module = run.config, run.numbers, run.world, Objective(run.model())
+    kfac = build_kfac(config)
+    if config.privacy is not None:
+        public = copy.deepcopy(module)  # referenced until the coverage is read: K-FAC has a weak reference to it
+        PublicCurvature(module, public, kfac, config, numbers, world).refresh(0)
+    else:
+        optimizer = build_optimizer(module, config.optimizer, world.device)
+        stepper = PlainStepper(module, optimizer, numbers, world, max_norm=0.0, seed=config.run.seed, kfac=kfac)
+        stepper.watch(run.batch())
+    missing = [name.removeprefix("model.") for name, cover in kfac.coverage.items() if cover.status == "unused"]
+    hint = f"they get plain gradients: {named(missing)}" if missing else ""
+    details = tuple(f"no curvature of {name}" for name in missing)
+    measured = f"{len(missing)} of {len(kfac.coverage)} parameters not covered"
+    return [Check("curvature", measured, "0", not missing, hint, len(missing), details)]

@@ -1,0 +1,23 @@
+"""Snapshots of the training state must fit into the memory that this host has left."""
+
+import torch
+
+from gramian.core.byte_amounts import format_bytes
+from gramian.core.errors import GramianError
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.train.build.run_parts import build_kfac
+from gramian.train.build.snapshot_budget import plan_snapshots
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.examined_run import ExaminedRun
+
+
+def host_copies(run: ExaminedRun) -> list[Check]:
+    """Plan the snapshots of one process."""
+    kfac = None if run.config.kfac is None else build_kfac(run.config)
+    world = ProcessGrid(0, 1, torch.device(run.numbers.device))
+    try:
+        plan = plan_snapshots(run.config, world, run.numbers, run.trial_model, kfac)
+    except GramianError as problem:
+        return [Check("host memory", "too much", "-", False, str(problem))]
+    hint = str(plan) if plan.snapshots < plan.wish else ""
+    return [Check("host memory", format_bytes(plan.host), format_bytes(plan.usable or 0), True, hint, plan.host)]

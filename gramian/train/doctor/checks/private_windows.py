@@ -1,0 +1,51 @@
+"""With [privacy], rows and loss of a window must depend on that window alone: each window has its own gradient to clip."""
+
+import dataclasses
+
+from gramian.core.errors import GramianError
+from gramian.train.build.build_optimizer import build_optimizer
+from gramian.train.doctor.check import Check
+from gramian.train.doctor.examined_run import ExaminedRun, rows_of
+from gramian.train.loop.objective import Objective
+from gramian.train.loop.private_stepper import PrivateStepper
+
+FEW = 4
+"""Number of windows of the independence check."""
+
+
+def private_windows(run: ExaminedRun) -> list[Check]:
+    """Run the row proof on the windows of one backward pass, and check the loss of four windows for independence.
+
+    Works on a private copy of the model: nothing is released, no sample is drawn and no key is stored.
+    """
+    assert run.config.privacy is not None
+    # The amount of noise does not matter here, and computing it takes time.
+    options = dataclasses.replace(run.config.privacy, noise_multiplier=1.0, target_epsilon=None)
+    data = dataclasses.replace(run.config.data, workers=0)
+    config = dataclasses.replace(run.config, privacy=options, data=data, kfac=None)
+    module = Objective(run.model())
+    optimizer = build_optimizer(module, config.optimizer, run.world.device)
+    stepper = PrivateStepper(module, optimizer, run.numbers, run.world, config, run.windows)
+    return [_row_proof(run, stepper), _independence(run, stepper)]
+
+
+def _row_proof(run: ExaminedRun, stepper: PrivateStepper) -> Check:
+    """Run the proof that precedes the first step, on the first windows in the run's order."""
+    try:
+        stepper.loss(stepper.module, rows_of(run.batch(run.backward_windows)))
+    except GramianError as problem:
+        return Check("row proof", "refused", "proven", False, str(problem))
+    proof = stepper.engine.proof
+    if proof["rows"] != "proven":
+        hint = "the sample of each row is taken from shapes, and ε depends on it" if proof["rows"] == "off" else ""
+        return Check("row proof", proof["rows"], "-", True, hint)
+    runs = sum(structure["runs"] for structure in proof["structures"])
+    return Check("row proof", f"proven, {runs} runs of {run.backward_windows} windows", "proven", True)
+
+
+def _independence(run: ExaminedRun, stepper: PrivateStepper) -> Check:
+    try:
+        stepper.engine.check_independence(lambda model, rows: stepper.loss(model, rows)[0], rows_of(run.batch(FEW)))
+    except GramianError as problem:
+        return Check("private windows", "depend on each other", "independent", False, str(problem))
+    return Check("private windows", "independent", "independent", True)

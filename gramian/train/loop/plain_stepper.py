@@ -1,0 +1,140 @@
+"""An optimizer step on a batch: its micro-batches forward and backward, gradients clipped, parameters updated.
+
+The loss of a step is the mean over the tokens of all micro-batches and all processes: every token has the coefficient 1/N,
+with N known before the first backward. DDP and FSDP2 average over processes, so the coefficient is multiplied by their number.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.optimizer import Optimizer
+
+from gramian.curvature import KFACNaturalGradient
+from gramian.data import StepBatch
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.parallel.wrap import gradient_sync
+from gramian.train.loop.precision import Precision
+from gramian.train.loop.stepper import Stepper, TakenStep, seed_all, terms_and_ids
+
+
+class PlainStepper(Stepper):
+    """Cross-entropy training, also along natural gradients.
+
+    Args:
+        module: model and loss, wrapped for several processes.
+        optimizer: over its parameters.
+        numbers: the numeric precision.
+        world: this process and its group.
+        max_norm: longer gradients are scaled down to this norm; 0 scales none.
+        seed: of dropout.
+        kfac: captures the backward of every step, where the optimizer is preconditioned by it.
+
+    Example:
+        >>> stepper = PlainStepper(module, optimizer, numbers, world, max_norm=1.0, seed=0)  # doctest: +SKIP
+        >>> stepper.take(batch, rate=1e-3).stepped  # doctest: +SKIP
+        True
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        numbers: Precision,
+        world: ProcessGrid,
+        *,
+        max_norm: float,
+        seed: int,
+        kfac: KFACNaturalGradient | None = None,
+    ) -> None:
+        self.module, self.optimizer, self.numbers, self.world = module, optimizer, numbers, world
+        self.max_norm, self.kfac, self.captured = max_norm, kfac, module
+        self.scaler = numbers.scaler()
+        self._seed = seed
+
+    def take(self, batch: StepBatch, rate: float, flag: bool = False) -> TakenStep:
+        """Take one optimizer step; see `Stepper.take`."""
+        self.set_rate(rate)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums, scale = self._backward(batch, 1.0 / max(1, batch.tokens)), 1.0
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
+            self.scaler.unscale_(self.optimizer)
+        norm = self._clip()
+        stepped = self._step()
+        learned = self._learn(sums, scale, stepped)
+        sums = self.world.sum_(torch.cat([sums[:1], torch.full_like(sums[:1], flag), sums[1:]]))
+        own = torch.stack([torch.full_like(norm, batch.tokens), norm])
+        return TakenStep(torch.cat([sums[:2], own, sums[2:], learned]), stepped)
+
+    def watch(self, batch: StepBatch) -> None:
+        """Run forward and backward without a step; see `Stepper.watch`."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._backward(batch, 1.0 / max(1, batch.tokens))
+
+    def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
+        """The values that the objective reports beside the loss, summed over micro-batches."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        coefficient = coefficient * self.world.size
+        with self._observed(batch, coefficient) as capture:
+            for i, micro in enumerate(batch.micro):
+                seed_all(self._seed, batch.position, i, self.world.rank)
+                if capture is not None and i:
+                    capture.next(**terms_and_ids(batch, i))
+                more = self._arguments(micro)
+                with gradient_sync(self.module, last=i == len(batch.micro) - 1):
+                    with self.numbers.autocast():
+                        loss, values = self.module(
+                            micro["tokens"], micro["targets"], coefficient, micro.get("documents"), **more
+                        )
+                    if i + 1 < len(batch.micro):
+                        self._announce(batch.micro[i + 1])
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                total = total + values.reshape(-1)
+        return total
+
+    def _observed(self, batch: StepBatch, coefficient: float) -> AbstractContextManager[Any]:
+        """A K-FAC capture. It sees this process's gradients before they are averaged, with the coefficient they have there."""
+        if self.kfac is None:
+            return nullcontext()
+        return self.kfac.capture(
+            self.module,
+            loss_reduction=coefficient,
+            loss_scale=1.0 if self.scaler is None else self.scaler,
+            **terms_and_ids(batch, 0),
+        )
+
+    def _clip(self) -> Tensor:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = get_total_norm(gradients)
+        if self.max_norm:
+            clip_grads_with_norm_([p for p in self.module.parameters() if p.grad is not None], self.max_norm, norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return norm.detach().to(torch.float64)
+
+    def _step(self) -> bool:
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    # ---- what distillation adds --------------------------------------------------------------------------------------
+
+    def _arguments(self, micro: dict[str, Tensor]) -> dict[str, Any]:
+        """Further arguments of the objective for a micro-batch."""
+        return {}
+
+    def _announce(self, micro: dict[str, Tensor]) -> None:
+        """Announce the next micro-batch of the step, before the backward of this one."""
+        return None
+
+    def _learn(self, sums: Tensor, scale: float, stepped: bool) -> Tensor:
+        """Update what is learned beside the optimizer's parameters; returns values behind those of the objective."""
+        return sums.new_empty(0)

@@ -1,0 +1,113 @@
+"""How far a run has come: the integers that, with the config, decide which batch and which learning rate come next."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from gramian.core.errors import GramianError
+
+TRAIL = 200
+"""Number of recent attempts whose data positions are kept."""
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Progress of a run; a new value replaces it after every step.
+
+    Example:
+        >>> RunProgress().after(position=0, stepped=True).step
+        1
+    """
+
+    step: int = 0
+    """Optimizer steps taken."""
+    position: int = 0
+    """Position in the data of the next batch."""
+    attempt: int = 0
+    """Steps tried, those skipped by the loss scaler and those rolled back included."""
+    tokens: int = 0
+    """Tokens of all steps whose metrics have arrived."""
+    skipped: frozenset[int] = frozenset()
+    """Positions in the data that are left out after rollbacks."""
+    trail: tuple[tuple[int, int], ...] = ()
+    """(step, position) of the last `TRAIL` attempts."""
+    repeats_until: int = 0
+    """Steps before this one were logged before a rollback and are computed again."""
+    best: Mapping[str, Any] | None = None
+    """{"loss": lowest validation loss, "step": its step}."""
+    evaluated: int = 0
+    """Step of the last evaluation."""
+    unhealthy: bool = False
+    """Whether the last evaluation found dead or saturated units."""
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the next step was logged before a rollback."""
+        return self.step < self.repeats_until
+
+    def after(self, position: int, stepped: bool) -> Self:
+        """Progress after an attempt.
+
+        Args:
+            position: of its batch.
+            stepped: False if the loss scaler skipped the step.
+        """
+        return replace(
+            self,
+            step=self.step + stepped,
+            position=position + 1,
+            attempt=self.attempt + (not self.repeating),
+            trail=(*self.trail, (self.step, position))[-TRAIL:],
+        )
+
+    def step_facts(self) -> dict[str, Any]:
+        """The part that is known when a step was taken, as JSON values."""
+        return {
+            "step": self.step,
+            "position": self.position,
+            "attempt": self.attempt,
+            "skipped": sorted(self.skipped),
+            "trail": [list(entry) for entry in self.trail],
+            "repeats_until": self.repeats_until,
+        }
+
+    def judged_facts(self) -> dict[str, Any]:
+        """The part that depends on the metrics of the steps, as JSON values."""
+        return {name: getattr(self, name) for name in ("tokens", "best", "evaluated", "unhealthy")}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Progress as a checkpoint saved it.
+
+        Raises:
+            GramianError: naming a fact that is missing.
+        """
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in facts]
+        if missing:
+            raise GramianError(f"facts: the checkpoint has no {missing[0]!r}; expected one that this version wrote")
+        trail = tuple((step, position) for step, position in facts["trail"])
+        saved = {name: facts[name] for name in names}
+        return cls(**{**saved, "skipped": frozenset(facts["skipped"]), "trail": trail})
+
+    def rolled_back(self, saved: Self, to_before: int, bad: frozenset[int], repeatable: bool) -> Self:
+        """Progress after a rollback; attempts, the best and what a private run has drawn are not taken back.
+
+        Args:
+            saved: progress of the restored state.
+            to_before: the first suspicious step.
+            bad: positions that are left out from now on.
+            repeatable: False for a private run, whose steps come again with other draws.
+        """
+        repeats_until = to_before if repeatable else self.repeats_until
+        return replace(
+            self.restored(saved, repeatable),
+            skipped=self.skipped | bad,
+            repeats_until=repeats_until,
+            evaluated=min(self.evaluated, max(saved.step, repeats_until)),
+        )
+
+    def restored(self, saved: Self, repeatable: bool) -> Self:
+        """Progress at a saved state, with the skipped positions, attempts and evaluations of this one."""
+        position = saved.position if repeatable else self.position
+        return replace(self, step=saved.step, tokens=saved.tokens, trail=saved.trail, position=position)

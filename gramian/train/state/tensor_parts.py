@@ -1,0 +1,137 @@
+"""Parts of tensors: which box of a tensor this process holds, and copying boxes into tensors.
+
+A state is {name: tensor}, DTensors under FSDP2. Everything here works on this process's own boxes; nothing is communicated.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gramian.core.errors import GramianError
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which box of a tensor this process has."""
+
+    shape: tuple[int, ...]
+    """Shape of the full tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    sharded: bool = False
+    """Whether the tensor is divided among processes; the same on all of them, also where one has all of it."""
+
+
+def full_extent(shape: Iterable[int]) -> Extent:
+    """The box that is all of a tensor."""
+    shape = tuple(shape)
+    return Extent(shape, (0,) * len(shape), shape)
+
+
+def extent_of(name: str, tensor: Tensor) -> Extent:
+    """The box of a tensor that this process has.
+
+    Args:
+        name: of the tensor, for errors.
+        tensor: plain, or a DTensor that is replicated or sharded.
+
+    Raises:
+        GramianError: for other placements, such as partial sums.
+    """
+    if not isinstance(tensor, DTensor):
+        return full_extent(tensor.shape)
+    if any(not isinstance(placement, Replicate) and type(placement) is not Shard for placement in tensor.placements):
+        raise GramianError(f"{name}: is placed as {tensor.placements}; expected Shard or Replicate")
+    chunk = tensor.__create_chunk_list__()[0]
+    sharded = any(
+        isinstance(placement, Shard) and tensor.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(tensor.placements)
+    )
+    return Extent(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes), sharded)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A box of a tensor in host memory, or a view of the tensor itself."""
+
+    extent: Extent
+    local: Tensor
+    """Values, of shape `extent.sizes`. Memory of a copy is used again when its snapshot and all its parts are gone."""
+    lease: object = field(default=None, repr=False)
+    """Keeps the memory of a copy reserved."""
+
+    def box(self, extent: Extent) -> Tensor | None:
+        """View of another box of the same tensor; None if it is not inside this one."""
+        if extent.shape != self.extent.shape:
+            return None
+        box = self.local
+        for dim, (offset, size) in enumerate(zip(extent.offsets, extent.sizes, strict=True)):
+            start = offset - self.extent.offsets[dim]
+            if size > 0 and (start < 0 or start + size > self.extent.sizes[dim]):
+                return None
+            box = box.narrow(dim, start if size > 0 else 0, size)
+        return box
+
+
+def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """This process's parts of tensors as views: writing into them writes into the tensors."""
+    known: dict[Any, Extent] = {}  # few shapes among many tensors
+    parts = {}
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                key = (tensor.shape, tensor.device_mesh, tensor.placements)
+                if key not in known:
+                    known[key] = extent_of(name, tensor)
+                parts[name] = Part(known[key], tensor.to_local())
+            else:
+                parts[name] = Part(full_extent(tensor.shape), tensor.detach())
+    return parts
+
+
+def copy_parts(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None:
+    """Copy parts into the tensors of the same names, in place, after all names, shapes and dtypes were checked.
+
+    Args:
+        parts: boxes that contain this process's boxes of the tensors.
+        tensors: written in place.
+
+    Raises:
+        GramianError: naming a tensor that is missing, unexpected or of another shape or dtype.
+    """
+    for name in itertools.chain(parts, tensors):
+        if name not in tensors:
+            raise GramianError(f"{name}: is in the saved state, but not here; expected the same state")
+        if name not in parts:
+            raise GramianError(f"{name}: is not in the saved state; expected the same state")
+    targets = parts_of(tensors)
+    boxes = {name: _fitting(name, parts[name], target) for name, target in targets.items()}
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.local.copy_(boxes[name], non_blocking=True)
+    synchronize(target.local for target in targets.values())
+
+
+def _fitting(name: str, part: Part, target: Part) -> Tensor:
+    """The values of a part that belong into a tensor."""
+    if part.local.dtype != target.local.dtype:
+        raise GramianError(f"{name}: has dtype {part.local.dtype} in the saved state; expected {target.local.dtype}")
+    if part.extent.shape != target.extent.shape:
+        raise GramianError(
+            f"{name}: has shape {list(part.extent.shape)} in the saved state; expected {list(target.extent.shape)}"
+        )
+    box = part.box(target.extent)
+    if box is None:
+        raise GramianError(f"{name}: this process's shard is not in the saved part; expected the same placement")
+    return box
+
+
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Wait for the copies from and to these tensors that are queued on the current streams."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,93 @@
+"""Models and batches on which K-FAC is checked.
+
+Legend: B samples, T tokens, V classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gramian.verify.check_models import perturbed, tiny_gpt
+
+IGNORE = -100
+"""Label of a position without a loss term."""
+
+
+@dataclass(frozen=True)
+class KFACSubject:
+    """A model and one batch for it; the loss is a cross entropy with one term per label."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+    """Draws inputs and labels of a number of samples."""
+    samples: int
+    head: str
+    """The layer that returns the logits."""
+    causal: bool = False
+    """Whether position t predicts the label of t+1 in a Hugging Face style batch."""
+
+    def model(self, device: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """Build the model, with the same weights every time."""
+        return perturbed(self.build, 0.3).to(device, dtype)
+
+    def batch(self, device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Draw inputs and labels, the same every time."""
+        x, y = self.draw(torch.Generator().manual_seed(2), self.samples)
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device), y.to(device)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 5))
+
+
+def _convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(6, 5, 2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(20, 4),
+    )
+
+
+def _deep_linear() -> nn.Module:
+    widths = (6, 9, 9, 9, 4)
+    return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(widths)))
+
+
+def _real(*shape: int, classes: int) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
+    def draw(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+        return x, torch.randint(classes, (samples,), generator=generator)
+
+    return draw
+
+
+def _text(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(24, (2, samples, 5), generator=generator)
+    return ids[0], ids[1]
+
+
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        KFACSubject("mlp", _mlp, _real(7, classes=5), samples=6, head="4"),
+        KFACSubject("gpt", lambda: tiny_gpt(1, tied=False), _text, samples=3, head="head", causal=True),
+        KFACSubject("tied gpt", lambda: tiny_gpt(1, tied=True), _text, samples=3, head="head", causal=True),
+        KFACSubject("conv net", _convnet, _real(3, 5, 5, classes=4), samples=3, head="5"),
+        KFACSubject("deep linear", _deep_linear, _real(6, classes=4), samples=5, head="3"),
+    )
+}
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross entropy over all labels that are not `IGNORE`: the loss of all subjects."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=IGNORE, reduction=reduction)

@@ -1,0 +1,119 @@
+"""Growth of cost with the sequence length T, and advice from the phases of a private step.
+
+In: seconds or bytes at several T. Out: the exponent of cost = constant · T^exponent by least squares, with a 95 % interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+COMMUNICATION_LIMIT = 0.30
+"""Communication above this share of the backward is worth a change."""
+OTHER_LIMIT = 0.30
+"""Share of the step above which norms or noise are worth a change."""
+ROUNDING = 0.05
+"""Distance from 1 or 2 at which an exponent still counts as such: exact figures, such as memory, have very narrow intervals."""
+PASS = ("backward", "norm", "clip")
+"""Phases that a user sees as the backward, without communication."""
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """cost = constant · T^exponent."""
+
+    exponent: float
+    low: float | None
+    """95 % interval of the exponent; None: two lengths do not give one."""
+    high: float | None
+
+    @property
+    def growth(self) -> str:
+        """The exponent in words, as far as its interval allows."""
+        if self.low is None or self.high is None:
+            return f"about T^{self.exponent:.2f}; an interval needs three lengths"
+        low, high = self.low - ROUNDING, self.high + ROUNDING
+        one, two = low <= 1 <= high, low <= 2 <= high
+        if one and two:
+            return "O(T) or O(T²): the interval holds both"
+        if one:
+            return "O(T)"
+        if two:
+            return "O(T²)"
+        if high < 1:
+            return "less than O(T): a part does not grow with T"
+        return "between O(T) and O(T²)" if high < 2 else "more than O(T²)"
+
+
+def fit_power(lengths: Sequence[float], costs: Sequence[float]) -> PowerLaw | None:
+    """Fit log cost on log T by least squares, one point per length.
+
+    The interval is Student's with n − 2 degrees of freedom, so it covers noise and departure from a power law alike.
+
+    Args:
+        lengths: T of every point.
+        costs: of every point, in any unit.
+
+    Returns:
+        The fit; None with fewer than two different lengths, or a cost that is not above 0.
+    """
+    if len(set(lengths)) < 2 or any(not (math.isfinite(cost) and cost > 0) for cost in costs):
+        return None
+    x, y = [math.log(length) for length in lengths], [math.log(cost) for cost in costs]
+    n, x_mean, y_mean = len(x), sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - x_mean) ** 2 for a in x)
+    slope = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / spread
+    if n < 3:
+        return PowerLaw(slope, None, None)
+    residual = sum((b - y_mean - slope * (a - x_mean)) ** 2 for a, b in zip(x, y, strict=True))
+    error = student_95(n - 2) * math.sqrt(residual / (n - 2) / spread)
+    return PowerLaw(slope, slope - error, slope + error)
+
+
+def student_95(freedom: int) -> float:
+    """The two-sided 95 % quantile of Student's t, to three digits."""
+    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
+
+
+def shares(phases: Mapping[str, float]) -> dict[str, float]:
+    """{phase: its share of the step}."""
+    total = sum(phases.values())
+    return {name: seconds / total if total > 0 else 0.0 for name, seconds in phases.items()}
+
+
+def communication_share(phases: Mapping[str, float]) -> float:
+    """Communication over the backward: autograd's own part, norms and clipped sums."""
+    backward = sum(phases.get(name, 0.0) for name in PASS)
+    return phases.get("communication", 0.0) / backward if backward > 0 else 0.0
+
+
+def advice(phases: Mapping[str, float], kind: str) -> list[str]:
+    """Advise a change for every phase above its limit, a line each.
+
+    Args:
+        phases: {phase: seconds} of a step.
+        kind: "one", "ddp" or "fsdp2".
+    """
+    lines = []
+    waits, share = communication_share(phases), shares(phases)
+    if waits > COMMUNICATION_LIMIT:
+        knob = (
+            "raise max_physical_batch: every piece of a draw is reduced by itself; keep Tuning(overlap=True)"
+            if kind == "fsdp2"
+            else "raise the batch of a step, with max_physical_batch against its memory: a draw is reduced once, however "
+            "many pieces it has; keep Tuning(overlap=True)"
+        )
+        lines.append(f"communication is {waits:.0%} of the backward (more than {COMMUNICATION_LIMIT:.0%}): {knob}")
+    if share.get("norm", 0.0) > OTHER_LIMIT:
+        lines.append(
+            f"norms take {share['norm']:.0%} of the step: leave mode and algorithm at auto, or raise memory_budget so that "
+            "more layers may keep their per-sample gradients"
+        )
+    if share.get("noise", 0.0) > OTHER_LIMIT:
+        lines.append(
+            f"noise takes {share['noise']:.0%} of the step: it is drawn once per step, so a larger batch spreads it"
+        )
+    return lines

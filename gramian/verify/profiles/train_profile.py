@@ -1,0 +1,234 @@
+"""Cost of a training step, phase by phase.
+
+Phases are those of the run's own stepper on the run's own batches, one step at a time:
+
+    data wait       until the next batch is there
+    forward         the model and its loss, over all micro-batches
+    backward        the backward passes of all micro-batches
+    communication   what forward and backward take more than without any: gradients under DDP, weights too under FSDP2
+    optimizer       gradient norm, clipping and the step; with K-FAC the natural gradient
+
+What each way to make the step faster or leaner is worth on this machine is measured by `train_knobs`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from gramian.core.errors import GramianError
+from gramian.data import StepBatch
+from gramian.parallel.process_grid import ProcessGrid
+from gramian.privacy.clipping.step_timing import Stopwatch
+from gramian.train.build.run_parts import Parts, build
+from gramian.train.config.config import Config, parse_config
+from gramian.train.loop.plain_stepper import PlainStepper
+from gramian.verify.profiles.measurements import LEAST_ITERATIONS, StepMemory, TimingSpread, synchronize
+from gramian.verify.profiles.train_knobs import RATE, WARM_UP, Knob, knob_turns, memory_of, profile_knobs, settle
+
+PHASES = ("data wait", "forward", "backward", "communication", "optimizer")
+DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {"model": {"layers": 12, "width": 768, "heads": 12}, "data": {"length": 1024, "batch": 16}},
+    "cpu": {
+        "model": {"layers": 2, "width": 128, "heads": 4},
+        "data": {"length": 128, "batch": 8, "workers": 1, "limit_bytes": 1_000_000},
+    },
+}
+"""{device: config that is measured if none is given}."""
+
+
+@dataclass(frozen=True)
+class TrainProfile:
+    """Everything measured, by this process."""
+
+    tokens: int
+    """Tokens of a step, over all processes."""
+    micro_batches: int
+    total: TimingSpread
+    """Seconds of a step, the wait for its data included."""
+    phases: dict[str, TimingSpread]
+    memory: StepMemory
+    knobs: tuple[Knob, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all processes together."""
+        return self.tokens / self.total.median
+
+    @property
+    def failure(self) -> str:
+        """The first knob that could not be measured, and why; empty: all were."""
+        return next((f"{knob.name}: {knob.failure}" for knob in self.knobs if knob.failure), "")
+
+
+def default_config(device: str) -> Config:
+    """The reference GPT on the embedded corpus, of a size that suits the device ("cuda" or "cpu")."""
+    return parse_config(DEFAULTS[device])
+
+
+def turns(iterations: int, compiled: bool) -> int:
+    """Number of calls of `on_progress`."""
+    return WARM_UP + iterations + knob_turns(iterations, compiled)
+
+
+def profile_train(
+    config: Config,
+    where: ProcessGrid,
+    *,
+    iterations: int = LEAST_ITERATIONS,
+    compiled: bool = False,
+    on_progress: Callable[[str], None] = lambda name: None,
+) -> TrainProfile:
+    """Measure the steps of a config, then its knobs. Collective; no folder is written.
+
+    Args:
+        config: of the run; its knobs are measured without [kfac], and all but compile.mode without compilation.
+        where: this process.
+        iterations: timed steps of each kind, after `WARM_UP` others.
+        compiled: also measure compile.mode, the config's or "default"; compiling takes a while.
+        on_progress: called after each step with the name of what was measured.
+
+    Raises:
+        GramianError: if the config is private, or does not fit the data, the model or the machine.
+    """
+    if config.privacy is not None:
+        raise GramianError("privacy: is measured by gramian profile clipping; expected a config without [privacy]")
+    found = _phases(config, where, iterations, partial(on_progress, "step"))
+    gc.collect()
+    return replace(found, knobs=tuple(profile_knobs(config, where, iterations, compiled, on_progress)))
+
+
+class _Watched(PlainStepper):
+    """A run's stepper that times its parts."""
+
+    def __init__(self, parts: Parts) -> None:
+        config = parts.config
+        super().__init__(
+            parts.module,
+            parts.optimizer,
+            parts.numbers,
+            parts.world,
+            max_norm=config.optimizer.max_norm,
+            seed=config.run.seed,
+            kfac=parts.stepper.kfac,
+        )
+        self.clock, self._cuda, self._began = Stopwatch(on=True), parts.world.device.type == "cuda", None
+        parts.module.register_forward_pre_hook(self._forward_begins, prepend=True)
+        parts.module.register_forward_hook(self._forward_ends)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of forward, backward and optimizer since the last call; the device must be done."""
+        sums = {"forward": 0.0, "passes": 0.0, "optimizer": 0.0}
+        for entry in self.clock.entries:
+            sums[entry.phase] += entry.milliseconds / 1e3
+        self.clock.entries.clear()
+        passes = sums.pop("passes")
+        return {**sums, "backward": max(0.0, passes - sums["forward"])}
+
+    def _forward_begins(self, module: nn.Module, args: Any) -> None:
+        self._began = self.clock.now(self._cuda)
+
+    def _forward_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.clock.add("forward", self._began, self._cuda)
+
+    def _backward(self, batch: StepBatch, coefficient: float) -> Tensor:
+        with self.clock.time("passes", cuda=self._cuda):
+            return super()._backward(batch, coefficient)
+
+    def _clip(self) -> Tensor:
+        with self.clock.time("optimizer", cuda=self._cuda):
+            return super()._clip()
+
+    def _step(self) -> bool:
+        with self.clock.time("optimizer", cuda=self._cuda):
+            return super()._step()
+
+
+def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callable[[], None]) -> TrainProfile:
+    """Measure everything but the knobs."""
+    parts = build(config, where)
+    try:
+        stepper = _Watched(parts)
+        batches: Iterator[Any] = parts.batches_from(0, ())
+        batch: StepBatch = next(batches)
+        totals, phases = [], []
+        memory = StepMemory(None, None, None)
+        for turn in range(WARM_UP + iterations):
+            if turn == WARM_UP:
+                memory = memory_of(partial(stepper.take, batch, RATE), where)
+            stepper.seconds()
+            settle(where)
+            began = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - began
+            stepper.take(batch, RATE)
+            synchronize(where.device)
+            if turn >= WARM_UP:
+                totals.append(time.perf_counter() - began)
+                phases.append({"data wait": waited, "communication": 0.0, **stepper.seconds()})
+            advance()
+        if where.size > 1:
+            alone = [_apart(stepper, batch, where) for _ in range(WARM_UP + iterations)][WARM_UP:]
+            phases = [{**step, **apart} for step, apart in zip(phases, alone, strict=True)]
+        return TrainProfile(
+            tokens=batch.tokens,
+            micro_batches=len(batch.micro),
+            total=TimingSpread.of(totals),
+            phases={name: TimingSpread.of([step[name] for step in phases]) for name in PHASES},
+            memory=memory,
+            knobs=(),
+        )
+    finally:
+        parts.close()
+
+
+def _apart(stepper: _Watched, batch: StepBatch, where: ProcessGrid) -> dict[str, float]:
+    """Measure forward and backward without communication, and what they take more with it."""
+    stepper.seconds()
+    settle(where)
+    stepper.watch(batch)
+    synchronize(where.device)
+    together = stepper.seconds()
+    with _without_communication(stepper.module):
+        settle(where)
+        stepper.watch(batch)
+        synchronize(where.device)
+    alone = stepper.seconds()
+    passes = ("forward", "backward")
+    more = sum(together[name] - alone[name] for name in passes)
+    return {**{name: alone[name] for name in passes}, "communication": max(0.0, more)}
+
+
+@contextmanager
+def _without_communication(module: nn.Module) -> Iterator[None]:
+    """Forward and backward of this process alone; FSDP2 gathers all weights first. Gradients are cleared afterwards."""
+    if isinstance(module, DistributedDataParallel):
+        with module.no_sync():
+            yield
+        module.zero_grad(set_to_none=True)
+        return
+    assert isinstance(module, FSDPModule)
+    units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+    for unit in units:
+        unit.unshard()
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_forward(False)
+    module.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        module.zero_grad(set_to_none=True)  # those of the gathered weights
+        module.set_requires_gradient_sync(True)
+        module.set_reshard_after_backward(True)
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not module, recurse=False)
+            unit.reshard()
