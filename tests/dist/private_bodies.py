@@ -536,6 +536,10 @@ def a_bypass_is_named(rank: int, model: nn.Module, name: str) -> None:
     dist.barrier()
 
 
+BYPASSED = r"^second\.weight: (the taps explain|got a gradient that did not come through)"
+"""By the proof, which runs again where a flag of the model has changed, or by the rule where a cell has no proof."""
+
+
 def a_bypass_later_on(rank: int, way: str, audited: bool, inside: bool) -> None:
     """Two clean steps, or a capture that audited the model, do not make a later bypass pass."""
     bare = Bypassing(inside, outside=False)
@@ -551,7 +555,7 @@ def a_bypass_later_on(rank: int, way: str, audited: bool, inside: bool) -> None:
         optimizer.step()
     optimizer.zero_grad()
     bare.outside = True
-    with pytest.raises(gramian.GramianError, match=r"^second\.weight: got a gradient that did not come through"):
+    with pytest.raises(gramian.GramianError, match=BYPASSED):
         model(torch.randn(3, 4)).square().sum().backward()
     assert all(q.grad is None for q in model.parameters())
     engine.detach()
