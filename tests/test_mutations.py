@@ -21,9 +21,8 @@ from tests.dist import bodies
 from tests.kit.matrix import FULL, sample
 from tests.kit.mutations import RED, Edit, Mutation, Swap, package_identity, turns_red
 from tests.kit.processes import run_on_ranks
-from tests.privacy import test_lone
+from tests.privacy import test_padding_alone
 from tests.statistics import (
-    test_audit,
     test_diagonal_estimate,
     test_ema,
     test_fisher,
@@ -33,7 +32,14 @@ from tests.statistics import (
     test_norms,
     test_splits,
 )
-from tests.taps import test_attribution, test_covered, test_python_state, test_returned_loss, test_row_proof
+from tests.taps import (
+    test_attribution,
+    test_audit,
+    test_proof_coverage,
+    test_python_state,
+    test_returned_loss,
+    test_row_proof,
+)
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "mutations.md"
 
@@ -489,19 +495,19 @@ MUTATIONS = (
             ),
         ),
         functools.partial(
-            test_covered.test_rows_that_depend_on_each_other_inside_of_units_are_proven_for_these_units_alone,
+            test_proof_coverage.test_rows_that_depend_on_each_other_inside_of_units_are_proven_for_these_units_alone,
             [0, 1, 1, 2, 2, 0],
         ),
     ),
     Mutation(
         "padding of later batches is covered",
         (Edit("RowProof._lacks", "self._without_padding += 1", "return False"),),
-        functools.partial(test_lone.test_padding_that_comes_with_a_later_batch_is_looked_at, False),
+        functools.partial(test_padding_alone.test_padding_that_comes_with_a_later_batch_is_looked_at, False),
     ),
     Mutation(
         "a sample that is not finite shows everything",
         (Edit("Prover.prove", "shows=finite and bool(", "shows=bool("),),
-        test_covered.test_a_batch_with_a_sample_that_is_not_finite_covers_no_other,
+        test_proof_coverage.test_a_batch_with_a_sample_that_is_not_finite_covers_no_other,
     ),
     Mutation(
         "memory of samples that come one at a time",
@@ -516,7 +522,7 @@ MUTATIONS = (
     Mutation(
         "targets in a list belong to nobody",
         (Edit("sample_arguments:_is_list_of", "return any(inside) and", "return False and"),),
-        functools.partial(test_covered.test_targets_in_a_list_go_with_their_samples, "dicts", (1, 2, 3, 5)),
+        functools.partial(test_proof_coverage.test_targets_in_a_list_go_with_their_samples, "dicts", (1, 2, 3, 5)),
     ),
     Mutation(
         "the proof asks for no linear backward",
@@ -540,7 +546,7 @@ MUTATIONS = (
                 'return False, "dropout"',
             ),
         ),
-        functools.partial(test_lone.test_padding_that_leaks_is_refused, 0.5, 0),
+        functools.partial(test_padding_alone.test_padding_that_leaks_is_refused, 0.5, 0),
     ),
     Mutation(
         "the sample that hides its padding is alone",
@@ -551,7 +557,7 @@ MUTATIONS = (
                 "len(padded)",
             ),
         ),
-        functools.partial(test_lone.test_padding_that_leaks_is_refused, 0.0, 2),
+        functools.partial(test_padding_alone.test_padding_that_leaks_is_refused, 0.0, 2),
     ),
     Mutation(
         "attributes that remember samples",

@@ -19,7 +19,7 @@ from gramian.cli.demo import pipeline
 from gramian.cli.demo.demo_result import FILE, Result, read_result
 from gramian.data import embedded_corpus
 from gramian.train.doctor.check import Check
-from tests.demo.small import small
+from tests.cli.small_demo import small
 
 RUNS = ("teacher", "ce-only", "distilled")
 
@@ -67,7 +67,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def _child(call: str, before: str = "") -> str:
     """A process whose demo is the small one; it exits with what the call returns."""
     return (
-        "import sys; from gramian.cli import main; from gramian.cli.demo import demo_plan; from tests.demo.small import small\n"
+        "import sys; from gramian.cli import main; from gramian.cli.demo import demo_plan; "
+        "from tests.cli.small_demo import small\n"
         f"demo_plan.DEFAULT = small()\n{before}\nsys.exit({call})"
     )
 

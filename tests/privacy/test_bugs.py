@@ -58,7 +58,7 @@ from tests.privacy import (
     test_regressions,
     test_sampling,
     test_secrets,
-    test_whole,
+    test_single_unit,
 )
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import problem
@@ -971,19 +971,19 @@ BUGS = (
     Mutation(
         "gradients of a backward that broke off",
         (Edit("SingleSampleClipping._take", "p.grad = self._earlier.pop(p)", "pass"),),
-        test_whole.test_a_backward_that_breaks_off_leaves_no_gradient_even_for_a_moment,
+        test_single_unit.test_a_backward_that_breaks_off_leaves_no_gradient_even_for_a_moment,
     ),
     Mutation(
         "two forwards clipped as one sample",
         (Edit("SingleSampleClipping.reach", "if self._reached is not None:", "if False:"),),
         functools.partial(
-            test_whole.test_a_backward_through_two_forwards_is_refused_and_adds_nothing, test_whole.plain
+            test_single_unit.test_a_backward_through_two_forwards_is_refused_and_adds_nothing, test_single_unit.plain
         ),
     ),
     Mutation(
         "backward of no forward clipped as one sample",
         (Edit("SingleSampleClipping._end", "self._reached,", "self._reached or max(self._forwards),"),),
-        test_whole.test_a_graph_that_is_of_no_forward_is_refused_after_a_forward_too,
+        test_single_unit.test_a_graph_that_is_of_no_forward_is_refused_after_a_forward_too,
     ),
     Mutation(
         "auxiliary loss of a layer without a formula dropped",

@@ -18,7 +18,7 @@ from gramian.cli import main
 from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config
 from gramian.train.loop.schedule import learning_rate
 from gramian.train.state.run_folder import read_lines
-from tests.train.test_data_tokenizer import saved
+from tests.data.test_tokenizer import saved
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.toml"))

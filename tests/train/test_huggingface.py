@@ -17,8 +17,8 @@ from gramian.models.huggingface import load_huggingface
 from gramian.train.build.memory_needs import huggingface_shape
 from gramian.train.config.config import load_config, parse_config
 from gramian.verify.resume import differences
+from tests.data.test_tokenizer import saved
 from tests.train.runs import small
-from tests.train.test_data_tokenizer import saved
 from tests.train.test_faults import ask_to_leave, run
 
 

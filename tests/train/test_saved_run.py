@@ -14,9 +14,9 @@ from gramian.core.errors import GramianError
 from gramian.train.state.checkpoint import CheckpointStore
 from gramian.train.state.saved_run import load_run
 from gramian.verify.resume import train as train_apart
+from tests.data.test_tokenizer import saved as tokenizer_folder
 from tests.train.distilled import cache_of, data, metrics, student, teacher_run, train, validating
 from tests.train.runs import small
-from tests.train.test_data_tokenizer import saved as tokenizer_folder
 
 pytestmark = pytest.mark.xdist_group("distill")
 

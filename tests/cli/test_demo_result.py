@@ -22,7 +22,7 @@ from gramian.cli.demo.demo_result import (
 from gramian.cli.demo.pipeline import training_seconds
 from gramian.core.errors import GramianError
 from gramian.train.config.config import load_config
-from tests.demo.small import small
+from tests.cli.small_demo import small
 
 
 def result(alone: float = 2.2, distilled: float = 2.1, teacher: float = 1.9, seconds: float = 15.0) -> Result:
