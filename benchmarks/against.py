@@ -1,8 +1,9 @@
-"""What captures and the private step cost on this code and on another checkout of it, in turns.
+"""The cost of every capability on this code and on another checkout of it, in turns.
 
-Each turn is a process of its own on one of the two; steps alternate with plain ones of an untouched copy of the model, and
-their time stands over those, so that drift drops out. Workloads: per-sample norms with and without their audit,
-a K-FAC refresh, the private step; "plain" shows what is noise. The proof's own time, which is spent once, stands beside.
+Each turn is a process of its own on one of the two; blocks of steps alternate with blocks of a baseline that uses nothing of
+the library, and their time stands over the baseline's, so that drift drops out. Against a plain step: idle taps, per-sample
+norms with and without their audit, a K-FAC refresh, the private step; "plain" shows what is noise. Against eager torch: the
+distillation loss. Against a hand-written loop: `gramian train`. The first step, with compilation and proof, stands beside.
 
     python -m benchmarks.against ../before --rounds 3
 """
@@ -14,18 +15,23 @@ import os
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks._timing import seconds, synchronize, write
+import gramian
+from benchmarks import distill_loss, train_step
+from benchmarks._timing import seconds, write
 from benchmarks.private_step import loss_of, ours
 from gramian.models.gpt import GPT, GPTConfig
+from gramian.taps import hub_of
 
 HERE = Path(__file__).parent.parent
+PAIRS = 7
+"""Blocks of a workload and of its baseline that take turns in one process."""
 
 
 def model_and_batch(length: int) -> tuple[GPT, torch.Tensor]:
@@ -42,10 +48,8 @@ def model_and_batch(length: int) -> tuple[GPT, torch.Tensor]:
     return model, torch.randint(model.config.vocabulary, (tokens // length, length), device=model.head.weight.device)
 
 
-def workloads(model: GPT, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """One step of each, but for the private one."""
-    import gramian
-
+def capture_steps(model: GPT, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """One training step without an update, plain and under each capture."""
     kfac = gramian.KFACNaturalGradient(damping=1e-3, update_freq=1, kfac_big_threshold=4096)
 
     def plain() -> None:
@@ -68,27 +72,53 @@ def workloads(model: GPT, x: torch.Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
+def compare(step: Callable[[], Any], baseline: Callable[[], Any], steps: int) -> dict[str, float]:
+    """Time of a step over that of the baseline, blocks of both in turns; and of its first step, compilation included."""
+    first = seconds(step, 1)
+    step()
+    baseline()
+    pairs = [(seconds(baseline, steps), seconds(step, steps)) for _ in range(PAIRS)]
+    return {
+        "ratio": statistics.median(mine / base for base, mine in pairs),
+        "first": first / statistics.median(base for base, _ in pairs),
+    }
+
+
 def turn(length: int) -> dict[str, dict[str, float]]:
-    """Of every workload in this process: its time over that of plain steps between its own, and of its first step."""
+    """Every workload of this process, each beside a baseline that uses nothing of the library."""
     model, x = model_and_batch(length)
-    twin = copy.deepcopy(model)  # never captured
-    plain, steps = workloads(twin, x)["plain"], workloads(model, x)
-    plain()
-    found: dict[str, dict[str, float]] = {"ratio": {}, "first": {}}
-    for name in (*steps, "private"):
-        if name == "private":  # last: from now on the model is private
-            steps[name], engine, _ = ours(model, x)
-        synchronize()
-        begun = time.perf_counter()
-        steps[name]()
-        synchronize()
-        first = time.perf_counter() - begun
-        steps[name]()
-        pairs = [(seconds(plain, 3), seconds(steps[name], 3)) for _ in range(7)]
-        found["ratio"][name] = statistics.median(mine / its for its, mine in pairs)
-        found["first"][name] = first / statistics.median(its for its, _ in pairs)
+    untouched = copy.deepcopy(model)  # never captured
+    plain = capture_steps(untouched, x)["plain"]
+    idle = copy.deepcopy(model)
+    hub_of(idle).install()
+    found = {"idle taps": compare(capture_steps(idle, x)["plain"], plain, 3)}
+    found |= {name: compare(step, plain, 3) for name, step in capture_steps(model, x).items()}
+    private, engine, _ = ours(model, x)
+    found["private"] = compare(private, plain, 3)
     engine.detach()
+    rows = distill_loss.inputs(distill_loss.SHAPES[0])
+    found["distillation loss"] = compare(distill_loss.ours(rows), distill_loss.eager(rows), 3)
+    del rows
+    found["training loop"] = training_loop()
     return found
+
+
+def training_loop() -> dict[str, float]:
+    """A block of steps of `gramian train` beside a block of a hand-written loop."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    world, batch = train_step.world_of(device), train_step.BATCHES[device][-1]
+    with tempfile.TemporaryDirectory() as folder:
+        steps = train_step.BLOCK * (train_step.WARM_UP + PAIRS + 3)
+        config = train_step.config_of(device, batch, str(Path(folder, "run")), steps)
+        run = train_step.InBlocks(config, world)
+        by_hand, _, batches = train_step.hand_written(config, world.device)
+        try:
+            for _ in range(train_step.WARM_UP):
+                run()
+            return compare(run, by_hand, 1)
+        finally:
+            run.finish()
+            batches.close()
 
 
 def main() -> None:
@@ -119,21 +149,21 @@ def main() -> None:
 
 
 def table(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians over turns of the ratio to the plain step, on both, and their quotient; that of the fastest turns, too.
+    """Medians over turns of the ratio to the baseline, on both, and their quotient; that of the fastest turns, too.
 
     Norms and the private step wait for Python, whose speed differs from process to process: a slow turn says little.
     """
     found: dict[str, Any] = {}
-    for workload in runs["this"][0]["ratio"]:
-        ratios = {side: [run["ratio"][workload] for run in several] for side, several in runs.items()}
+    for workload in runs["this"][0]:
+        ratios = {side: [run[workload]["ratio"] for run in several] for side, several in runs.items()}
         this, other = (statistics.median(ratios[side]) for side in ("this", "other"))
         found[workload] = {
-            "over plain": this,
-            "over plain before": other,
+            "over baseline": this,
+            "over baseline before": other,
             "now over before": this / other,
             "fastest turn, now over before": min(ratios["this"]) / min(ratios["other"]),
             "turns": ratios,
-            "first step over plain": statistics.median(run["first"][workload] for run in runs["this"]),
+            "first step over baseline": statistics.median(run[workload]["first"] for run in runs["this"]),
         }
     return found
 
