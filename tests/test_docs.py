@@ -35,3 +35,24 @@ def test_python_blocks_of_a_page_run_in_order(page):
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    for target in re.findall(
+        r"\b((?:gramian|tests|benchmarks|docs|examples)/[\w/]+\.(?:py|md|toml))\b", page.read_text()
+    ):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_table_of_changes_names_files_that_exist():
+    rows = re.findall(r"^\| (?!to add|-)(.*?) \| (.*?) \| (.*?) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    named = {
+        folder: re.findall(r"`([\w/]+/?(?:\.\w+)?)`", " ".join(row[column] for row in rows))
+        for column, folder in ((1, "gramian"), (2, "tests"))
+    }
+    assert len(rows) >= 20 and all(len(paths) > 10 for paths in named.values())
+    for folder, paths in named.items():
+        for path in paths:
+            places = (ROOT / folder, ROOT, ROOT / "gramian/kernels/distillation")
+            assert any((place / path).exists() for place in places), path

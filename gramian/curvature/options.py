@@ -10,9 +10,9 @@ import torch
 
 from gramian.core.byte_amounts import parse_bytes
 from gramian.core.errors import GramianError
+from gramian.curvature.blocks.damping import DAMPING_MODES, Lambdas
 
 POLICIES = ("all", "auto", "hybrid", "small_only")
-DAMPING_MODES = ("pi", "factored", "joint")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DEVICES = ("auto", "cuda", "cpu")
 REDUCTIONS = ("gram", "gather", "dense", "none")
@@ -73,7 +73,7 @@ class Options:
                 raise GramianError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, accepted in (
             ("kfac_policy", POLICIES),
-            ("damping_mode", DAMPING_MODES),
+            ("damping_mode", tuple(DAMPING_MODES)),
             ("woodbury_store_device", DEVICES),
             ("kfac_distributed_reduce", REDUCTIONS),
             ("weight_sharing", SHARING),
@@ -86,7 +86,7 @@ class Options:
         if self.budget == 0:
             raise GramianError(f"memory_budget: expected bytes above 0, got {self.memory_budget!r}")
         self._check_damping()
-        if self.ekfac and self.damping_mode != "joint":
+        if self.ekfac and not self.damps_product:
             raise GramianError(
                 f'damping_mode: is "{self.damping_mode}", but ekfac=True has eigenvalues of the product alone; expected "joint"'
             )
@@ -101,9 +101,9 @@ class Options:
             raise GramianError(
                 f'{given[0]}: damping_mode "pi" splits damping by itself; expected damping alone, or damping_mode="factored"'
             )
-        if self.damping_mode == "joint" and self.lambda_A != self.lambda_G:
+        if self.damps_product and self.lambdas.A != self.lambdas.G:
             raise GramianError(
-                f"damping_A, damping_G: joint damping has one λ, got {self.lambda_A} and {self.lambda_G}; "
+                f"damping_A, damping_G: joint damping has one λ, got {self.lambdas.A} and {self.lambdas.G}; "
                 'expected equal numbers, or damping_mode="factored"'
             )
 
@@ -113,19 +113,23 @@ class Options:
         return parse_bytes("memory_budget", self.memory_budget)
 
     @property
-    def lambda_A(self) -> float:
-        """λ_A of factored damping."""
-        return self.damping if self.damping_A is None else self.damping_A
+    def lambdas(self) -> Lambdas:
+        """λ, λ_A and λ_G; the last two are λ where they are not given."""
+        return Lambdas(
+            self.damping,
+            self.damping if self.damping_A is None else self.damping_A,
+            self.damping if self.damping_G is None else self.damping_G,
+        )
 
     @property
-    def lambda_G(self) -> float:
-        """λ_G of factored damping."""
-        return self.damping if self.damping_G is None else self.damping_G
+    def damps_product(self) -> bool:
+        """True if λ is added to G ⊗ A itself, which takes eigenvectors of both sides for every power."""
+        return DAMPING_MODES[self.damping_mode].on_product
 
     @property
     def joint_lambda(self) -> float:
         """λ of joint damping, and of blocks that are not Kronecker products."""
-        return self.lambda_A if self.damping_mode == "joint" else self.damping
+        return self.lambdas.A if self.damps_product else self.damping
 
     @property
     def max_condition(self) -> float | None:

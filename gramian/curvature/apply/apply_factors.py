@@ -68,7 +68,7 @@ def _prepare(
     factorisations.factorise(
         blocks, dtypes, power, options.kfac_eps
     )  # before any other collective: it checks the calls
-    if power == -1 and options.damping_mode != "joint":
+    if power == -1 and not options.damps_product:
         fetch_bounds(factors)
     if power == -1:
         for name, block in blocks.items():

@@ -6,11 +6,49 @@ Kronecker block F = G ⊗ A (row-major: F vec(Y) = vec(G Y A)):
   mean eigenvalues (Martens and Grosse 2015);
 - "joint": G ⊗ A + λI exactly, in the eigenbasis of both sides.
 Any other block: F + λI, with λ_G in place of λ under "factored".
+
+A mode is one entry of `DAMPING_MODES`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gramian.curvature.options import Options
+
+class Lambdas(NamedTuple):
+    """The λs of the options: `damping`, and those of each side, which are `damping` where none is given."""
+
+    damping: float
+    A: float
+    G: float
+
+
+@dataclass(frozen=True)
+class DampingMode:
+    """One value of `damping_mode`: the λs of a block from those of the options."""
+
+    split: Callable[[Lambdas, float, float], tuple[float, float, float]]
+    """Maps (λs, tr A/m, tr G/o) of a Kronecker block to (λ_A, λ_G, π)."""
+    single: Callable[[Lambdas], float]
+    """λ of a block that is not a Kronecker product."""
+    on_product: bool = False
+    """True if λ is added to G ⊗ A, which takes the eigenvectors of both sides, and not to A and G."""
+
+
+def _split_by_trace(lambdas: Lambdas, mean_A: float, mean_G: float) -> tuple[float, float, float]:
+    pi = (mean_A / mean_G) ** 0.5 if mean_A > 0 and mean_G > 0 else 1.0
+    root = lambdas.damping**0.5
+    return pi * root, root / pi, pi
+
+
+DAMPING_MODES = {
+    "pi": DampingMode(_split_by_trace, lambda lambdas: lambdas.damping),
+    "factored": DampingMode(lambda lambdas, mean_A, mean_G: (lambdas.A, lambdas.G, 1.0), lambda lambdas: lambdas.G),
+    "joint": DampingMode(
+        lambda lambdas, mean_A, mean_G: (lambdas.A, lambdas.A, 1.0), lambda lambdas: lambdas.A, on_product=True
+    ),
+}
+"""{value of `damping_mode`: the mode}."""
 
 
 @dataclass(frozen=True)
@@ -27,23 +65,22 @@ class Damping:
     @property
     def joint(self) -> bool:
         """True if λ is added to the product."""
-        return self.mode == "joint"
+        return DAMPING_MODES[self.mode].on_product
 
     def floor(self, top: float, value: float) -> float:
         """The smallest damped eigenvalue that the clip allows, (top + λ)/κ_max; 0 without a clip."""
         return 0.0 if self.max_condition is None else (top + value) / self.max_condition
 
 
-def resolve(options: Options, kronecker: bool, mean_A: float, mean_G: float) -> Damping:
-    """The damping of one block from the mean eigenvalues tr A/m and tr G/o of its sides; both λs are λ under "joint"."""
-    condition = options.max_condition
-    if not kronecker:
-        value = options.lambda_G if options.damping_mode == "factored" else options.joint_lambda
-        return Damping(options.damping_mode, 0.0, value, 1.0, condition)
-    if options.damping_mode == "joint":
-        return Damping("joint", options.joint_lambda, options.joint_lambda, 1.0, condition)
-    if options.damping_mode == "factored":
-        return Damping("factored", options.lambda_A, options.lambda_G, 1.0, condition)
-    pi = (mean_A / mean_G) ** 0.5 if mean_A > 0 and mean_G > 0 else 1.0
-    root = options.damping**0.5
-    return Damping("pi", pi * root, root / pi, pi, condition)
+def resolve(mode: str, lambdas: Lambdas, max_condition: float | None, means: tuple[float, float] | None) -> Damping:
+    """The damping of one block.
+
+    Args:
+        mode: a key of `DAMPING_MODES`.
+        lambdas: those of the options.
+        max_condition: κ_max of the clip, or None.
+        means: mean eigenvalues (tr A/m, tr G/o) of a Kronecker block; None for any other block.
+    """
+    if means is None:
+        return Damping(mode, 0.0, DAMPING_MODES[mode].single(lambdas), 1.0, max_condition)
+    return Damping(mode, *DAMPING_MODES[mode].split(lambdas, *means), max_condition)

@@ -106,7 +106,7 @@ class BlockForm:
             storage=options.storage_dtype(spec.dtype),
             algebra=8 if spec.dtype == torch.float64 else algebra.itemsize,
             averaged=options.kfac_auto_t_max if options.ema_decay else 0,
-            decomposed=powers or options.damping_mode == "joint",
+            decomposed=powers or options.damps_product,
             processes=processes,
             reduction=options.kfac_distributed_reduce if processes > 1 else "",
             corrected=options.ekfac,

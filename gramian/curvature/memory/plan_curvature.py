@@ -45,7 +45,7 @@ def plan_curvature(
     if options.ekfac and tokens is None and inputs is None:
         raise GramianError("tokens: ekfac=True keeps every one of a refresh; expected how many there are, or inputs")
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
-    reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damping_mode == "joint"
+    reduced, eigenvectors = options.weight_sharing == "reduce", power != -1 or options.damps_product
     specs = find_blocks(model, options)
     source = token_source(model, specs, tokens, inputs)
     head = head if head is not None else source.last_linear(specs)

@@ -176,7 +176,7 @@ def log_refresh(state: CurvatureState) -> None:
     woodbury = sum(isinstance(block.G, LowRank | DiagonalLowRank) for block in blocks)
     damping = f"{options.damping_mode} {options.joint_lambda:.3g}"
     if options.damping_mode == "factored":
-        damping = f"factored (λ_A={options.lambda_A:.3g}, λ_G={options.lambda_G:.3g})"
+        damping = f"factored (λ_A={options.lambdas.A:.3g}, λ_G={options.lambdas.G:.3g})"
     logger.info(
         "K-FAC update %d: %d layers (%d Woodbury, %d eigendecomp), %d other blocks, update_freq=%d, damping=%s, reduce=%s, "
         "world_size=%d",

@@ -267,8 +267,9 @@ def settle_damping(blocks: Collection[Block], options: Options) -> None:
     """λ_A, λ_G and π of every block: one wait for the device for all of them."""
     traces = fetch_traces([factor for block in blocks for factor in block.factors.values()])
     for block in blocks:
-        mean_A, mean_G = (traces[id(f)] / f.dim for f in (block.A or block.G, block.G))
-        block.damping = resolve(options, block.A is not None, mean_A, mean_G)
+        A, G = block.A, block.G
+        means = None if A is None else (traces[id(A)] / A.dim, traces[id(G)] / G.dim)
+        block.damping = resolve(options.damping_mode, options.lambdas, options.max_condition, means)
 
 
 Merged = dict[tuple[int, int], tuple[Factor, float]]
