@@ -165,7 +165,7 @@ def disagreement(
         sketches: gradients that the taps attribute; a parameter without one got nothing.
         theirs: autograd's gradients.
         tolerances: largest relative difference, by the narrowest dtype that took part in the run.
-        floor: rounding of a run's largest terms, which remains where terms should cancel.
+        floor: rounding of the largest terms of the taps' run, which remains where terms should cancel.
         factors: the one that fits best is the ratio of both, for all parameters.
 
     Rounding: a product of matrices has a wide accumulator, so its sum is off by ε of the result and by the accumulator's ε of
@@ -180,7 +180,7 @@ def disagreement(
     every = [sketch.dtype for sketch in (*theirs.values(), *sketches.values())]
     dtype = max(every, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)  # runs differ by its rounding
     info, accumulator = torch.finfo(dtype), min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    floor = max(floor, 8 * info.eps * sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5)
+    floor = max(floor * max(1.0, abs(factor)), 8 * info.eps * sum(sketch.norm**2 for sketch in theirs.values()) ** 0.5)
     for name, sketch in theirs.items():
         mine = sketches.get(name)
         if mine is None:
@@ -190,8 +190,9 @@ def disagreement(
         tiny = info.smallest_normal * mine.count**0.5  # below it, numbers lie evenly
         added = info.eps if mine.sequential else accumulator
         rounding = added * mine.magnitude * abs(factor) + info.eps * tiny
-        apart = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
-        apart = max(apart, abs(mine.norm * abs(factor) - sketch.norm))
+        scaled = mine.norm * abs(factor)
+        estimate = float((mine.projections_K * factor - sketch.projections_K).square().mean().sqrt())
+        apart = min(max(estimate, abs(scaled - sketch.norm)), scaled + sketch.norm)
         if not apart <= 2 * (tolerances[dtype] * sketch.norm + 8 * rounding + floor):
-            return name, mine.norm * abs(factor), sketch.norm
+            return name, scaled, sketch.norm
     return None

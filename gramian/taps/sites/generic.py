@@ -222,11 +222,15 @@ def _map(
         try:
             chunk = samples_per_chunk(sum(p.numel() for p in parameters.values()))
             return torch.func.vmap(vectorised, in_dims=(dims, 0), chunk_size=chunk)(inputs, cotangents)
-        except (RuntimeError, ValueError):
+        except Exception:  # the layer's own code may fail in any way under vmap; sample by sample it is tried again
             pass
         try:
             return _one_by_one(run, parameters, inputs, dims, cotangents)
-        except (RuntimeError, ValueError) as error:
+        except GramianError:
+            raise
+        except (
+            Exception
+        ) as error:  # the layer's own code may fail in any way on one sample, or on inputs that are split wrongly
             line = str(error).partition("\n")[0]
             raise GramianError(
                 f"cannot be run sample by sample ({line}); expected a registered site (register_site)"

@@ -31,6 +31,15 @@ NAMED: dict[str, Named] = {
     "two samples in order sorted, encoded and unsorted, with dropout in evaluation mode too": Named(
         Program(488084942), "refused", "refused"
     ),
+    "padding that leaks into pooling, under dropout in evaluation mode too": Named(
+        Program(426423504), EITHER, "refused"
+    ),
+    "a root with a parameter of its own that fails with an IndexError on one sample": Named(
+        Program(351048627), "refused", "refused"
+    ),
+    "gradients that vanish but for rounding, beside large ones, of a mean over tokens": Named(
+        Program(476445529), "exact", EITHER
+    ),
     "samples permuted, encoded and put back": _named("permuted_and_back(linear)", "linear", "rows", norms="refused"),
     "two samples swapped for one layer": _named("swapped_pair(linear)", "linear", "rows", norms="refused", samples=32),
     "samples flipped for one layer": _named("flipped_and_back(linear)", "linear", "rows", norms="refused", samples=2),
