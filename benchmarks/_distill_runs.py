@@ -25,6 +25,7 @@ from gramian.data import Windows, load_windows
 from gramian.data.options import DataSection
 from gramian.distill.cache import build_cache
 from gramian.models.goose import goose_layers
+from gramian.models.token_sampling import evaluation_mode
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build import run_parts as build_module
 from gramian.train.build.build_teacher import cache_options, live_teacher
@@ -34,7 +35,6 @@ from gramian.train.loop.deferred_metrics import StepOutcome
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.perplexity import Perplexity, perplexity
 from gramian.train.loop.precision import resolve_precision, set_globals
-from gramian.train.loop.stepper import evaluating
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
 from gramian.train.state.saved_run import load_run
@@ -250,7 +250,7 @@ class Bench:
         def logits(tokens_BT: Tensor) -> Tensor:
             return logits_of(model, tokens_BT)
 
-        with evaluating(model), resolve_precision(config.precision, WORLD.device).autocast():
+        with evaluation_mode(model), resolve_precision(config.precision, WORLD.device).autocast():
             return perplexity(logits, stream, WORLD, length=self.scale.length, rows=64, limit=self.scale.scored)
 
     def teacher(self) -> dict[str, Any]:

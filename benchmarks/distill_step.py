@@ -37,11 +37,12 @@ from gramian.data import Batches, StepBatch, Windows
 from gramian.data.token_stream import Stream
 from gramian.distill import distill_loss
 from gramian.distill.cache import Cache, CacheOptions, build_cache, open_cache
-from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.distill_objective import DistillObjective
 from gramian.distill.feature_switch import FeatureSwitch
 from gramian.distill.loss.temperature import Temperature, TemperatureOptions
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teaching import Teaching
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_optimizer import build_optimizer
@@ -187,7 +188,7 @@ class Student:
         options = TemperatureOptions(kind="adversarial" if learned else "fixed", start=2.0, free=0.0)
         temperature = Temperature(options, 1000, DEVICE)
         teaching = Teaching(source, temperature, FeatureSwitch(0.0, 0, 0.1), WORLD)
-        return self.variant(DistillObjective(self.model, LossOptions()), teaching, **how)
+        return self.variant(DistillObjective(self.model, RowObjective()), teaching, **how)
 
 
 @torch.no_grad()

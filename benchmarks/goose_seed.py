@@ -17,11 +17,11 @@ does. --tiny is everything in a minute on a CPU, and means nothing.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ from benchmarks._timing import write
 from gramian.cli import main as gramian
 from gramian.data import load_tokenizer, load_windows
 from gramian.data.embedded_corpus import load_corpus
+from gramian.models.token_sampling import evaluation_mode
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.build_model import build_model
 from gramian.train.config.config import Config, load_config, parse_config
 from gramian.train.loop.objective import Objective, logits_of
 from gramian.train.loop.perplexity import perplexity
 from gramian.train.loop.precision import resolve_precision, set_globals
-from gramian.train.loop.stepper import evaluating
 from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import load
 from gramian.train.state.run_folder import read_lines
@@ -183,18 +183,20 @@ class Bench:
 
     def _write_text(self) -> dict[str, Any]:
         """The embedded corpus as a file per document, split as it is by [data] source = "embedded"."""
-        corpus, root = load_corpus(self.scale.limit_bytes), Path(sysconfig.get_path("stdlib"))
-        for name in corpus.files:
-            path = self.text["validation" if name in corpus.validation_files else "train"] / name
+        corpus = load_corpus(self.scale.limit_bytes)
+        digest = hashlib.blake2b(digest_size=16)
+        for name, content in sorted({**corpus.train, **corpus.validation}.items()):
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+            path = self.text["validation" if name in corpus.validation else "train"] / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text((root / name).read_bytes().decode(errors="replace"), encoding="utf-8", newline="")
+            path.write_text(content.decode(errors="replace"), encoding="utf-8", newline="")
         return {
             "text": f"source of the standard library of Python {sys.version.split()[0]}",
-            "digest": corpus.digest,
-            "training_files": len(corpus.files) - len(corpus.validation_files),
-            "validation_files": len(corpus.validation_files),
-            "training_bytes": len(corpus.train),
-            "validation_bytes": len(corpus.validation),
+            "digest": digest.hexdigest(),
+            "training_files": len(corpus.train),
+            "validation_files": len(corpus.validation),
+            "training_bytes": sum(map(len, corpus.train.values())),
+            "validation_bytes": sum(map(len, corpus.validation.values())),
         }
 
     def _write_tokenizer(self) -> int:
@@ -291,7 +293,7 @@ class Bench:
                 continue
             model = _with_weights(config, saved).to(device=WORLD.device, dtype=numbers.weights)
             row: dict[str, Any] = {"step": saved.step}
-            with evaluating(model), numbers.autocast():
+            with evaluation_mode(model), numbers.autocast():
                 # A sliding window after the first scores `stride` tokens, so it takes more of them.
                 for each, limit in ((None, windows), (stride, 1 + (windows - 1) * data.length // stride)):
                     scored = perplexity(

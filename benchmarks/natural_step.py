@@ -88,7 +88,11 @@ class LanguageModel(Problem):
     def __init__(self, device: str, small: bool) -> None:
         super().__init__(device, small)
         self.config = GPTConfig(layers=2, width=64, context=64) if small else GPTConfig()
-        self.corpus = load_corpus(2_000_000)
+        corpus = load_corpus(2_000_000)
+        self.train, self.validation = (
+            torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
+            for files in (corpus.train, corpus.validation)
+        )
         self.batch = 16 if small else 32
         self.title = f"GPT of {self.config.layers} layers, width {self.config.width}, on the embedded corpus"
 
@@ -105,10 +109,10 @@ class LanguageModel(Problem):
         step = 0
         while True:
             step += 1
-            yield self._windows(self.corpus.train, step, self.batch)
+            yield self._windows(self.train, step, self.batch)
 
     def held_out(self) -> tuple[Tensor, Tensor]:
-        return self._windows(self.corpus.validation, 0, 64)
+        return self._windows(self.validation, 0, 64)
 
 
 def train(

@@ -75,10 +75,10 @@ def _run_folder(target: str, overrides: list[str]) -> tuple[Path, str]:
 
 def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
     from gramian.data import load_windows
+    from gramian.models.token_sampling import evaluation_mode
     from gramian.train.loop.objective import logits_of
     from gramian.train.loop.perplexity import perplexity
     from gramian.train.loop.precision import resolve_precision, set_globals
-    from gramian.train.loop.stepper import evaluating
     from gramian.train.state.saved_run import load_run
 
     console = make_console(quiet=not is_first_process())
@@ -98,7 +98,7 @@ def _evaluate(arguments: argparse.Namespace, folder: Path, where: Any) -> int:
     _, validation = load_windows(config.data)
     data, stride = config.data, arguments.stride or max(1, config.data.length // 2)
     found = []
-    with evaluating(model), numbers.autocast():
+    with evaluation_mode(model), numbers.autocast():
         for each in (None, stride) if data.length > 1 else (None,):
             with progress_bar(console, "non-overlapping" if each is None else "sliding") as update:
                 found.append(

@@ -4,17 +4,12 @@ import math
 
 from gramian.core.errors import GramianError
 
-UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+UNITS = {"B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("IB", 1024))
 }
+"""{unit in capitals: bytes}: "KB" is 1000, "KIB" 1024, and so on up to "TIB"."""
 
 
 def parse_bytes(field: str, value: int | str | None) -> int | None:

@@ -31,21 +31,12 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read a file and compute its record.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
+        """Read a file and compute its record."""
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def difference(self, path: Path, *, content: bool = True) -> str | None:
-        """How a file differs from this record; None if it does not.
-
-        Args:
-            path: the file.
-            content: compare the checksum, which reads the file; False compares the size alone.
-        """
+        """How a file differs from this record, None if it does not; without `content` only the size is compared, not read."""
         try:
             size = path.stat().st_size
             if size != self.bytes:
@@ -113,12 +104,7 @@ class HashedFile:
 
 
 def replace_file(path: Path, content: bytes, *, private: bool = False) -> FileRecord:
-    """Write a file, or replace it, and sync its folder.
-
-    Args:
-        path: the file.
-        content: all of it.
-        private: mode 0600.
+    """Write a file, or replace it, and sync its folder; `private` gives it mode 0600.
 
     Raises:
         OSError: if it cannot be written; the previous file is then unchanged.
@@ -129,16 +115,12 @@ def replace_file(path: Path, content: bytes, *, private: bool = False) -> FileRe
         record = file.finish()
     finally:
         file.abandon()
-    sync_folder(path.parent)
+    sync_path(path.parent)
     return record
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, or replace it, and sync its folder.
-
-    Raises:
-        GramianError: if it cannot be written; the previous file is then unchanged.
-    """
+    """Write a text file in UTF-8, or replace it, and sync its folder; raises `GramianError` if it cannot be written."""
     try:
         replace_file(path, text.encode())
     except OSError as problem:
@@ -149,12 +131,8 @@ def replace_text(path: Path, text: str) -> None:
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Let other code write a file under a temporary name; it replaces `path` if the block ends without an error.
 
-    Args:
-        path: the file.
-        private: mode 0600.
-
     Yields:
-        The temporary path, an empty file.
+        The temporary path, an empty file; of mode 0600 with `private`.
 
     Raises:
         OSError: if it cannot be written; the previous file is then unchanged.
@@ -163,20 +141,16 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     os.close(handle)
     try:
         yield temporary
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the files that were created, renamed or removed in a folder survive a crash."""
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Make the content of a file, or the names that were created, renamed or removed in a folder, survive a crash."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -8,16 +8,13 @@ from torch import Tensor
 
 
 def token_keys(seed: int, samples_B: Tensor, tokens: int, draw: int = 0) -> Tensor:
-    """A well-mixed non-negative 62-bit integer for every token, [B, T].
+    """A well-mixed non-negative 62-bit integer for every token [B, T], on the device of the ids.
 
     Args:
-        seed: of the whole draw.
+        seed: of all draws.
         samples_B: sample ids.
         tokens: T.
         draw: number of the draw.
-
-    Returns:
-        The keys, on the device of the ids.
     """
     position_T = torch.arange(tokens, device=samples_B.device)
     mixed_B = _mix(samples_B.long() * 0x9E3779B1 + _signed(seed * 0x2545F4914F6CDD1D + draw * 0x632BE59BD9B4E019))

@@ -11,15 +11,6 @@ from gramian.data.tokenizer import Tokenizer, load_tokenizer
 from gramian.data.windows import Windows
 
 __all__ = [
-    "Batches",
-    "DataWorkerDied",
-    "Documents",
-    "StarvationMeter",
-    "StepBatch",
-    "Tokenizer",
-    "Windows",
-    "load_tokenizer",
-    "load_windows",
-    "read_documents",
-    "read_stream",
-]
+    "Batches", "DataWorkerDied", "Documents", "StarvationMeter", "StepBatch", "Tokenizer", "Windows", "load_tokenizer",
+    "load_windows", "read_documents", "read_stream",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,12 @@ _Rows = tuple[int, int, dict[str, Tensor]]
 
 class DataWorkerDied(GramianError):
     """A worker process died; `Batches.from_position` starts new ones."""
+
+    @classmethod
+    def because(cls, how: str) -> Self:
+        """The error of one line."""
+        advice = "expected enough memory for all, or fewer workers; 0 reads in the training process"
+        return cls(f"data.workers: {how}; {advice}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,10 +150,7 @@ class Batches:
     def close(self) -> None:
         """Stop the workers; `from_position` starts new ones."""
         self._turn += 1
-        # Not left to the garbage collector: the frames of an error may reference the loader for long.
-        end = getattr(self._rows, "_shutdown_workers", None)
-        if end is not None:
-            end()
+        shut_down_workers(self._rows)
         self._loader, self._rows, self._processes = None, None, []
 
     def _started(self) -> Iterator[_Rows]:
@@ -193,10 +196,7 @@ class Batches:
         for process in self._processes:
             if process.exitcode is not None:
                 cause = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit {process.exitcode}"
-                raise DataWorkerDied(
-                    f"data.workers: worker {process.pid} of {self.workers} died ({cause}); expected enough memory for all, "
-                    "or fewer workers; 0 reads in the training process"
-                )
+                raise DataWorkerDied.because(f"worker {process.pid} of {self.workers} died ({cause})")
 
     def _explained(self, problem: Exception) -> Exception:
         """Return the error to raise for a problem of the loader: `DataWorkerDied` if a worker died, else the problem."""
@@ -257,6 +257,13 @@ def leave_process_group(worker: int) -> None:
     """Leave the process group (`worker_init_fn` of a DataLoader), so that Ctrl-C does not end the worker."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator now: the frames of an error may keep it from the garbage collector."""
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 def _as_it_is(rows: Any) -> Any:

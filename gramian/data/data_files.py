@@ -45,10 +45,7 @@ class Sidecar:
 def find_files(names: Sequence[str], source: Source, field: str = "data.files") -> list[File]:
     """List the files of `names` in the given order; a folder stands for its files of the right suffix, sorted by path.
 
-    Hidden files and folders inside a folder are skipped.
-
-    Raises:
-        GramianError: if one is missing, or a folder has no file of its kind.
+    Hidden files and folders inside a folder are skipped. A name that is missing, or a folder without such a file, raises.
     """
     found: list[File] = []
     for name in names:
@@ -72,11 +69,7 @@ def find_files(names: Sequence[str], source: Source, field: str = "data.files") 
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file.
-
-    Raises:
-        GramianError: if it cannot be read.
-    """
+    """Read a file; raises `GramianError` if that fails."""
     try:
         return path.read_bytes()
     except OSError as problem:
@@ -84,11 +77,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(file: File) -> bytes:
-    """Read a text file in UTF-8; only a file inside a named folder may be empty.
-
-    Raises:
-        GramianError: if it cannot be read, is not UTF-8, or is empty although the config names it.
-    """
+    """Read a text file in UTF-8; raises if it is not, or if it is empty although the config names the file itself."""
     content = read_bytes(file.path)
     try:
         content.decode()
@@ -102,8 +91,7 @@ def read_text(file: File) -> bytes:
 def read_lines(path: Path, field: str) -> Iterator[bytes]:
     """Yield the text under `field` of each line of a JSONL file, as UTF-8; blank lines are skipped.
 
-    Raises:
-        GramianError: with file:line, if a line is not an object with such a text; if the file is unreadable or has no line.
+    Raises `GramianError` with file:line if a line is not an object with such a text, or if the file has no line.
     """
     count = 0
     try:
@@ -121,8 +109,7 @@ def read_lines(path: Path, field: str) -> Iterator[bytes]:
 def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
     """Open a token file as a 1-D memory map, and read its sidecar, which a `.npy` may have and a `.bin` must have.
 
-    Raises:
-        GramianError: if it cannot be read, is truncated, is empty, or is not a 1-D array of integers.
+    Raises `GramianError` if it cannot be read, is truncated or empty, or is not a 1-D array of integers.
     """
     sidecar = read_sidecar(path)
     try:
@@ -145,11 +132,7 @@ def open_tokens(path: Path) -> tuple[Ids, Sidecar | None]:
 
 
 def read_sidecar(path: Path) -> Sidecar | None:
-    """Read the `.json` beside a token file; None if there is none.
-
-    Raises:
-        GramianError: if it is incomplete or contradictory.
-    """
+    """Read the `.json` beside a token file, None if there is none; raises if it is incomplete or contradictory."""
     sidecar = path.with_suffix(".json")
     expected = 'expected {"dtype": "uint16", "vocabulary": …, "end": …}'
     if not sidecar.exists():

@@ -1,6 +1,5 @@
 """Read the documents of a config into two token streams: training and validation."""
 
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gramian.core.errors import GramianError
-from gramian.data.data_files import File, find_files, open_tokens, read_bytes, read_lines, read_text
+from gramian.data.data_files import File, find_files, open_tokens, read_lines, read_text
 from gramian.data.embedded_corpus import load_corpus
 from gramian.data.options import DataSection
 from gramian.data.token_stream import CHUNK, Stream, content_hash
@@ -73,11 +72,7 @@ def read_documents(data: DataSection, tokenizer: Tokenizer) -> Documents:
 
 
 def read_stream(data: DataSection, files: Sequence[str], tokenizer: Tokenizer, field: str = "data.files") -> Stream:
-    """Read all documents of `files` with the options of `data`; errors name `field`.
-
-    Raises:
-        GramianError: one line that names the file or the field.
-    """
+    """Read all documents of `files` with the options of `data`; errors name `field`."""
     return _read(data, files, field, tokenizer)[0]
 
 
@@ -107,11 +102,10 @@ def _contents(data: DataSection, files: Iterable[File]) -> Iterator[bytes]:
 
 def _embedded(data: DataSection, tokenizer: Tokenizer) -> Documents:
     corpus = load_corpus(data.limit_bytes)
-    root = Path(sysconfig.get_path("stdlib"))
-    validation_files = set(corpus.validation_files)
     splits = (_TokenBuffer(tokenizer), _TokenBuffer(tokenizer))
-    for name in corpus.files:
-        splits[name in validation_files].add(read_bytes(root / name))
+    for buffer, files in zip(splits, (corpus.train, corpus.validation), strict=True):
+        for content in files.values():
+            buffer.add(content)
     return _documents(*splits)
 
 

@@ -1,7 +1,7 @@
 """The embedded corpus: the source of the running interpreter's standard library, as bytes.
 
-Every Python installation contains this text, so the demo and the tests need no download. The vocabulary is the 256 byte values.
-A stable hash of their relative paths selects the files, and those of them that validate.
+Every Python installation contains this text, so the demo and the tests need no download. A stable hash of its relative path
+selects a file, and decides whether it validates.
 """
 
 import hashlib
@@ -11,12 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from gramian.core.errors import GramianError
 
-VOCABULARY = 256
 VALIDATION_FRACTION = 0.05
 
 # Folders that are not part of the library: installed packages, tests and their data, caches.
@@ -27,21 +23,10 @@ _EXCLUDED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomi
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation bytes, from disjoint files.
+    """Disjoint training and validation files, {relative posix path: content} in the order of the paths."""
 
-    Attributes:
-        train: uint8 [N], the concatenated training files, in the order of their paths.
-        validation: uint8 [M], the concatenated validation files.
-        files: relative posix paths of all files, sorted.
-        validation_files: relative posix paths of the validation files, sorted.
-        digest: hex hash of the paths and contents; equal digests mean equal corpora.
-    """
-
-    train: Tensor
-    validation: Tensor
-    files: tuple[str, ...]
-    validation_files: tuple[str, ...]
-    digest: str
+    train: dict[str, bytes]
+    validation: dict[str, bytes]
 
 
 def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpus:
@@ -52,8 +37,8 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
         root: folder of `*.py` files; default: the standard library of the running interpreter.
 
     Example:
-        >>> load_corpus(limit_bytes=1_000_000).train.dtype
-        torch.uint8
+        >>> "textwrap.py" in load_corpus(limit_bytes=20_000_000).train
+        True
 
     Raises:
         GramianError: if there is no such folder, it has no source, or the limit leaves either split empty.
@@ -74,16 +59,16 @@ def load_corpus(limit_bytes: int = 8_000_000, root: Path | None = None) -> Corpu
             break
         contents[path] = content
 
-    files = tuple(sorted(contents))
-    validation_files = tuple(path for path in files if _validates(path))
-    train = b"".join(contents[path] for path in files if not _validates(path))
-    validation = b"".join(contents[path] for path in validation_files)
+    splits: tuple[dict[str, bytes], dict[str, bytes]] = ({}, {})
+    for path in sorted(contents):
+        splits[_path_hash(path, "split") < VALIDATION_FRACTION * 2**64][path] = contents[path]
+    train, validation = (sum(map(len, split.values())) for split in splits)
     if not train or not validation:
         raise GramianError(
-            f"corpus: limit_bytes={limit_bytes} leaves {len(train)} bytes to train and {len(validation)} to validate; "
+            f"corpus: limit_bytes={limit_bytes} leaves {train} bytes to train and {validation} to validate; "
             "expected a limit that leaves both above 0"
         )
-    return Corpus(_as_tensor(train), _as_tensor(validation), files, validation_files, _digest(contents))
+    return Corpus(*splits)
 
 
 def _source_files(root: Path) -> Iterator[str]:
@@ -103,19 +88,3 @@ def _per_build(name: str) -> bool:
 def _path_hash(path: str, purpose: str) -> int:
     """64-bit hash of a path, independent between purposes."""
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8, person=purpose.encode()).digest(), "little")
-
-
-def _validates(path: str) -> bool:
-    return _path_hash(path, "split") < VALIDATION_FRACTION * 2**64
-
-
-def _digest(contents: dict[str, bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for path, content in sorted(contents.items()):
-        digest.update(f"{path}\0{len(content)}\0".encode())
-        digest.update(content)
-    return digest.hexdigest()
-
-
-def _as_tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

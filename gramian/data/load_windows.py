@@ -19,11 +19,7 @@ def load_windows(data: DataSection) -> tuple[Windows, Windows]:
 
 
 def cut_windows(documents: Documents, data: DataSection) -> tuple[Windows, Windows]:
-    """Cut documents into (training windows, validation windows).
-
-    Raises:
-        GramianError: if either split has no window.
-    """
+    """Cut documents into (training windows, validation windows); raises if either split has no window."""
     training, validation = (
         Windows(stream, data.length, pack=data.pack, isolate=data.isolate, stride=stride)
         for stream, stride in ((documents.train, data.stride), (documents.validation, 0))

@@ -15,14 +15,9 @@ Ids = npt.NDArray[Any]
 
 # Files of a tokenizer's folder that determine its ids; the folder may also contain weights.
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt",
-)
+)  # fmt: skip
 _SUFFIXES = (".model", ".tiktoken")
 
 
@@ -94,9 +89,6 @@ class HuggingFaceTokenizer:
 
     A document that spells a special token, such as "<|endoftext|>", is encoded as that spelling: text cannot end a document.
     `encode` creates a Python list of one document's ids; a document of gigabytes is better pre-tokenised.
-
-    Args:
-        folder: folder written by `save_pretrained`.
 
     Example:
         >>> HuggingFaceTokenizer("models/gpt2").encode("hello")

@@ -12,11 +12,7 @@ from gramian.data.options import DataSection
 
 
 def truncated_files(data: DataSection) -> list[str]:
-    """Return the paths of truncated files; reads the ends of text and JSONL files and the headers of token files.
-
-    Raises:
-        GramianError: if a file is missing or cannot be read.
-    """
+    """Return the paths of truncated files; reads the ends of text and JSONL files and the headers of token files."""
     files = find_files(data.files, data.source)
     files += find_files(data.validation_files, data.source, "data.validation_files")
     truncated: list[str] = []

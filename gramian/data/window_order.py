@@ -25,10 +25,6 @@ class Permutation:
     with F a keyed 64-bit mix. Each line is invertible, so the network permutes 0 … a · b - 1. Results of `size` or more go
     through the network again until they are smaller (cycle walking), which permutes 0 … size - 1. O(n) for n indices.
 
-    Args:
-        size: at least 1.
-        key: any bytes.
-
     Example:
         >>> sorted(Permutation(5, b"key")(np.arange(5)).tolist())
         [0, 1, 2, 3, 4]
@@ -67,12 +63,6 @@ def windows_at(position: int, size: int, batch: int, seed: int) -> Int64s:
 
     An endless sequence contains all windows once per epoch, in the permutation with the key (seed, epoch); the batch at
     position p is its elements p · batch … p · batch + batch - 1. A batch may begin in one epoch and end in a later one.
-
-    Args:
-        position: index of the batch, from 0.
-        size: number of windows.
-        batch: windows per batch.
-        seed: seed of the order.
     """
     windows: list[Int64s] = []
     draw, stop = position * batch, (position + 1) * batch

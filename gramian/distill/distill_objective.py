@@ -3,7 +3,7 @@
 Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from gramian.distill.loss.head import Head
 from gramian.distill.loss.loss_metrics import SUMS
 from gramian.distill.teacher.head_proof import head_of
 from gramian.distill.teacher.language_model import hidden_of, linear_of
-from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, Tail, refuse_inference
+from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, refuse_inference
+from gramian.kernels.distillation.distill_rows import RowObjective
 
 IGNORED = -100
 """The target of tokens that do not count."""
@@ -25,32 +26,22 @@ REPORTED_SUMS = ("nats", *SUMS, "feature_loss")
 """Names of the sums that `DistillObjective` returns: over tokens; the last over micro-batches, weighted by their tokens."""
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """Options of `distill_loss`."""
-
-    kd_weight: float = 1.0
-    ce_weight: float = 0.5
-    direction: str = "forward"
-    beta: float = 0.5
-
-
 class DistillObjective(nn.Module):
     """kd_weight · T² · D(teacher, student) + ce_weight · CE, plus an optional loss on features."""
 
-    def __init__(self, model: nn.Module, options: LossOptions, features: FeatureLoss | None = None) -> None:
+    def __init__(self, model: nn.Module, objective: RowObjective, features: FeatureLoss | None = None) -> None:
         """Prove the student's head (`head_of`).
 
         Args:
             model: the student, of a family that `hidden_of` reads, on its device.
-            options: weights and direction of the loss.
+            objective: weights and direction of the loss.
             features: the loss on features, with projectors to be trained.
 
         Raises:
             GramianError: if the student's head is not understood.
         """
         super().__init__()
-        self.model, self.features, self._options = model, features, options
+        self.model, self.features, self._objective = model, features, objective
         found = head_of(model)
         self._scale, self._softcap = found.scale, found.softcap
 
@@ -78,8 +69,8 @@ class DistillObjective(nn.Module):
             compare: only compare final hidden states.
 
         Returns:
-            The loss; and [len(TOLD)] float64 without a graph, or without a signal only Σ −log p(target). With `compare`, the
-            debiased CKA of the student's final hidden states with the teacher's, twice.
+            The loss; and [len(REPORTED_SUMS)] float64 without a graph, or without a signal only Σ −log p(target). With
+            `compare`, the debiased CKA of the student's final hidden states with the teacher's, twice.
         """
         # Also while the weight is 0: a compiled forward does not see hooks that are added later.
         layers = () if self.features is None else self.features.student_layers
@@ -98,17 +89,8 @@ class DistillObjective(nn.Module):
         if signal is None:
             plain = distill_loss(*student, kd_weight=0.0, ce_weight=1.0, ignore_index=IGNORED, num_terms=terms)
             return plain.loss, plain.sums[SUMS.index("ce")]
-        out = distill_loss(
-            *student,
-            **_teacher_of(signal),
-            temperature=temperature,
-            kd_weight=self._options.kd_weight,
-            ce_weight=self._options.ce_weight,
-            direction=self._options.direction,
-            beta=self._options.beta,
-            ignore_index=IGNORED,
-            num_terms=terms,
-        )
+        options = {**_teacher_of(signal), **asdict(self._objective), "num_terms": terms}
+        out = distill_loss(*student, temperature=temperature, **options)
         loss, extra = out.loss, torch.zeros((), dtype=torch.float64, device=out.sums.device)
         if self.features is not None and not feature_weight:  # DDP waits for the gradient of every parameter
             loss = loss + sum((0.0 * p.sum() for p in self.features.parameters()), start=loss.new_zeros(()))
@@ -128,9 +110,7 @@ def _teacher_of(signal: Signal) -> dict[str, Any]:
         case DenseSignal():
             return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}
         case SparseSignal():
-            tail = signal.tail
-            if tail is not None:
-                tail = Tail(tail.values_BTQ.flatten(0, 1), tail.slopes_BTQ.flatten(0, 1), tail.knots_Q)
-            return {"teacher_topk": (signal.ids_BTK.flatten(0, 1), signal.logits_BTK.flatten(0, 1), tail)}
+            rows = signal.tokens()
+            return {"teacher_topk": (rows.ids_BTK, rows.logits_BTK, rows.tail)}
         case SampledSignal():
             return {"teacher_sampled": (signal.ids_BTK.flatten(0, 1), signal.weights_BTK.flatten(0, 1))}

@@ -14,13 +14,7 @@ class FeatureSwitch:
     """
 
     def __init__(self, weight: float, begin: int, tolerance: float) -> None:
-        """Set the schedule.
-
-        Args:
-            weight: weight while on.
-            begin: first step with features, from 0.
-            tolerance: relative rise of the perplexity that is tolerated.
-        """
+        """Set the weight while on, the first step with features (from 0), and the tolerated relative rise of the perplexity."""
         self.full, self.begin, self.tolerance = weight, begin, tolerance
         self._measures: list[list[Any]] = []
         """[number of steps before it, validation loss] of all baselines so far; the last one is in use."""
@@ -33,15 +27,7 @@ class FeatureSwitch:
         return self.full if step >= self.begin and not killed else 0.0
 
     def validated(self, done: int, loss: float) -> str | None:
-        """Take a validation loss into account.
-
-        Args:
-            done: number of steps before it.
-            loss: in nats per token.
-
-        Returns:
-            A message if it switched the features off now.
-        """
+        """Take the validation loss after `done` steps into account, in nats per token; returns a message if it switched off."""
         if self.killed_at is not None or not self.full:
             return None
         if done <= self.begin or not self._measures:

@@ -21,7 +21,15 @@ EXTRA_FIELDS = (*REPORTED_SUMS[1:], *Temperature.FIELDS)
 
 
 class Teaching:
-    """A teacher, and the state of distillation from step to step."""
+    """A teacher, and the state of distillation from step to step.
+
+    Args:
+        source: gives the signal of a micro-batch.
+        temperature: T.
+        switch: weight of the loss on features.
+        world: the process grid of the run.
+        correlation: of the targets' log-probabilities with the teacher's; below it an evaluation logs an event.
+    """
 
     def __init__(
         self,
@@ -32,15 +40,6 @@ class Teaching:
         *,
         correlation: float = 0.9,
     ) -> None:
-        """Combine the parts.
-
-        Args:
-            source: gives the signal of a micro-batch.
-            temperature: T.
-            switch: weight of the loss on features.
-            world: the process grid of the run.
-            correlation: of the targets' log-probabilities with the teacher's; below it an evaluation logs an event.
-        """
         self.source, self.temperature, self.switch, self.world = source, temperature, switch, world
         self._least_correlation = correlation
         self._correlation: float | None = None
@@ -50,7 +49,7 @@ class Teaching:
     @property
     def teacher(self) -> str:
         """Hash of the teacher's model. Collective if the model is sharded."""
-        return self.source.hash if isinstance(self.source, LiveTeacher) else self.source.manifest.identity.teacher
+        return self.source.hash
 
     def begin(self, step: int) -> None:
         """Prepare the step of this number."""
@@ -62,14 +61,9 @@ class Teaching:
         return {"signal": signal, "temperature": self._now, "feature_weight": self.switch.weight(self._step)}
 
     def finish(self, scale: float, stepped: bool = True) -> Tensor:
-        """Move T after the backwards of a step.
+        """Move T after the backwards of a step; returns the values of `Temperature.FIELDS` for the T that the step used.
 
-        Args:
-            scale: factor of the loss, in addition to the number of processes.
-            stepped: False if the loss scaler skipped the step; T stays then.
-
-        Returns:
-            The values of `Temperature.FIELDS` for the T that the step used.
+        `scale` is the factor of the loss in addition to the number of processes; T stays if the loss scaler skipped the step.
         """
         values = self.temperature.values(self._step)
         gradient = self.temperature.gradient()
@@ -111,9 +105,7 @@ class Teaching:
     def similarity(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float | None:
         """Debiased CKA of the student's final hidden states with the teacher's; None if the signal has no hidden states.
 
-        Args:
-            module: the student's objective, in evaluation mode.
-            batch: a few windows, the same on all processes.
+        `module` is the student's objective in evaluation mode; the windows are the same on all processes.
         """
         signal = self.source(batch)
         if not isinstance(signal, DenseSignal):
@@ -140,9 +132,7 @@ class Teaching:
     def load_state_dict(self, state: Mapping[str, Any], validated: int | None = None) -> None:
         """Restore the state.
 
-        Args:
-            state: as of `state_dict`.
-            validated: for a rollback: validations after at most so many steps are not repeated, so their effect stays.
+        For a rollback, `validated` is the number of steps up to which validations are not repeated, so their effect stays.
         """
         self.temperature.load_state_dict(state["temperature"])
         self._correlation = state["correlation"]
@@ -154,8 +144,7 @@ class Teaching:
 
     def close(self) -> None:
         """Close a cache's files."""
-        if isinstance(self.source, Cache):
-            self.source.close()
+        self.source.close()
 
 
 def step_metrics(extra: Mapping[str, float], tokens: int) -> dict[str, float | None]:

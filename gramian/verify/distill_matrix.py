@@ -22,17 +22,18 @@ from gramian.distill.cache.builder import CacheOptions, build_cache
 from gramian.distill.cache.hidden_cache import Hidden
 from gramian.distill.cache.reader import open_cache
 from gramian.distill.cache.topk_cache import GONE, TopK, fit_tail, place_knots
-from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.distill_objective import DistillObjective
 from gramian.distill.loss.fused_loss import distill_loss
 from gramian.distill.teacher.live_teacher import LiveTeacher, shard_teacher
 from gramian.distill.teacher.signal import DenseSignal, SparseSignal, Tail
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.models.goose.scan import scan, sequential_scan
 from gramian.models.gpt import GPT, GPTConfig
+from gramian.models.token_sampling import evaluation_mode
 from gramian.oracles.dense_distill_loss import DistillReference, reference
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.wrap import wrap_data_parallel
 from gramian.train.loop.objective import IGNORED
-from gramian.train.loop.stepper import evaluating
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.model_layouts import gathered
 
@@ -206,13 +207,13 @@ def _caches(where: ProcessGrid) -> Iterator[Comparison]:
     windows = _windows()
     live = LiveTeacher(_teacher(where.device, torch.float32))
     student = DistillObjective(
-        GPT(GPTConfig(vocabulary=97, context=16, layers=1, width=16, heads=2), seed=5).to(where.device), LossOptions()
+        GPT(GPTConfig(vocabulary=97, context=16, layers=1, width=16, heads=2), seed=5).to(where.device), RowObjective()
     )
     index = np.arange(len(windows))
     rows = {name: t.to(where.device) for name, t in windows.stack(index).items()} | {"windows": torch.from_numpy(index)}
 
     def loss(signal: DenseSignal | SparseSignal | Any, temperature: float) -> Tensor:
-        with evaluating(student):
+        with evaluation_mode(student):
             found: Tensor = student(rows["tokens"], rows["targets"], 0.01, None, signal, temperature)[0]
         return found
 
@@ -238,7 +239,7 @@ def _processes(where: ProcessGrid) -> Iterator[Comparison]:
 
     def objective() -> DistillObjective:
         shape = GPTConfig(vocabulary=97, context=16, layers=2, width=16, heads=2)
-        return DistillObjective(GPT(shape, seed=5).to(device, torch.float64), LossOptions())
+        return DistillObjective(GPT(shape, seed=5).to(device, torch.float64), RowObjective())
 
     def gradients(module: nn.Module, live: LiveTeacher, part: dict[str, Tensor], factor: int) -> tuple[Any, Tensor]:
         t = torch.tensor(2.0, dtype=torch.float64, device=device, requires_grad=True)

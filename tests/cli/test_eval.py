@@ -15,8 +15,8 @@ from gramian.cli import main
 from gramian.data import load_windows
 from gramian.train.state.saved_run import load_run
 from tests.train.conftest import untouched_process  # noqa: F401
-from tests.train.distilled import data, evaluations, teacher_run, train
-from tests.train.runs import small
+from tests.train.distilled import data, evaluations, teacher_run
+from tests.train.runs import run, small
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -65,7 +65,7 @@ def test_it_is_the_best_checkpoint_that_is_evaluated(tmp_path: Path) -> None:
         tmp_path / "run", model={"width": 16}, data=data(), eval={"every": 5, "windows": 10_000},
         optimizer={"lr": 0.3, "max_norm": 0.0}, schedule={"kind": "constant", "warmup": 20}, guard={"on": False},
     )  # fmt: skip
-    trainer, _ = train(config)
+    trainer, _ = run(config)
     assert main(["eval", str(tmp_path / "run"), "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
     losses = {line["step"]: line["validation_loss"] for line in evaluations(tmp_path / "run")}

@@ -10,7 +10,7 @@ from gramian.distill.teacher.head_proof import head_of
 from gramian.distill.teacher.language_model import teacher_hash
 from gramian.distill.teacher.live_teacher import LiveTeacher, shard_teacher
 from gramian.distill.teacher.signal import tensors_of
-from tests.distill.teachers import TEACHERS, batch_of, gpt, windows
+from tests.distill.teachers import TEACHERS, batch_of, gpt, is_frozen, windows
 from tests.kit.processes import distributed
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -22,7 +22,7 @@ def test_sharded_is_whole(rank: int, world_size: int, family: str) -> None:
     whole = LiveTeacher(TEACHERS[family](), layers=(0, 2))
     model = shard_teacher(TEACHERS[family]())
     teacher = LiveTeacher(model, layers=(0, 2))
-    assert teacher.sharded and not whole.sharded and teacher.frozen
+    assert teacher.sharded and not whole.sharded and is_frozen(teacher)
     # Other windows, and another number of them, on every process.
     for index in ([rank, 5, 9][: rank + 2], [3 + rank], [rank, 5]):
         batch = batch_of(windows(), index)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gramian.data import Windows
 from gramian.data.token_stream import Stream
+from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.goose import Goose, GooseConfig
 from gramian.models.gpt import GPT, GPTConfig
 
@@ -73,6 +74,12 @@ TEACHERS: dict[str, Callable[[], nn.Module]] = {
     "granite, divided": lambda: huggingface("Granite", logits_scaling=8.0),
     "hyperclovax, multiplied": lambda: huggingface("HyperCLOVAX", logits_scaling=0.5),
 }
+
+
+def is_frozen(teacher: LiveTeacher) -> bool:
+    """Whether no parameter requires grad and no module is in training mode."""
+    model = teacher.model
+    return not any(p.requires_grad for p in model.parameters()) and not any(m.training for m in model.modules())
 
 
 def windows(

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.data import Windows
-from gramian.distill.cache import (
-    Cache,
-    CacheOptions,
-    Hidden,
-    Samples,
-    TopK,
-    build_cache,
-    check_rows,
-    open_cache,
-)
+from gramian.distill.cache import Cache, CacheOptions, Hidden, Samples, TopK, build_cache, check_rows, open_cache
 from gramian.distill.loss.sparse_tail import tail_at
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal, tensors_of

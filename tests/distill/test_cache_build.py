@@ -12,16 +12,7 @@ import torch
 
 from gramian.core import durable_files
 from gramian.core.errors import GramianError
-from gramian.distill.cache import (
-    Cache,
-    CacheOptions,
-    Hidden,
-    Samples,
-    TopK,
-    build_cache,
-    open_cache,
-    read_manifest,
-)
+from gramian.distill.cache import Cache, CacheOptions, Hidden, Samples, TopK, build_cache, open_cache, read_manifest
 from gramian.distill.cache import builder as builder_module
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.parallel.process_grid import ProcessGrid

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gramian.core.errors import GramianError
-from gramian.distill.loss.features import Projector, cka_loss, debiased_cka, increments, linear_cka
+from gramian.distill.loss.features import Projector, cka_loss, debiased_cka, linear_cka
 
 
 def drawn(n: int, d: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -129,17 +129,6 @@ def test_a_constant_channel_says_nothing() -> None:
     torch.testing.assert_close(
         linear_cka(wider, y.float(), standardise=True), linear_cka(x.float(), y.float(), standardise=True)
     )
-
-
-def test_increments_are_differences_of_neighbours_and_a_missing_layer_is_refused() -> None:
-    layers = {0: torch.zeros(2), 6: torch.full((2,), 7.0), 2: torch.ones(2)}
-    assert {layer: t[0].item() for layer, t in increments(layers).items()} == {0: 1.0, 2: 6.0}
-    assert list(increments(layers, of=[2])) == [2]
-    for wrong in (6, 1):
-        with pytest.raises(GramianError, match=f"no increment from {wrong}; expected one of"):
-            increments(layers, of=[wrong])
-    with pytest.raises(GramianError, match="at least two"):
-        increments({3: torch.zeros(2)})
 
 
 def test_the_projector_is_a_linear_map_that_teaches_the_student() -> None:

@@ -223,9 +223,7 @@ SPARSE_REFUSED = {
     r"teacher_topk: ids \[9, 2\] and values \[9, 3\]": {
         "teacher_topk": (torch.zeros(9, 2).long(), torch.ones(9, 3), None)
     },
-    "teacher_topk: 40; expected ids of the student": {
-        "teacher_topk": (torch.full((9, 1), 40), torch.ones(9, 1), None),
-    },
+    "teacher_topk: 40; expected ids of the student": {"teacher_topk": (torch.full((9, 1), 40), torch.ones(9, 1), None)},
     'direction: "reverse" is infinite': {
         "teacher_topk": (torch.zeros(9, 1).long(), torch.ones(9, 1), None),
         "direction": "reverse",

@@ -9,14 +9,15 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gramian.core.errors import GramianError
-from gramian.distill.distill_objective import REPORTED_SUMS, DistillObjective, LossOptions
+from gramian.distill.distill_objective import REPORTED_SUMS, DistillObjective
 from gramian.distill.loss import fused_loss as loss_module
 from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.distill.teacher.language_model import body_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, SparseSignal
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.train.loop.objective import IGNORED, logits_of
-from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, windows
+from tests.distill.teachers import TEACHERS, VOCABULARY, batch_of, gpt, is_frozen, windows
 from tests.distill.test_features import gram_debiased_cka, standardised
 
 STUDENTS = ["gpt", "gpt tied", "goose", "phi, with a bias", "gemma2, capped", "cohere, scaled"]
@@ -43,7 +44,7 @@ def dense(layers: tuple[int, ...] = ()) -> tuple[LiveTeacher, DenseSignal, Tenso
 def test_the_loss_is_that_of_dense_softmaxes_with_its_gradient(family: str) -> None:
     """Also the embedding's, where the head is tied to it."""
     told, (_, signal, teacher_BTV) = batch(), dense()
-    options, coefficient = LossOptions(0.7, 0.4), 1 / 31
+    options, coefficient = RowObjective(kd_weight=0.7, ce_weight=0.4), 1 / 31
     temperature = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
     model = model_of(family)
     module = DistillObjective(model, options)
@@ -74,7 +75,7 @@ def test_the_loss_is_that_of_dense_softmaxes_with_its_gradient(family: str) -> N
 @pytest.mark.parametrize("family", STUDENTS)
 def test_without_a_signal_it_is_the_cross_entropy(family: str) -> None:
     told, model = batch(), model_of(family)
-    loss, nats = DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 0.5)
+    loss, nats = DistillObjective(model, RowObjective())(told["tokens"], told["targets"], 0.5)
     logits = logits_of(model, told["tokens"]).flatten(0, 1)
     expected = F.cross_entropy(logits, told["targets"].flatten(), ignore_index=IGNORED, reduction="sum")
     assert nats.shape == () and not nats.requires_grad
@@ -99,7 +100,7 @@ def test_logits_of_all_tokens_are_never_held(taught: bool, monkeypatch: pytest.M
     """Neither in a step nor in an evaluation, which may see as many tokens."""
     monkeypatch.setattr(loss_module, "chunk_tokens", lambda _: 4)
     told, (_, signal, _) = batch(), dense()
-    module = DistillObjective(model_of("gpt"), LossOptions())
+    module = DistillObjective(model_of("gpt"), RowObjective())
     with Largest() as largest:
         module(told["tokens"], told["targets"], 0.5, signal=signal if taught else None)
     assert 0 < largest.rows <= 4
@@ -108,7 +109,7 @@ def test_logits_of_all_tokens_are_never_held(taught: bool, monkeypatch: pytest.M
 def test_sparse_and_sampled_signals_are_read() -> None:
     """All ids kept, or all drawn with their probabilities: the dense teacher again."""
     told, (_, signal, teacher_BTV) = batch(), dense()
-    module = DistillObjective(model_of("gpt"), LossOptions(1.0, 0.0))
+    module = DistillObjective(model_of("gpt"), RowObjective(ce_weight=0.0))
     ids_BTK = torch.arange(VOCABULARY).expand_as(teacher_BTV)
     weights_BTK = (teacher_BTV / 2).softmax(-1)
 
@@ -127,10 +128,10 @@ def test_features_are_weighted_by_tokens_and_every_projector_has_a_gradient(weig
     """Also while they are off: DDP waits for every parameter."""
     told, (_, signal, _) = batch(), dense((1,))
     features = FeatureLoss("hidden", [(2, 1)], 16, 8).double()
-    module = DistillObjective(model_of("gpt"), LossOptions(), features)
+    module = DistillObjective(model_of("gpt"), RowObjective(), features)
     arguments: dict[str, Any] = {"signal": signal, "temperature": 2.0, "feature_weight": weight}
     loss, sums = module(told["tokens"], told["targets"], 0.1, **arguments)
-    plain = DistillObjective(module.model, LossOptions())(
+    plain = DistillObjective(module.model, RowObjective())(
         told["tokens"], told["targets"], 0.1, signal=signal, temperature=2.0
     )
     count = int((told["targets"] != IGNORED).sum())
@@ -154,7 +155,7 @@ def test_a_compiled_student_has_its_features_when_they_begin(family: str) -> Non
             model.hidden = torch.compile(model.hidden, backend="eager")
         elif compiled:
             body_of(model).compile(backend="eager")
-        module = DistillObjective(model, LossOptions(), FeatureLoss("cka", [(2, 1)], 16, 8))
+        module = DistillObjective(model, RowObjective(), FeatureLoss("cka", [(2, 1)], 16, 8))
         step: dict[str, Any] = {"signal": signal, "temperature": 2.0}
         module(told["tokens"], told["targets"], 0.1, **step)[0].backward()
         with torch.no_grad():
@@ -170,7 +171,7 @@ def test_features_of_inference_mode_are_refused_in_one_line() -> None:
     with torch.inference_mode():
         plain = teacher(told)
         signal = DenseSignal(plain.hidden_BTD * 1, plain.head, {1: plain.layers[1] * 1})
-    module = DistillObjective(model_of("gpt"), LossOptions(), FeatureLoss("cka", [(2, 1)], 16, 8))
+    module = DistillObjective(model_of("gpt"), RowObjective(), FeatureLoss("cka", [(2, 1)], 16, 8))
     module(told["tokens"], told["targets"], 0.1, signal=signal)[0].backward()
     with pytest.raises(GramianError, match="^teacher: its signal was made in inference mode"):
         module(told["tokens"], told["targets"], 0.1, signal=signal, feature_weight=1.0)
@@ -179,18 +180,20 @@ def test_features_of_inference_mode_are_refused_in_one_line() -> None:
 def test_to_compare_is_the_similarity_of_final_hidden_states() -> None:
     told, (teacher, signal, _) = batch(), dense()
     model = model_of("gpt")
-    found, _ = DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 1.0, signal=signal, compare=True)
+    found, _ = DistillObjective(model, RowObjective())(
+        told["tokens"], told["targets"], 1.0, signal=signal, compare=True
+    )
     counted = told["targets"] != IGNORED
     hidden, _ = model.hidden(told["tokens"], None, ())  # type: ignore[operator]
     x, y = hidden[counted][:14], signal.hidden_BTD[counted][:14]
     some = torch.zeros_like(counted)
     some.view(-1)[counted.view(-1).nonzero().flatten()[:14]] = True
     targets = torch.where(some, told["targets"], IGNORED)
-    few, _ = DistillObjective(model, LossOptions())(told["tokens"], targets, 1.0, signal=signal, compare=True)
+    few, _ = DistillObjective(model, RowObjective())(told["tokens"], targets, 1.0, signal=signal, compare=True)
     assert few.item() == pytest.approx(gram_debiased_cka(standardised(x), standardised(y)).item(), rel=1e-6)
     assert abs(found.item()) < 1
     own = DenseSignal(hidden.detach().float(), signal.head)  # narrower than the student
-    assert DistillObjective(model, LossOptions())(told["tokens"], told["targets"], 1.0, signal=own, compare=True)[
+    assert DistillObjective(model, RowObjective())(told["tokens"], told["targets"], 1.0, signal=own, compare=True)[
         0
     ].item() == pytest.approx(1, abs=1e-4)
-    assert teacher.frozen
+    assert is_frozen(teacher)

@@ -120,7 +120,7 @@ def saved(one: Teaching) -> Any:
     """Through what a checkpoint can hold: tensors, and JSON."""
     tensors: dict[str, torch.Tensor] = {}
     facts = json.loads(json.dumps(split("teaching", one.state_dict(), tensors), allow_nan=False))
-    return merge(facts, tensors)
+    return merge(facts, tensors.__getitem__)
 
 
 def test_a_resumed_one_goes_on_where_it_was() -> None:

@@ -15,8 +15,7 @@ from gramian.train.build.run_parts import build
 from gramian.train.loop.private_stepper import PrivateStepper
 from tests.kit.matrix import FULL
 from tests.kit.memory import mark, measured
-from tests.train.runs import PRIVATE, small
-from tests.train.test_faults import ONE
+from tests.train.runs import ONE, PRIVATE, small
 
 FACTOR = 1.25
 """What is planned for activations, gradients and proof together is at least the peak, and at most so many times that."""

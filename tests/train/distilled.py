@@ -11,35 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gramian.cli import main
-from gramian.parallel.process_grid import ProcessGrid
-from gramian.train.build.run_parts import Parts, build
+from gramian.train.build.run_parts import Parts
 from gramian.train.config.config import Config
 from gramian.train.loop.objective import Measured
-from gramian.train.loop.trainer import Ended, Trainer
-from gramian.train.state.run_folder import RunFolder, read_lines
-from tests.train.runs import small
+from gramian.train.state.run_folder import read_lines
+from tests.train.runs import run, small
 
-ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
-WORDS = (
-    "the",
-    "student",
-    "reads",
-    "what",
-    "its",
-    "teacher",
-    "says",
-    "and",
-    "has",
-    "read",
-    "of",
-    "a",
-    "warm",
-    "day",
-    "in may\n",
-)
+WORDS = [*"the student reads what its teacher says and has read of a warm day".split(), "in may\n"]  # noqa: SIM905
 LEARNED: dict[str, Any] = {"temperature_kind": "learnable", "temperature_rate": 0.5}
 
 
@@ -72,7 +52,7 @@ def teacher_run(kind: str = "gpt") -> Path:
     """A run whose model can teach: better than chance, narrower than no student of these tests."""
     folder = scratch() / f"teacher-{kind}"
     model = {"kind": kind, "width": 24, "layers": 2, "tied": kind == "goose", "dropout": 0.1}
-    train(small(folder, run={"steps": 40, "log_every": 10}, model=model, data=data(), optimizer={"lr": 1e-2}))
+    run(small(folder, run={"steps": 40, "log_every": 10}, model=model, data=data(), optimizer={"lr": 1e-2}))
     return folder
 
 
@@ -97,15 +77,6 @@ def cache_of(source: str, layers: tuple[int, ...] = (), **changed: Any) -> Path:
     return folder
 
 
-def train(config: Config, fault: Callable[[Parts], None] = lambda parts: None) -> tuple[Trainer, Ended]:
-    """A run in this process, from where its folder is."""
-    with RunFolder(config) as folder:
-        parts = build(config, ONE)
-        fault(parts)
-        trainer = Trainer(parts, folder)
-        return trainer, trainer.run()
-
-
 def metrics(folder: Path | str) -> list[dict[str, Any]]:
     """Lines of steps."""
     return [line for line in read_lines(Path(folder) / "metrics.jsonl") if "loss" in line]
@@ -114,11 +85,6 @@ def metrics(folder: Path | str) -> list[dict[str, Any]]:
 def evaluations(folder: Path | str) -> list[dict[str, Any]]:
     """Lines of evaluations."""
     return [line for line in read_lines(Path(folder) / "metrics.jsonl") if "validation_loss" in line]
-
-
-def events(folder: Path | str, kind: str) -> list[dict[str, Any]]:
-    """Events of a kind."""
-    return [event for event in read_lines(Path(folder) / "events.jsonl") if event["event"] == kind]
 
 
 def validating(monkeypatch: pytest.MonkeyPatch, losses: Callable[[int], float]) -> None:

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from gramian.parallel.process_grid import ProcessGrid
-from gramian.train.build.run_parts import Parts, build
+from gramian.train.build.run_parts import Parts
 from gramian.train.config.config import Config
-from gramian.train.loop.trainer import Ended, Trainer
-from gramian.train.state.run_folder import JsonLines, RunFolder, read_lines
+from gramian.train.loop.trainer import Trainer
+from gramian.train.state.run_folder import JsonLines, read_lines
 from gramian.train.state.run_log import perplexity
-from tests.train.runs import small
-
-ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
+from tests.train.runs import events, run, small
 
 
 def nan_weights(parts: Parts) -> None:
@@ -46,18 +43,6 @@ def spoilt_after(parts: Parts, position: int, spoil: Callable[[Parts], None], as
     parts.stepper.take = take  # type: ignore[method-assign]
 
 
-def train(config: Config, prepare: Callable[[Parts], None] = lambda parts: None, **told: Any) -> tuple[Trainer, Ended]:
-    with RunFolder(config) as folder:
-        parts = build(config, ONE)
-        prepare(parts)
-        trainer = Trainer(parts, folder, **told)
-        return trainer, trainer.run()
-
-
-def events(config: Config, *names: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(Path(config.run.folder, "events.jsonl")) if line["event"] in names]
-
-
 def finite(trainer: Trainer) -> bool:
     return all(bool(p.isfinite().all()) for p in trainer.parts.module.parameters())
 
@@ -82,7 +67,7 @@ def test_a_bad_update_is_taken_back_wherever_it_falls(
 ) -> None:
     """Before, at and behind a copy, a checkpoint and an evaluation; at the last step."""
     config = config_of(tmp_path / "run")
-    trainer, ended = train(config, lambda parts: spoilt_after(parts, position, spoil))
+    trainer, ended = run(config, lambda parts: spoilt_after(parts, position, spoil))
     assert ended.reason == "done" and finite(trainer)
     (rollback,) = events(config, "rollback")
     assert rollback["to"] <= position and position in rollback["skipped"]
@@ -91,16 +76,16 @@ def test_a_bad_update_is_taken_back_wherever_it_falls(
 
 def test_a_bad_state_is_not_saved_when_the_run_is_asked_to_leave(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run")
-    _, ended = train(config, lambda parts: spoilt_after(parts, 17, nan_weights, [True]))
+    _, ended = run(config, lambda parts: spoilt_after(parts, 17, nan_weights, [True]))
     assert ended.reason == "interrupted"
     assert [event["resumes_from"] for event in events(config, "last_state_not_finite")] == [15]
-    trainer, ended = train(config)
+    trainer, ended = run(config)
     assert ended.reason == "done" and finite(trainer) and not events(config, "rollback")
 
 
 def test_nan_is_never_the_best(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", guard={"on": False}, eval={"every": 10, "windows": 4})
-    trainer, _ = train(config, lambda parts: spoilt_after(parts, 35, nan_weights))
+    trainer, _ = run(config, lambda parts: spoilt_after(parts, 35, nan_weights))
     assert not finite(trainer)
     assert trainer.best is not None and trainer.best["step"] <= 30 and math.isfinite(trainer.best["loss"])
     assert perplexity(math.nan) != perplexity(math.inf) == math.inf
@@ -122,7 +107,7 @@ def test_a_terminal_that_fails_does_not_end_the_run(problem: Exception, tmp_path
     def shown(*told: Any) -> None:
         raise problem
 
-    _, ended = train(config, on_event=shown, on_outcome=shown)
+    _, ended = run(config, on_event=shown, on_outcome=shown)
     assert ended.reason == "done"
     assert events(config, "checkpoint_written") and events(config, "done")
 

@@ -102,7 +102,7 @@ def test_the_newest_is_read_back_bit_for_bit(store: Store) -> None:
     written(store, 1, 2)
     loaded = store.newest(HASH)
     assert_is(loaded, 2)
-    assert loaded.config_hash == HASH and not loaded.best and loaded.folder.name == "step-00000002"
+    assert loaded.facts["config_hash"] == HASH and not loaded.best and loaded.folder.name == "step-00000002"
     assert loaded.shapes["model.w"] == (50, 3) and loaded.dtypes["model.half"] == torch.bfloat16
     assert [(e["event"], e["step"]) for e in store.events if e["event"] != "checkpoint_waited"] == [
         ("checkpoint_written", 1),
@@ -359,10 +359,7 @@ def test_after_a_rollback_later_ones_are_no_way_to_resume(tmp_path: Path) -> Non
         assert folders(tmp_path) == ["best-00000040", "step-00000010", "step-00000020"]
         assert_is(store.newest(), 20)
         assert_is(store.best(), 40)
-        assert store.reasons("checkpoint_dropped") == [
-            "step-00000030: after step 20",
-            "step-00000040: after step 20",
-        ]
+        assert store.reasons("checkpoint_dropped") == ["step-00000030: after step 20", "step-00000040: after step 20"]
         written(store, 30)
         assert_is(store.newest(), 30)
         written(store, 35, best=True)

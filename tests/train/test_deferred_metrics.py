@@ -16,8 +16,8 @@ from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import read_lines
 from gramian.train.state.snapshot import Copied, Snapshot, Snapshots
 from tests.train.distilled import LEARNED, student
-from tests.train.runs import UNPROVEN, small
-from tests.train.test_faults import at_positions, run
+from tests.train.runs import UNPROVEN, run, small
+from tests.train.test_faults import at_positions
 
 pytestmark = pytest.mark.xdist_group("distill")
 Held = dict[int, tuple[dict[str, Any], dict[str, torch.Tensor]]]

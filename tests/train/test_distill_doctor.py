@@ -25,8 +25,8 @@ from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.doctor.teacher import teacher_checks
 from gramian.train.loop.precision import resolve_precision
 from tests.kit.mutations import Edit, Swap
-from tests.train.distilled import LEARNED, ONE, cache_of, student, train
-from tests.train.runs import small
+from tests.train.distilled import LEARNED, cache_of, student
+from tests.train.runs import ONE, run, small
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -167,7 +167,8 @@ def with_features() -> Check:
     return taught(teacher=HIDDEN)["feature gradient"]
 
 
-KD = "kd_weight=self._options.kd_weight"
+KD = "**asdict(self._objective)"
+KD_BUG = KD + " | {'kd_weight': self._objective.kd_weight / float(temperature) ** 2}"
 CHUNK = "torch.addcmul(u_BD, a_BD, state_BD)"
 WINDOWS = "[int(window) for window in windows_B.tolist()]"
 OBJECTIVE = "gramian.distill.distill_objective:DistillObjective.forward"
@@ -178,18 +179,9 @@ BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
         (Edit("scan:_states", CHUNK, "u_BD + a_BD * state_BD * (u_BTD.shape[1] > 4)"),),
     ),
     "a threshold over time": (leaking, (Swap("spike:size_of", over_time),)),
-    "a teacher that may learn": (
-        frozen,
-        (Edit("live_teacher:_frozen", ".requires_grad_(False)", ""),),
-    ),
-    "a teacher that drops out": (
-        frozen,
-        (Edit("live_teacher:_frozen", "model.eval()", "model.train()"),),
-    ),
-    "no T²": (
-        distance,
-        (Edit("DistillObjective.forward", KD, f"{KD} / float(temperature) ** 2"),),
-    ),
+    "a teacher that may learn": (frozen, (Edit("live_teacher:_frozen", ".requires_grad_(False)", ""),)),
+    "a teacher that drops out": (frozen, (Edit("live_teacher:_frozen", "model.eval()", "model.train()"),)),
+    "no T²": (distance, (Edit("DistillObjective.forward", KD, KD_BUG),)),
     "a teacher at another temperature": (
         distance,
         (Edit("LiveTeacher._forward", "hidden_BTD.to(", "(2 * hidden_BTD).to("),),
@@ -198,14 +190,8 @@ BUGS: dict[str, tuple[Callable[[], Check], tuple[Edit | Swap, ...]]] = {
         partial(distance, data={"micro_batch": 3, "pack": False}),
         (Edit("DistillObjective.forward", "terms = 1.0 / coefficient", "terms = None"),),
     ),
-    "rows of other windows": (
-        cached,
-        (Edit("Cache._gathered", WINDOWS, "[0] * len(windows_B)"),),
-    ),
-    "detached features": (
-        with_features,
-        (Edit("FeatureLoss.forward", "student[s]", "student[s].detach()"),),
-    ),
+    "rows of other windows": (cached, (Edit("Cache._gathered", WINDOWS, "[0] * len(windows_B)"),)),
+    "detached features": (with_features, (Edit("FeatureLoss.forward", "student[s]", "student[s].detach()"),)),
     "features without a weight": (
         with_features,
         (Edit("DistillObjective.forward", "(feature_weight * coefficient) * distance", "0.0 * distance"),),
@@ -228,7 +214,7 @@ def test_a_cache_of_a_teacher_that_went_on_is_seen(tmp_path: Path) -> None:
     config = small(
         tmp_path / "other", model={"width": 24, "layers": 2}, data=student().data.__dict__, run={"steps": 20}
     )
-    train(config)
+    run(config)
     told = {"path": str(tmp_path / "other"), "source": "hidden", "cache": str(cache_of("hidden"))}
     with pytest.raises(GramianError, match="teacher.path: .* is not, or no longer, what the cache"):
         taught(teacher=told)

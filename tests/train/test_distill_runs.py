@@ -27,18 +27,8 @@ from gramian.train.state.saved_run import load_run
 from gramian.verify.resume import Kill, check_resume, random_kills
 from tests.kit.matrix import FULL, sample
 from tests.kit.mutations import RED, Edit, Swap
-from tests.train.distilled import (
-    LEARNED,
-    ONE,
-    cache_of,
-    evaluations,
-    events,
-    metrics,
-    student,
-    teacher_run,
-    train,
-    validating,
-)
+from tests.train.distilled import LEARNED, cache_of, evaluations, metrics, student, teacher_run, validating
+from tests.train.runs import ONE, events, run
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -143,7 +133,7 @@ def check_loop(folder: Path, **teacher: Any) -> None:
     rest = {key: value for key, value in teacher.items() if key not in source}
     sections = hand_sections(rest)
     sections["teacher"] |= source
-    train(student(folder, **sections))
+    run(student(folder, **sections))
     rows, lines = expected(**rest), metrics(folder)
     assert len(rows) == len(lines) == LOOP
     wrong = [
@@ -179,7 +169,7 @@ def test_the_loop_is_what_a_hand_written_one_does(kind: str, tmp_path: Path) -> 
 
 def curve(folder: Path, steps: int, **teacher: Any) -> list[dict[str, Any]]:
     sections: dict[str, Any] = {"run": {"steps": steps}, "eval": {"every": 50, "windows": 4}, "teacher": teacher}
-    train(student(folder, **sections))
+    run(student(folder, **sections))
     lines = metrics(folder)
     assert len(lines) == steps
     return [line | {"objective": line["temperature"] ** 2 * line["kl"] + 0.5 * line["ce"]} for line in lines]
@@ -222,7 +212,7 @@ def test_samples_teach_too(tmp_path: Path) -> None:
     config = student(
         tmp_path / "run", teacher={"source": "sampled", "cache": str(cache_of("sampled")), "ce_weight": 0.0}
     )
-    train(config)
+    run(config)
     lines = metrics(tmp_path / "run")
     assert lines[0]["agreement"] is lines[0]["correlation"] is lines[0]["teacher_entropy"] is None
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
@@ -373,7 +363,7 @@ def test_a_rollback_restores_the_temperature_and_keeps_what_evaluations_said(
         "eval": {"every": 11},
         "teacher": {**LEARNED, **HIDDEN, "feature_from": 15},
     }
-    _, ended = train(student(tmp_path / "run", **sections), spoiled({36}, seen))
+    _, ended = run(student(tmp_path / "run", **sections), spoiled({36}, seen))
     assert ended.reason == "done"
     (rollback,) = events(tmp_path / "run", "rollback")
     assert (rollback["from"], rollback["to"]) == (37, 30)
@@ -391,7 +381,7 @@ def check_switch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that harm are switched off, told once."""
     validating(monkeypatch, lambda number: [4.0, 4.0, 4.05, 4.3][min(number, 3)])
     seen: list[tuple[int, float, float]] = []
-    train(student(folder, eval={"every": 7}, teacher={**HIDDEN, "feature_from": 10}), spoiled(set(), seen))
+    run(student(folder, eval={"every": 7}, teacher={**HIDDEN, "feature_from": 10}), spoiled(set(), seen))
     assert [event["step"] for event in events(folder, "features_off")] == [28]
     assert [weight for _, _, weight in seen] == [0.0] * 10 + [0.3] * 18 + [0.0] * 12
     values = [line["feature_loss"] for line in metrics(folder)]
@@ -437,14 +427,14 @@ def test_what_goes_wrong_is_told_once_and_not_again_by_a_resumed_run(tmp_path: P
     }
     config = student(tmp_path / "run", **sections)
     with pytest.raises(Crash):
-        train(config, crashing(steps - 5))
+        run(config, crashing(steps - 5))
     before = {kind: events(tmp_path / "run", kind) for kind in ("temperature_stuck", "teacher_far", "unhealthy")}
     assert [len(before[kind]) for kind in ("temperature_stuck", "teacher_far")] == [1, 1]
     assert before["teacher_far"][0]["step"] == 20 and before["teacher_far"][0]["correlation"] < 0.9999
     assert min(abs(before["temperature_stuck"][0]["temperature"] - bound) for bound in (1, 5)) < 0.04
     assert before["temperature_stuck"][0]["step"] < steps - 15
     assert before["unhealthy"] and all("channels" in text for text in before["unhealthy"][0]["problems"])
-    _, ended = train(config)
+    _, ended = run(config)
     assert ended.reason == "done"
     assert len(events(tmp_path / "run", "resumed")) == 1
     for kind in ("temperature_stuck", "teacher_far"):
@@ -457,10 +447,10 @@ def test_a_run_is_not_resumed_with_another_teacher(tmp_path: Path, capsys: pytes
     config = student(tmp_path / "run", teacher={"path": str(tmp_path / "teacher")})
     copytree(teacher_run(), tmp_path / "teacher")
     with pytest.raises(Crash):
-        train(config, crashing(25))
+        run(config, crashing(25))
     rmtree(tmp_path / "teacher")
     there = dataclasses.replace(config.run, folder=str(tmp_path / "teacher"), seed=1)
-    train(dataclasses.replace(load_run(teacher_run()).config, run=there))
+    run(dataclasses.replace(load_run(teacher_run()).config, run=there))
     (tmp_path / "run.toml").write_text(config.toml())
     assert main(["train", str(tmp_path / "run.toml")]) == 2
     assert "gramian: teacher: is not the one of" in capsys.readouterr().err
@@ -514,8 +504,8 @@ _LOOP = {
     "no T²": (
         Edit(
             "DistillObjective.forward",
-            "kd_weight=self._options.kd_weight",
-            "kd_weight=self._options.kd_weight / float(temperature) ** 2",
+            "**asdict(self._objective)",
+            "**asdict(self._objective) | {'kd_weight': self._objective.kd_weight / float(temperature) ** 2}",
         ),
         "fixed",
     ),
@@ -553,11 +543,7 @@ def test_a_dead_switch_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rows_of_other_windows_are_seen() -> None:
-    bug = Edit(
-        "Cache._gathered",
-        "[int(window) for window in windows_B.tolist()]",
-        "[*range(len(windows_B))]",
-    )
+    bug = Edit("Cache._gathered", "[int(window) for window in windows_B.tolist()]", "[*range(len(windows_B))]")
     cache_of("hidden", pack=True)
     with bug.applied(), pytest.raises(RED):
         test_a_step_reads_the_rows_of_its_own_windows("hidden", True)

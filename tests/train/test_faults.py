@@ -19,35 +19,21 @@ import torch
 from gramian.cli import main
 from gramian.core.errors import GramianError
 from gramian.data import load_windows
-from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.config.config import Config
 from gramian.train.loop.evaluate import evaluate
 from gramian.train.loop.plain_stepper import PlainStepper
-from gramian.train.loop.trainer import Ended, Trainer
+from gramian.train.loop.trainer import Trainer
 from gramian.train.state import checkpoint
 from gramian.train.state.checkpoint import CheckpointStore
 from gramian.train.state.run_folder import RunFolder, read_lines
 from gramian.verify.resume import differences, train
 from tests.kit.waiting import PATIENCE
-from tests.train.runs import PRIVATE, UNPROVEN, small
+from tests.train.runs import ONE, PRIVATE, UNPROVEN, events, run, small
 
-ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
 STEPS = 60
 # Few tokens: half precision on a CPU costs ten times what float32 does.
 HALF: dict[str, Any] = {"precision": {"kind": "fp16"}, "data": {"length": 16, "batch": 2}}
-
-
-def run(config: Config, fault: Callable[[Parts], None] = lambda parts: None) -> tuple[Trainer, Ended]:
-    with RunFolder(config) as folder:
-        parts = build(config, ONE)
-        fault(parts)
-        trainer = Trainer(parts, folder)
-        return trainer, trainer.run()
-
-
-def events(config: Config, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(Path(config.run.folder) / "events.jsonl") if event["event"] == kind]
 
 
 def last_loss(config: Config) -> float:

@@ -18,8 +18,8 @@ from gramian.train.build.memory_needs import huggingface_shape
 from gramian.train.config.config import load_config, parse_config
 from gramian.verify.resume import differences
 from tests.data.test_tokenizer import saved
-from tests.train.runs import small
-from tests.train.test_faults import ask_to_leave, run
+from tests.train.runs import run, small
+from tests.train.test_faults import ask_to_leave
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from gramian.train.build import run_parts as building
 from gramian.train.build.run_parts import Parts, build
 from gramian.train.loop.lookahead import announced
 from gramian.train.loop.plain_stepper import PlainStepper
-from tests.train.distilled import LEARNED, ONE, cache_of, events, metrics, student, train
+from tests.train.distilled import LEARNED, cache_of, metrics, student
+from tests.train.runs import ONE, events, run
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -110,7 +111,7 @@ def test_no_read_of_a_run_waits_for_its_step(micro_batch: int, tmp_path: Path, r
     """As many reads as micro-batches, and one of a step that is not taken; all in the thread, which ends with the run."""
     cache_of("hidden")
     reads.clear()
-    _, ended = train(cached(tmp_path / "run", data={"micro_batch": micro_batch}))
+    _, ended = run(cached(tmp_path / "run", data={"micro_batch": micro_batch}))
     assert ended.reason == "done"
     assert len(reads) == 12 * (math.ceil(8 / micro_batch) if micro_batch else 1) + 1
     assert {name.partition("_")[0] for name, _ in reads} == {"teacher-cache"}
@@ -189,7 +190,7 @@ def test_a_run_with_and_without_it_is_the_same_bit_for_bit(
     for name in ("ahead", "plain"):
         if name == "plain":
             monkeypatch.setattr(building, "announced", lambda batches, cache: batches)
-        trainer, ended = train(cached(tmp_path / name, **sections), spoil)
+        trainer, ended = run(cached(tmp_path / name, **sections), spoil)
         assert ended.reason == "done" and len(events(tmp_path / name, event)) == count
         weights = {key: p.detach().clone() for key, p in trainer.parts.module.named_parameters()}
         lines = [

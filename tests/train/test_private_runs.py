@@ -19,8 +19,7 @@ from gramian.train.loop import trainer as trainer_module
 from gramian.train.loop.objective import Measured
 from gramian.train.loop.private_stepper import PrivateStepper
 from gramian.train.state.run_folder import read_lines
-from tests.train.runs import PRIVATE, small
-from tests.train.test_faults import events, run
+from tests.train.runs import PRIVATE, events, run, small
 
 
 def private(folder: Path, steps: int = 6, precision: str = "fp32", **keys: Any) -> Config:

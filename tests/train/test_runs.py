@@ -12,15 +12,11 @@ from torch.nn import functional as F
 from gramian.data import load_windows
 from gramian.data.window_order import windows_at
 from gramian.models.gpt import GPT, GPTConfig
-from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import build
-from gramian.train.loop.trainer import Trainer
-from gramian.train.state.run_folder import RunFolder, read_lines
+from gramian.train.state.run_folder import read_lines
 from gramian.verify.resume import train
 from tests.kit.matrix import FULL
-from tests.train.runs import PRIVATE, small
-
-ONE = ProcessGrid(0, 1, torch.device("cpu"), "one")
+from tests.train.runs import ONE, PRIVATE, run, small
 
 
 def losses(folder: Path) -> list[float]:
@@ -102,8 +98,7 @@ def test_compiled_sharded_and_recomputed_is_the_same_as_eager(tmp_path: Path) ->
 
 def test_the_loop_is_what_a_hand_written_one_does(tmp_path: Path) -> None:
     config = small(tmp_path / "run", data={"pack": False, "micro_batch": 3}, model={"tied": True})
-    with RunFolder(config) as folder:
-        Trainer(build(config, ONE), folder).run()
+    run(config)
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
 
     windows, _ = load_windows(config.data)

@@ -15,8 +15,8 @@ from gramian.train.state.checkpoint import CheckpointStore
 from gramian.train.state.saved_run import load_run
 from gramian.verify.resume import train as train_apart
 from tests.data.test_tokenizer import saved as tokenizer_folder
-from tests.train.distilled import cache_of, data, metrics, student, teacher_run, train, validating
-from tests.train.runs import small
+from tests.train.distilled import cache_of, data, metrics, student, teacher_run, validating
+from tests.train.runs import run, small
 
 pytestmark = pytest.mark.xdist_group("distill")
 
@@ -29,7 +29,7 @@ def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(
     config = small(
         tmp_path / "run", model={"kind": kind, "tied": tied, "width": 16}, data=data(), eval={"every": 5, "windows": 8}
     )
-    trainer, _ = train(config)
+    trainer, _ = run(config)
     assert trainer.best is not None and trainer.best["step"] == 20
     found = load_run(tmp_path / "run")
     assert (found.best, found.step, found.config) == (True, trainer.best["step"], config)
@@ -49,7 +49,7 @@ def test_it_has_the_weights_of_the_best_checkpoint_not_the_newest(
 
 @pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_run_without_an_evaluation_has_its_newest(precision: str, tmp_path: Path) -> None:
-    trainer, _ = train(small(tmp_path / "run", data=data(), run={"steps": 10}, precision={"kind": precision}))
+    trainer, _ = run(small(tmp_path / "run", data=data(), run={"steps": 10}, precision={"kind": precision}))
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 1)
     for path in (tmp_path / "run" / "checkpoints").rglob("best*"):
         path.unlink() if path.is_file() or path.is_symlink() else rmtree(path)
@@ -71,16 +71,16 @@ def test_a_run_of_two_processes_teaches_on_one(strategy: str, tmp_path: Path) ->
     one, two = (load_run(tmp_path / name).model for name in ("one", "two"))
     for name, p in one.named_parameters():
         assert torch.allclose(p, two.get_parameter(name), atol=1e-9), name
-    train(student(tmp_path / "student", teacher={"path": str(tmp_path / "two")}, run={"steps": 10}))
+    run(student(tmp_path / "student", teacher={"path": str(tmp_path / "two")}, run={"steps": 10}))
     assert len(metrics(tmp_path / "student")) == 10
 
 
 def test_projectors_of_a_student_are_left_behind(tmp_path: Path) -> None:
     """A student with features is a model like others, and may teach in its turn."""
     told = {"features": "hidden", "feature_pairs": [[1, 1]]}
-    train(student(tmp_path / "run", teacher=told, run={"steps": 10}))
+    run(student(tmp_path / "run", teacher=told, run={"steps": 10}))
     assert not [name for name, _ in load_run(tmp_path / "run").model.named_parameters() if "projector" in name]
-    train(student(tmp_path / "next", teacher={"path": str(tmp_path / "run")}, run={"steps": 10}))
+    run(student(tmp_path / "next", teacher={"path": str(tmp_path / "run")}, run={"steps": 10}))
 
 
 # ---- teachers that cannot be ----------------------------------------------------------------------------------------------

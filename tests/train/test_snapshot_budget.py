@@ -27,8 +27,7 @@ from gramian.train.state import checkpoint, sharded_checkpoint, snapshot
 from gramian.train.state.run_folder import RunFolder
 from tests.kit.processes import run_on_ranks
 from tests.train.distilled import student
-from tests.train.runs import PRIVATE, small
-from tests.train.test_faults import events, run
+from tests.train.runs import PRIVATE, events, run, small
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -238,8 +237,6 @@ def missing(path: Path) -> str:
 
 
 def test_the_record_and_a_students_run_have_it(tmp_path: Path) -> None:
-    from tests.train.distilled import train
-
-    trainer, _ = train(student(tmp_path / "run", run={"steps": 10}))
+    trainer, _ = run(student(tmp_path / "run", run={"steps": 10}))
     told = json.loads((tmp_path / "run" / "record.json").read_text())["host_memory"]
     assert told == {"snapshots": 3, "bytes_of_one": trainer.parts.host.copy, "bytes": trainer.parts.host.process}

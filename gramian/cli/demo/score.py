@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from gramian.data import Windows
-from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.distill_objective import DistillObjective
 from gramian.distill.loss.loss_metrics import SUMS, metrics_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
+from gramian.kernels.distillation.distill_rows import RowObjective
+from gramian.models.token_sampling import evaluation_mode
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.loop.objective import logits_of
 from gramian.train.loop.perplexity import perplexity
 from gramian.train.loop.precision import Precision
-from gramian.train.loop.stepper import evaluating
 
 ROWS = 16
 """Windows of one forward."""
@@ -84,7 +85,7 @@ def score(
     """
     (count, sliding), stride = _counts(validation, windows), _stride(validation)
     found = []
-    with evaluating(model), numbers.autocast():
+    with evaluation_mode(model), numbers.autocast():
         for step, limit, before in ((None, count, 0), (stride, sliding, count)):
             found.append(
                 perplexity(
@@ -117,9 +118,9 @@ def _compare(
     progress: Callable[[int], None],
 ) -> dict[str, float | None]:
     """Metrics of the distillation loss at T = 1, on the windows of the non-overlapping protocol."""
-    objective = DistillObjective(model, LossOptions())
+    objective = DistillObjective(model, RowObjective())
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
-    with evaluating(objective), numbers.autocast():
+    with evaluation_mode(objective), numbers.autocast():
         for rows_B in _pieces(count):
             batch = {name: rows.to(world.device) for name, rows in validation.stack(rows_B).items()}
             _, sums_and_more = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)

@@ -5,7 +5,7 @@ at every temperature up to rounding; `TopK`, the largest logits and a tail curve
 unbiased, at one temperature.
 """
 
-from gramian.distill.cache.builder import CacheOptions, WindowRows, build_cache, identity_of
+from gramian.distill.cache.builder import CacheOptions, build_cache, identity_of
 from gramian.distill.cache.hidden_cache import Hidden
 from gramian.distill.cache.manifest import CacheIdentity, Manifest, read_manifest
 from gramian.distill.cache.reader import Cache, open_cache
@@ -14,6 +14,6 @@ from gramian.distill.cache.sampled_cache import Samples
 from gramian.distill.cache.topk_cache import TopK
 
 __all__ = [
-    "Cache", "CacheIdentity", "CacheOptions", "Hidden", "Manifest", "RowCheck", "Samples", "TopK", "WindowRows",
+    "Cache", "CacheIdentity", "CacheOptions", "Hidden", "Manifest", "RowCheck", "Samples", "TopK",
     "build_cache", "check_rows", "identity_of", "open_cache", "read_manifest",
 ]  # fmt: skip

@@ -5,18 +5,17 @@ Legend: B windows of a forward, T tokens.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from gramian.core.durable_files import replace_file
 from gramian.core.errors import GramianError
+from gramian.data.windows import Windows
 from gramian.distill.cache.builder_group import all_or_none, folder_lock
 from gramian.distill.cache.cache_files import damage, refuse_damage
 from gramian.distill.cache.cache_kind import CacheKind
@@ -34,29 +33,6 @@ from gramian.parallel.process_grid import ProcessGrid
 SINGLE_PROCESS = ProcessGrid()
 Progress = Callable[[int, int], None]
 """Called with the windows done so far, over all processes, and their total."""
-
-
-class _Stream(Protocol):
-    tokenizer: str
-
-
-class WindowRows(Protocol):
-    """The training windows that a builder reads; `gramian.data.Windows` is one implementation."""
-
-    length: int
-
-    @property
-    def stream(self) -> _Stream:
-        """The token stream; `stream.tokenizer` is the digest of its tokenizer."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def digest(self) -> str:
-        """Digest of the tokens and of how they are cut into windows."""
-
-    def stack(self, index: npt.NDArray[np.int64]) -> Mapping[str, Tensor]:
-        """Windows as rows: "tokens" [B, T], maybe "documents" [B, T]."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +58,7 @@ class CacheOptions:
 def build_cache(
     folder: str | os.PathLike[str],
     teacher: LiveTeacher,
-    windows: WindowRows,
+    windows: Windows,
     options: CacheOptions | None = None,
     world: ProcessGrid = SINGLE_PROCESS,
     progress: Progress | None = None,
@@ -134,12 +110,8 @@ def build_cache(
         return manifest
 
 
-def identity_of(teacher: LiveTeacher, windows: WindowRows, options: CacheOptions) -> CacheIdentity:
-    """The identity that a cache of this teacher and these windows would have. Collective if the teacher is sharded.
-
-    Raises:
-        GramianError: naming an option that does not fit.
-    """
+def identity_of(teacher: LiveTeacher, windows: Windows, options: CacheOptions) -> CacheIdentity:
+    """The identity that a cache of this teacher and these windows would have. Collective if the teacher is sharded."""
     if options.shard_windows is not None and options.shard_windows < 1:
         raise GramianError(f"shard_windows: {options.shard_windows}; expected at least 1")
     identity = CacheIdentity(
@@ -167,7 +139,7 @@ class _Build:
 
     path: Path
     teacher: LiveTeacher
-    windows: WindowRows
+    windows: Windows
     options: CacheOptions
     identity: CacheIdentity
     layout: CacheLayout

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gramian.core.errors import GramianError
-from gramian.distill.cache.cache_files import told_in_one_line
+from gramian.distill.cache.cache_files import one_line_errors
 from gramian.parallel.process_grid import ProcessGrid
 
 
@@ -16,7 +16,7 @@ def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
     """A block that succeeds on all processes, or raises on all of them: the failed one with its reason. One all-reduce."""
     problem: GramianError | None = None
     try:
-        with told_in_one_line(path):
+        with one_line_errors(path):
             yield
     except GramianError as mine:
         problem = mine

@@ -10,13 +10,7 @@ from gramian.core.errors import GramianError
 
 
 def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
-    """How a file differs from its record, or None.
-
-    Args:
-        path: of the file.
-        expected: its record.
-        content: compare the checksum, at the price of reading it all; else the size.
-    """
+    """How a file differs from its record, or None; without `content` only the size is compared, and nothing is read."""
     problem = expected.difference(path, content=content)
     if problem is None or problem.startswith("has "):
         return problem
@@ -26,16 +20,7 @@ def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
 
 
 def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: bool) -> None:
-    """Raise for the first file that differs from its record.
-
-    Args:
-        folder: of the cache.
-        records: {path inside the cache: its record}.
-        content: as of `damage`.
-
-    Raises:
-        GramianError: naming the file.
-    """
+    """Raise for the first file that differs from its record in {path inside the cache: record}; `content` as of `damage`."""
     for name, record in records.items():
         problem = damage(folder / name, record, content=content)
         if problem is not None:
@@ -43,8 +28,8 @@ def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: b
 
 
 @contextmanager
-def told_in_one_line(folder: Path) -> Iterator[None]:
-    """Turns what the file system refuses into one line."""
+def one_line_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into a `GramianError` of one line."""
     try:
         yield
     except OSError as problem:

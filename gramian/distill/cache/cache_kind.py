@@ -25,12 +25,10 @@ class CacheKind(Protocol):
     @property
     def name(self) -> str:
         """The name in the manifest."""
-        ...
 
     @property
     def stores_head(self) -> bool:
         """True if the teacher's head is stored in the cache too."""
-        ...
 
     def facts(self, head: Head) -> dict[str, Any]:
         """The settings that, with teacher and windows, decide the bytes of a cache; JSON values for the manifest.
@@ -38,27 +36,22 @@ class CacheKind(Protocol):
         Raises:
             GramianError: if an option does not fit the head.
         """
-        ...
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
         """The columns that are stored for each token."""
-        ...
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
         """Values [B, T, width] of every column and, with `measure`, their errors relative to the signal."""
-        ...
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> Signal:
         """The signal, from columns [B, T, width], layers of the residual stream, and the head if it is stored."""
-        ...
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
         """The errors of a signal read from a cache, relative to that of the live teacher."""
-        ...
 
 
 def wide_head(head: Head) -> Head:
@@ -66,9 +59,7 @@ def wide_head(head: Head) -> Head:
 
     Cost: a second copy of V·D numbers if the head is in half precision.
     """
-    dtype = torch.promote_types(head.weight_VD.dtype, torch.float32)
-    bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
-    return Head(head.weight_VD.to(dtype), bias_V, head.scale, head.softcap)
+    return head.to(dtype=torch.promote_types(head.weight_VD.dtype, torch.float32))
 
 
 def logit_pieces(tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -79,11 +70,7 @@ def logit_pieces(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 
 def vocabulary_of(asked: int | None, head: Head) -> int:
-    """The number of ids of a cache: `asked`, or all of the head.
-
-    Raises:
-        GramianError: if the head has fewer.
-    """
+    """The number of ids of a cache: `asked`, which the head must have, or all of the head."""
     rows = int(head.weight_VD.shape[0])
     if asked is not None and not 1 <= asked <= rows:
         raise GramianError(f"vocabulary: {asked}; expected 1 to the head's {rows}")

@@ -25,9 +25,6 @@ def stored_dtype(dtype: str, head: Head) -> str:
 
     "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 otherwise: it rounds eight times finer than
     bfloat16, and values beyond its range raise when they are packed. "model" is the head's dtype.
-
-    Raises:
-        GramianError: for an unknown name.
     """
     own = str(head.weight_VD.dtype).removeprefix("torch.")
     if dtype == "auto":

@@ -40,11 +40,7 @@ class Column:
         return _SIZES[self.dtype] * self.width
 
     def pack(self, values: Tensor) -> memoryview:
-        """Values [..., width] as the bytes of the file.
-
-        Raises:
-            GramianError: if a value is not finite in the stored dtype.
-        """
+        """Values [..., width] as the bytes of the file; raises `GramianError` if one is not finite in the stored dtype."""
         if self.dtype in _TORCH:
             stored = values.to(_TORCH[self.dtype])
             if not bool(stored.isfinite().all()):

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ class CacheIdentity:
     """Layers of the residual stream that are stored too."""
     layer_dtype: str
     layer_width: int
+    shard_windows: int
     facts: Mapping[str, Any]
     """Settings of the kind: vocabulary, k, knots, temperatures, …"""
-    shard_windows: int
 
     @property
     def layout(self) -> CacheLayout:
@@ -56,13 +56,8 @@ class CacheIdentity:
         """Number of ids; all stored ids are below it."""
         return int(self.facts["vocabulary"])
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "facts"}
-        return {**own, "layers": list(self.layers), "facts": dict(self.facts)}
-
     def _flat(self) -> dict[str, Any]:
-        plain = self.to_json()
+        plain = asdict(self)
         return {**plain.pop("facts"), **plain}
 
     def difference(self, other: "CacheIdentity") -> str | None:
@@ -97,7 +92,7 @@ class Manifest:
         """Replace the manifest of a folder atomically."""
         body = {
             "format": FORMAT,
-            "identity": self.identity.to_json(),
+            "identity": asdict(self.identity),
             "complete": self.complete,
             "bytes_per_token": self.bytes_per_token,
             "measured_windows": self.measured_windows,
@@ -108,11 +103,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None if there is none.
-
-    Raises:
-        GramianError: if it is damaged, or of another format.
-    """
+    """The manifest of a folder, None if there is none; raises if it is damaged, or of another format."""
     body = read_json(folder / MANIFEST)
     if body is None:
         return None
@@ -132,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, list[Any]]:
     """{path inside the cache: [bytes, SHA-256]}."""
-    return {name: [record.bytes, record.sha256] for name, record in files.items()}
+    return {name: [*astuple(record)] for name, record in files.items()}
 
 
 def files_from_json(files: Mapping[str, Any]) -> dict[str, FileRecord]:
@@ -146,11 +137,7 @@ def write_json(path: Path, body: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The body of a file of `write_json`; None if there is no file.
-
-    Raises:
-        GramianError: naming a file that is damaged.
-    """
+    """The body of a file of `write_json`, None if there is no file; raises `GramianError` naming a damaged file."""
     try:
         outer = json.loads(path.read_bytes())
         body: dict[str, Any] = outer["body"]

@@ -44,6 +44,21 @@ class Cache:
         self._ahead: MutableMapping[Tensor, Future[_Rows]] = WeakTensorKeyDictionary()
 
     @property
+    def hash(self) -> str:
+        """Hash of the teacher's model."""
+        return self.manifest.identity.teacher
+
+    @property
+    def layer_width(self) -> int:
+        """Width of the teacher's residual stream."""
+        return self.manifest.identity.layer_width
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids that the teacher has logits for."""
+        return self.manifest.identity.vocabulary
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Layers of the residual stream that are stored."""
         return self.manifest.identity.layers
@@ -55,11 +70,7 @@ class Cache:
         return None if limits is None else (limits[0], limits[1])
 
     def require_temperatures(self, lowest: float, highest: float) -> None:
-        """Check that a range of temperatures is inside the valid one.
-
-        Raises:
-            GramianError: if it is not.
-        """
+        """Raise `GramianError` unless a range of temperatures is inside the valid one."""
         known = self.temperatures
         if known is not None and not known[0] <= lowest <= highest <= known[1]:
             raise GramianError(
@@ -71,9 +82,6 @@ class Cache:
         """The signal of a micro-batch, on the device of its "tokens", or of its "windows" without tokens.
 
         "windows" [B] should be on the CPU, where rows are looked up: a copy from a GPU is waited for.
-
-        Raises:
-            GramianError: if a window does not exist.
         """
         windows_B = batch["windows"]
         ahead = self._ahead.pop(windows_B, None)
@@ -92,14 +100,7 @@ class Cache:
         self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
     def verify(self) -> int:
-        """Verify the checksums of all files that were not read before.
-
-        Returns:
-            The number of files.
-
-        Raises:
-            GramianError: naming the first damaged file.
-        """
+        """Verify the checksums of all files that were not read before; returns their number, raises for the first damaged."""
         for shard in range(self._layout.shards):
             for column in self._layout.columns:
                 self._map(column, shard)
@@ -152,9 +153,7 @@ class Cache:
 
     def _head(self, device: torch.device) -> Head:
         if device not in self._heads:
-            first = next(iter(self._heads.values()))
-            bias_V = None if first.bias_V is None else first.bias_V.to(device)
-            self._heads[device] = Head(first.weight_VD.to(device), bias_V, first.scale, first.softcap)
+            self._heads[device] = next(iter(self._heads.values())).to(device)
         return self._heads[device]
 
 

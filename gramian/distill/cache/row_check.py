@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gramian.distill.cache.builder import WindowRows
+from gramian.data.windows import Windows
 from gramian.distill.cache.kind_registry import KINDS
 from gramian.distill.cache.reader import Cache
 from gramian.distill.teacher.live_teacher import LiveTeacher
@@ -29,16 +29,8 @@ class RowCheck:
 
 
 @torch.no_grad()
-def check_rows(cache: Cache, live: LiveTeacher, windows: WindowRows, n: int = 8, seed: int = 0) -> RowCheck:
-    """Compare random rows with the live teacher's signal. Cost: n forwards of one window.
-
-    Args:
-        cache: the cache to check.
-        live: the teacher that it was made from.
-        windows: the windows that it was made from.
-        n: number of rows.
-        seed: for the choice of rows.
-    """
+def check_rows(cache: Cache, live: LiveTeacher, windows: Windows, n: int = 8, seed: int = 0) -> RowCheck:
+    """Compare `n` random rows with the signal of the teacher that the cache was made from. Cost: n forwards of one window."""
     identity = cache.manifest.identity
     count = identity.count
     chosen = np.sort(np.random.default_rng(seed).choice(count, size=min(n, count), replace=False)).astype(np.int64)

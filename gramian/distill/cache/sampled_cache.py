@@ -62,10 +62,7 @@ class Samples:
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
         """The drawn ids, and their counts."""
         counts = "uint8" if facts["draws"] < 2**8 else "uint16"
-        return (
-            Column("ids", id_type(facts["vocabulary"]), facts["draws"]),
-            Column("counts", counts, facts["draws"]),
-        )
+        return (Column("ids", id_type(facts["vocabulary"]), facts["draws"]), Column("counts", counts, facts["draws"]))
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gramian.core.durable_files import FileRecord, HashedFile, sync_folder
+from gramian.core.durable_files import FileRecord, HashedFile, sync_path
 from gramian.core.errors import GramianError
 from gramian.distill.cache.cache_files import damage
 from gramian.distill.cache.layout import CacheLayout
@@ -59,12 +59,8 @@ class ShardWriter:
         """Give the files their names and, after those are synced, write the record."""
         names = self._layout.files(self._shard)
         records = {names[column]: file.finish() for column, file in self._files.items()}
-        sync_folder(self._folder / "shards")
-        body = {
-            "files": files_to_json(records),
-            "errors": errors.to_json(),
-            "measured_windows": measured_windows,
-        }
+        sync_path(self._folder / "shards")
+        body = {"files": files_to_json(records), "errors": errors.to_json(), "measured_windows": measured_windows}
         write_json(self._folder / self._layout.record(self._shard), body)
 
     def abandon(self) -> None:

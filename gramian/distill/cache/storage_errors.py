@@ -17,7 +17,7 @@ class StorageErrors:
 
     @classmethod
     def of(cls, errors: Mapping[str, Tensor]) -> Self:
-        """From tensors of absolute errors. Waits for the device."""
+        """Summarise tensors of absolute errors. Waits for the device."""
         return cls(
             {name: float(values.max()) for name, values in errors.items()},
             {name: float(values.double().sum()) for name, values in errors.items()},

@@ -104,16 +104,12 @@ class TopK:
         """The errors of the stored logits, the log-normaliser and the tail's mass."""
         assert isinstance(stored, SparseSignal)
         return StorageErrors.combined(
-            _measured(_part(stored, piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
+            _measured(stored.tokens(piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
         )
 
 
 def place_knots(count: int, lowest: float, highest: float) -> list[float]:
-    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l is more curved.
-
-    Raises:
-        GramianError: for fewer than two knots, or an empty range.
-    """
+    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l is more curved."""
     if count < 2:
         raise GramianError(f"knots: {count}; expected at least 2")
     if not 0.0 < lowest < highest < math.inf:
@@ -146,14 +142,6 @@ def _logits(signal: DenseSignal, vocabulary: int) -> Iterator[tuple[slice, Tenso
     for piece in logit_pieces(len(hidden_ND), head.weight_VD.shape[0]):
         logits_NV = head.logits(hidden_ND[piece])[:, :vocabulary]
         yield piece, (logits_NV - logits_NV.amax(-1, keepdim=True)).clamp(min=FURTHEST)
-
-
-def _part(stored: SparseSignal, piece: slice) -> SparseSignal:
-    """Some tokens of a signal, without a batch dimension."""
-    tail = stored.tail
-    if tail is not None:
-        tail = Tail(tail.values_BTQ.flatten(0, 1)[piece], tail.slopes_BTQ.flatten(0, 1)[piece], tail.knots_Q)
-    return SparseSignal(stored.ids_BTK.flatten(0, 1)[piece], stored.logits_BTK.flatten(0, 1)[piece], tail)
 
 
 def _measured(stored: SparseSignal, shifted_NV: Tensor) -> StorageErrors:

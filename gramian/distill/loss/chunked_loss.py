@@ -38,7 +38,7 @@ class TokenChunk:
     temperature: Tensor
     objective: RowObjective
     squash: Squash
-    """From the student's products to its logits."""
+    """Map from the student's products to its logits."""
     gradient: bool
     out_Rn: Tensor
 
@@ -48,7 +48,6 @@ class TeacherRows(Protocol):
 
     def rows_(self, chunk: TokenChunk) -> None:
         """Fill the rows of a chunk; with `gradient` overwrite the student's products by their gradient."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,7 @@ def _power_of_two(most: int) -> int:
 def run_chunks(call: LossCall, hidden: bool, weight: bool, bias: bool) -> tuple[Tensor, Tensor, HeadGradients]:
     """The rows of every token [R, N], the divisor of the sums, and the gradients of the sums (not yet divided).
 
-    Args:
-        call: the arguments.
-        hidden: compute the gradient of the hidden states.
-        weight: compute that of the head's weight.
-        bias: compute that of the head's bias.
+    `hidden`, `weight` and `bias` select the gradients: of the hidden states, and of the head's weight and bias.
     """
     student, tokens = call.student, len(call.targets_N)
     gradients = HeadGradients(student, call.wide, hidden, weight, bias)

@@ -4,6 +4,7 @@ Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
-from gramian.distill.loss.features import Projector, cka_loss, increments
+from gramian.distill.loss.features import Projector, cka_loss
 
 FeatureKind = Literal["cka", "increments", "hidden"]
 
@@ -69,23 +70,12 @@ class FeatureLoss(nn.Module):
         """Layers of the student that `forward` needs."""
         return tuple(s for s, _ in self.pairs)
 
-    @property
-    def teacher_layers(self) -> tuple[int, ...]:
-        """Layers of the teacher that `forward` needs."""
-        return tuple(t for _, t in self.pairs)
-
     def forward(self, student: Mapping[int, Tensor], teacher: Mapping[int, Tensor], counted_BT: Tensor) -> Tensor:
-        """The mean distance over the counted tokens, 0-dim.
+        """The mean distance, 0-dim, over the tokens where `counted_BT` is true.
 
-        Args:
-            student: {layer: [B, T, D]}.
-            teacher: {layer: [B, T, E]}, without gradient.
-            counted_BT: True for the tokens that count.
-
-        Raises:
-            GramianError: if the teacher's signal lacks a layer.
+        `student` is {layer: [B, T, D]}, `teacher` {layer: [B, T, E]} without gradient; raises if the teacher lacks a layer.
         """
-        missing = [layer for layer in self.teacher_layers if layer not in teacher]
+        missing = [layer for _, layer in self.pairs if layer not in teacher]
         if missing:
             raise GramianError(
                 f"teacher: its signal has no layer {missing[0]}; expected a cache with it, or a live teacher"
@@ -98,7 +88,7 @@ class FeatureLoss(nn.Module):
         if self.kind != "hidden":
             x = [stream.to(dtype) for stream in x]
         if self.kind == "increments":
-            x, y = (list(increments(dict(enumerate(h))).values()) for h in (x, y))
+            x, y = ([after - before for before, after in pairwise(h)] for h in (x, y))
         if self.kind != "hidden":
             return torch.stack([cka_loss(a, b, counted_N) for a, b in zip(x, y, strict=True)]).mean()
         total = counted_N.sum().clamp(min=1)

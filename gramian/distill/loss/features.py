@@ -18,7 +18,6 @@ Rows of X and Y must be the same tokens in the same order.
 Legend: N tokens, D channels of the student, E channels of the teacher.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -65,36 +64,11 @@ def cka_loss(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, sta
     return 1.0 - linear_cka(x_ND, y_NE, counted_N, standardise=standardise)
 
 
-def increments(layers: Mapping[int, Tensor], of: Sequence[int] | None = None) -> dict[int, Tensor]:
-    """{l: h_m − h_l}: what the blocks between layer l and the next layer m of the mapping add to the residual stream.
-
-    Args:
-        layers: {layer: stream [B, T, D]}, at least two.
-        of: the layers l; default: all but the last.
-
-    Raises:
-        GramianError: for a layer without a stream, or without a later one.
-    """
-    order = sorted(layers)
-    after = dict(zip(order, order[1:], strict=False))
-    if not after:
-        raise GramianError(f"layers: got {order}; expected at least two, to take differences of")
-    for layer in of or ():
-        if layer not in after:
-            raise GramianError(f"layers: there is no increment from {layer}; expected one of {sorted(after)}")
-    return {layer: layers[after[layer]] - layers[layer] for layer in (after if of is None else of)}
-
-
 class Projector(nn.Module):
     """A linear map from the student's features to the teacher's, trained with the student: W h_s + b ≈ h_t."""
 
     def __init__(self, student: int, teacher: int) -> None:
-        """Draw W from N(0, 1/D) with the global random generator; b is 0.
-
-        Args:
-            student: channels D.
-            teacher: channels E.
-        """
+        """Draw W [E, D] from N(0, 1/D) with the global random generator; b is 0."""
         super().__init__()
         self.linear = nn.Linear(student, teacher)
         nn.init.normal_(self.linear.weight, std=student**-0.5)

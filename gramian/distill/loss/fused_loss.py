@@ -92,7 +92,7 @@ def distill_loss(
         >>> out.agreement.shape
         torch.Size([])
     """
-    head = student_weight if isinstance(student_weight, Head) else Head(student_weight)
+    head = _as_head(student_weight)
     if targets.dim() != 1 or targets.dtype.is_floating_point or targets.dtype == torch.bool:
         raise GramianError(f"targets: {targets.dtype} {list(targets.shape)}; expected integers [N]")
     check_sides(student_hidden, head, len(targets), "student")
@@ -108,8 +108,8 @@ def distill_loss(
     at = _on_device(temperature, student_hidden.device, wide)
     teacher: TeacherRows
     if teacher_hidden is not None and teacher_weight is not None:
-        check_sides(teacher_hidden, teacher_weight, len(targets), "teacher")
-        side = projection_of(teacher_hidden, teacher_weight)
+        check_sides(teacher_hidden, _as_head(teacher_weight), len(targets), "teacher")
+        side = projection_of(teacher_hidden, _as_head(teacher_weight))
         wide = wide_dtype(student.hidden_ND, side.hidden_ND)
         logits = student.vocabulary * student.hidden_ND.element_size() + side.vocabulary * side.hidden_ND.element_size()
         if not takes_kernel(student.hidden_ND, side.hidden_ND):
@@ -136,6 +136,10 @@ def distill_loss(
     rows_RN, terms, _ = run_chunks(call, hidden=False, weight=False, bias=False)
     sums = sums_of(rows_RN)
     return DistillOutput(loss_of(call, sums, terms), sums)
+
+
+def _as_head(weight: Tensor | Head) -> Head:
+    return weight if isinstance(weight, Head) else Head(weight)
 
 
 def _on_device(temperature: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

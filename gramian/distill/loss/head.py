@@ -3,10 +3,13 @@
 Legend: N tokens, D width, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from gramian.kernels.distillation.distill_rows import Squash
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,16 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
 
+    @property
+    def squash(self) -> Squash:
+        """The map from products h Wᵀ + b to logits."""
+        return Squash(self.scale, self.softcap)
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Head":
+        """The head on another device or in another dtype."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
+        return replace(self, weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
+
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V] or [B, T, V] of hidden states [N, D] or [B, T, D]."""
-        logits_NV = F.linear(hidden_ND, self.weight_VD, self.bias_V)
-        if self.scale != 1.0:
-            logits_NV = logits_NV * self.scale
-        return logits_NV if self.softcap is None else self.softcap * (logits_NV / self.softcap).tanh()
+        return self.squash(F.linear(hidden_ND, self.weight_VD, self.bias_V))

@@ -44,6 +44,11 @@ def metrics_of(sums: Tensor) -> dict[str, Tensor]:
     return metrics
 
 
+def _metric(name: str, doc: str) -> property:
+    """A property of `DistillOutput`: one of `metrics_of`."""
+    return property(lambda self: metrics_of(self.sums)[name], doc=doc)
+
+
 @dataclass(frozen=True)
 class DistillOutput:
     """The loss to call backward on, and its metrics, each computed on the device when it is read."""
@@ -52,32 +57,9 @@ class DistillOutput:
     sums: Tensor
     """[len(SUMS)], float64: add those of micro-batches and ranks, then call `metrics_of`."""
 
-    @property
-    def kl(self) -> Tensor:
-        """The divergence at T, without T², in nats per token."""
-        return metrics_of(self.sums)["kl"]
-
-    @property
-    def ce(self) -> Tensor:
-        """Cross entropy in nats per token."""
-        return metrics_of(self.sums)["ce"]
-
-    @property
-    def agreement(self) -> Tensor:
-        """The fraction of tokens where student and teacher rank the same id first."""
-        return metrics_of(self.sums)["agreement"]
-
-    @property
-    def teacher_entropy(self) -> Tensor:
-        """Entropy of the teacher at T, in nats per token."""
-        return metrics_of(self.sums)["teacher_entropy"]
-
-    @property
-    def student_entropy(self) -> Tensor:
-        """Entropy of the student at T, in nats per token."""
-        return metrics_of(self.sums)["student_entropy"]
-
-    @property
-    def correlation(self) -> Tensor:
-        """Pearson's r between student's and teacher's log-probabilities of the targets."""
-        return metrics_of(self.sums)["correlation"]
+    kl = _metric("kl", "The divergence at T, without T², in nats per token.")
+    ce = _metric("ce", "Cross entropy in nats per token.")
+    agreement = _metric("agreement", "The fraction of tokens where student and teacher rank the same id first.")
+    teacher_entropy = _metric("teacher_entropy", "Entropy of the teacher at T, in nats per token.")
+    student_entropy = _metric("student_entropy", "Entropy of the student at T, in nats per token.")
+    correlation = _metric("correlation", "Pearson's r of the targets' log-probabilities under student and teacher.")

@@ -54,30 +54,27 @@ class Projection:
         return out_nV
 
 
-def projection_of(hidden_ND: Tensor, head: Head | Tensor) -> Projection:
+def projection_of(hidden_ND: Tensor, head: Head) -> Projection:
     """Hidden states and head cast to autocast's dtype if it is on, else to the wider dtype of the two; float64 stays.
 
     Cost: a copy of each tensor that has another dtype.
     """
-    head = head if isinstance(head, Head) else Head(head)
     dtype = torch.promote_types(hidden_ND.dtype, head.weight_VD.dtype)
     kind = hidden_ND.device.type
     if dtype != torch.float64 and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     bias_V = None if head.bias_V is None else head.bias_V.detach().to(dtype)
-    squash = Squash(head.scale, head.softcap)
-    return Projection(hidden_ND.detach().to(dtype), head.weight_VD.detach().to(dtype), bias_V, squash)
+    return Projection(hidden_ND.detach().to(dtype), head.weight_VD.detach().to(dtype), bias_V, head.squash)
 
 
-def check_sides(hidden_ND: Tensor, head: Head | Tensor, tokens: int, side: str) -> None:
+def check_sides(hidden_ND: Tensor, head: Head, tokens: int, side: str) -> None:
     """Raise `GramianError` for shapes and dtypes that cannot be multiplied; `side` is "student" or "teacher"."""
-    head = head if isinstance(head, Head) else Head(head)
-    for name, tensor, dims in (("hidden", hidden_ND, 2), ("weight", head.weight_VD, 2)):
+    for name, tensor in (("hidden", hidden_ND), ("weight", head.weight_VD)):
         if not isinstance(tensor, Tensor):
             raise GramianError(f"{side}_{name}: {type(tensor).__name__}; expected a tensor, or a Head for a weight")
-        if tensor.dim() != dims or not tensor.dtype.is_floating_point:
+        if tensor.dim() != 2 or not tensor.dtype.is_floating_point:
             raise GramianError(
-                f"{side}_{name}: {tensor.dtype} {list(tensor.shape)}; expected floating point numbers of {dims} dimensions"
+                f"{side}_{name}: {tensor.dtype} {list(tensor.shape)}; expected floating point numbers of 2 dimensions"
             )
     if hidden_ND.shape[0] != tokens:
         raise GramianError(f"{side}_hidden: {hidden_ND.shape[0]} tokens; expected {tokens}, as many as targets")

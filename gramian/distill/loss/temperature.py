@@ -73,13 +73,7 @@ class Temperature:
     """Names of `values`: T, dL/dT of the last step, T under a constant gradient, consecutive steps at a bound."""
 
     def __init__(self, options: TemperatureOptions, steps: int, device: torch.device) -> None:
-        """Set T to its start.
-
-        Args:
-            options: how T moves.
-            steps: number of steps of the run.
-            device: where the loss is computed.
-        """
+        """Set T to its start, for a run of `steps` steps whose loss is computed on `device`."""
         self.options, self.steps = options, steps
         share = (options.start - options.low) / (options.high - options.low)
         raw = math.log(share / (1 - share)) if options.learns else 0.0
@@ -100,9 +94,7 @@ class Temperature:
     def finish(self, step: int, gradient: Tensor | None) -> None:
         """Take one gradient step on r: down the loss if T is learned, up if it is adversarial.
 
-        Args:
-            step: its number, from 0.
-            gradient: dL/dT over all processes, unscaled; T stays if it is None or not finite.
+        `gradient` is dL/dT over all processes, unscaled; T stays if it is None or not finite.
         """
         self._leaf = None
         if not self.options.learns or gradient is None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from gramian.core.errors import GramianError
 from gramian.distill.loss.head import Head
 from gramian.distill.teacher.language_model import hidden_of, is_native, linear_of, text_config
+from gramian.models.token_sampling import evaluation_mode
 from gramian.taps.model.run_eagerly import run_eagerly
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -30,13 +31,8 @@ def head_of(model: nn.Module) -> Head:
     """The head of a model, proved. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
 
     Scale and soft cap of the logits are read from the config, and accepted only if `Head.logits` of the final hidden state is
-    equal to the model's own logits, once as they are and once with hidden states so large that a cap would show.
-
-    Args:
-        model: of a family that `hidden_of` reads; its training mode is restored.
-
-    Returns:
-        The head; it shares the model's weight and requires no gradient.
+    equal to the model's own logits, once as they are and once with hidden states so large that a cap would show. The head
+    shares the model's weight and requires no gradient.
 
     Raises:
         GramianError: naming the class of a model whose head is not understood.
@@ -66,14 +62,9 @@ def head_of(model: nn.Module) -> Head:
 
 
 def stream_width(model: nn.Module, layers: Sequence[int]) -> int:
-    """Channels of the residual stream, which can differ from the width of the head. Cost: a forward of 4 tokens.
+    """Channels of the residual stream at some layers, which can differ from the width of the head.
 
-    Args:
-        model: of a family that `hidden_of` reads.
-        layers: the layers to read; at least one.
-
-    Raises:
-        GramianError: if they differ in width.
+    Raises `GramianError` if the layers differ in width. Cost: a forward of 4 tokens.
     """
     with _proof(model):
         _, streams = hidden_of(model, _proof_tokens(model), None, layers)
@@ -87,9 +78,6 @@ def check_causal(model: nn.Module) -> None:
     """Raise if a model sees the tokens that it predicts, which a student could not learn from.
 
     Cost: two forwards of 4 tokens.
-
-    Raises:
-        GramianError: naming the class of the model.
     """
     with _proof(model):
         tokens_BP = _proof_tokens(model)
@@ -141,10 +129,6 @@ def _proof(model: nn.Module) -> Iterator[None]:
 
     A compiled model runs eagerly: compiling for 4 tokens takes time, and would make the next shape a dynamic one.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        with run_eagerly(), torch.no_grad(), torch.autocast(linear_of(model).weight.device.type, enabled=False):
-            yield
-    finally:
-        model.train(was_training)
+    kind = linear_of(model).weight.device.type
+    with evaluation_mode(model), run_eagerly(), torch.autocast(kind, enabled=False):
+        yield

@@ -23,9 +23,6 @@ from gramian.parallel.wrap import blocks_of
 _NOT_HASHED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache", "architectures")
 
 
-# ---- hidden states ---------------------------------------------------------------------------------------------------------
-
-
 def hidden_of(
     model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
@@ -105,11 +102,7 @@ def is_native(model: nn.Module) -> bool:
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The part of a Hugging Face model below its head.
-
-    Raises:
-        GramianError: for any other model.
-    """
+    """The part of a Hugging Face model below its head; raises `GramianError` for any other model."""
     body = getattr(model, str(getattr(model, "base_model_prefix", "")) or "base_model", None)
     if not hasattr(model, "get_output_embeddings") or not isinstance(body, nn.Module) or body is model:
         raise GramianError(
@@ -120,11 +113,7 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def linear_of(model: nn.Module) -> nn.Linear:
-    """The linear layer that computes logits.
-
-    Raises:
-        GramianError: if the model has none.
-    """
+    """The linear layer that computes logits; raises `GramianError` if the model has none."""
     if not is_native(model):
         body_of(model)
     found = model.head if is_native(model) else model.get_output_embeddings()  # type: ignore[operator]
@@ -140,9 +129,6 @@ def text_config(model: nn.Module) -> Any:
     """The config of a Hugging Face model, or of the text part of a multimodal one."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-# ---- identity -------------------------------------------------------------------------------------------------------------
 
 
 def teacher_hash(model: nn.Module) -> str:

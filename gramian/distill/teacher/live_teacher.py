@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
@@ -67,11 +66,9 @@ class LiveTeacher:
         self._hash: str | None = None
 
     @property
-    def frozen(self) -> bool:
-        """True if no parameter requires grad and no module is in training mode."""
-        return not any(p.requires_grad for p in self.model.parameters()) and not any(
-            module.training for module in self.model.modules()
-        )
+    def vocabulary(self) -> int:
+        """Number of ids that the head has logits for; more than the tokenizer's if the head is padded."""
+        return self.head.weight_VD.shape[0]
 
     @property
     def hash(self) -> str:
@@ -112,6 +109,9 @@ class LiveTeacher:
                 batch[name].record_stream(self._side)
         self._ahead = _Ahead(batch["tokens"], signal, ready)
 
+    def close(self) -> None:
+        """Nothing to close; a `Cache` has files."""
+
     def _forward(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         if self.model.training:  # a module that contains it was put into training mode
             self.model.eval()
@@ -129,30 +129,23 @@ class _Ahead(NamedTuple):
     ready: torch.cuda.Event
 
 
-def shard_teacher(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
-    """Shard a teacher's weights over processes by FSDP2, in place: every block is a unit, the rest another.
+def shard_teacher(model: nn.Module) -> nn.Module:
+    """Shard a teacher's weights over all processes by FSDP2, in place: every block is a unit, the rest another.
 
     The head's weight, with an embedding tied to it, is replicated: the loss reads all of it in every micro-batch, long after
     the forward. That costs V·D numbers per process, and no communication.
 
     Args:
-        model: of a family that `hidden_of` reads, on its device, with the same weights on every process.
-        mesh: one-dimensional; None: all processes.
-
-    Returns:
-        The same model.
-
-    Raises:
-        GramianError: if it is sharded already, or of another family.
+        model: of a family that `hidden_of` reads, on its device, not sharded yet, with the same weights on every process.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise GramianError("teacher: is sharded already; expected a whole model")
     replicated = set(linear_of(model).parameters())
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, reshard_after_forward=True)
     # The root is the module that `hidden_of` calls: only the root's own forward gathers the root's weights.
     root = model if is_native(model) else body_of(model)
-    fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=replicated)
+    fully_shard(root, reshard_after_forward=True, ignored_params=replicated)
     if is_native(model):
         register_fsdp_forward_method(model, "hidden")
     return model

@@ -50,6 +50,13 @@ class SparseSignal:
     tail: Tail | None
     layers: Mapping[int, Tensor] = field(default_factory=dict)
 
+    def tokens(self, chosen: slice = slice(None)) -> "SparseSignal":
+        """Some tokens as rows [N, …] without a batch dimension, and without layers."""
+        tail = self.tail
+        if tail is not None:
+            tail = Tail(tail.values_BTQ.flatten(0, 1)[chosen], tail.slopes_BTQ.flatten(0, 1)[chosen], tail.knots_Q)
+        return SparseSignal(self.ids_BTK.flatten(0, 1)[chosen], self.logits_BTK.flatten(0, 1)[chosen], tail)
+
 
 @dataclass(frozen=True)
 class SampledSignal:
@@ -69,7 +76,6 @@ class SignalSource(Protocol):
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
         """The signal of a micro-batch: "tokens" [B, T], "windows" [B] (rows of a cache), maybe "documents" [B, T]."""
-        ...
 
 
 def tensors_of(signal: Signal) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from gramian.core.durable_files import replace_file
-from gramian.distill.cache.cache_files import told_in_one_line
+from gramian.distill.cache.cache_files import one_line_errors
 
 ORIGIN = "origin.json"
 FORMAT = 1
@@ -31,14 +31,10 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def write_origin(cache: Path, mark: str) -> None:
-    """Write the fingerprint into a cache's folder, unless it is there already: a finished cache may be read-only.
-
-    Raises:
-        GramianError: if it cannot be written.
-    """
+    """Write the fingerprint into a cache's folder, unless it is there already: a finished cache may be read-only."""
     if read_origin(cache) == mark:
         return
-    with told_in_one_line(cache):
+    with one_line_errors(cache):
         replace_file(cache / ORIGIN, (json.dumps({"format": FORMAT, "fingerprint": mark}) + "\n").encode())
 
 

@@ -146,33 +146,12 @@ def _ce_gradient(z, ids, target, ce_weight, q1_lse):
 
 @triton.jit
 def distill_rows(
-    rows,
-    student,
-    teacher,
-    targets,
-    temperature,
-    kd_weight,
-    ce_weight,
-    beta,
-    student_scale,
-    student_cap,
-    teacher_scale,
-    teacher_cap,
-    vocabulary,
-    common,
-    aligned,
-    ignore_index,
-    row_stride,
-    student_stride,
-    teacher_stride,
-    target_stride,
-    DIRECTION: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    STUDENT_CAP: tl.constexpr,
-    TEACHER_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    rows, student, teacher, targets, temperature, kd_weight, ce_weight, beta,
+    student_scale, student_cap, teacher_scale, teacher_cap, vocabulary, common, aligned, ignore_index,
+    row_stride, student_stride, teacher_stride, target_stride,
+    DIRECTION: tl.constexpr, GRADIENT: tl.constexpr, STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One token: normalisers in a first pass over the ids, the divergence in a second, the gradient there or in a third.
 
     DIRECTION: 0 forward, 1 reverse, 2 Jensen-Shannon. The gradient of the last two needs the divergence itself.

@@ -26,19 +26,9 @@ def _add_block(x, u, scale, cap, largest, total, weighted, total_1, CAP: tl.cons
 
 @triton.jit
 def rest_rows(
-    out,
-    products,
-    temperature,
-    scale,
-    cap,
-    vocabulary,
-    aligned,
-    out_stride,
-    stride,
-    CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    out, products, temperature, scale, cap, vocabulary, aligned, out_stride, stride,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """One row: the largest logit, log Σ exp(u z), the mean of z under it, log Σ exp(z).
 
     `aligned` is a multiple of 16, and the ids beyond it are a block of their own, as in distill_rows.
@@ -81,22 +71,9 @@ def _write_block(
 
 @triton.jit
 def rest_gradient(
-    products,
-    targets,
-    temperature,
-    rows,
-    ce_weight,
-    scale,
-    cap,
-    vocabulary,
-    aligned,
-    ignore_index,
-    row_stride,
-    stride,
-    target_stride,
-    CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    products, targets, temperature, rows, ce_weight, scale, cap, vocabulary, aligned, ignore_index,
+    row_stride, stride, target_stride, CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One block of one row: (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot)) · dz/dx, in place of x.
 
     The first block also takes the ids from `aligned`, a multiple of 16, to the end.
@@ -111,9 +88,7 @@ def rest_gradient(
     lse_1 = tl.load(rows + 2 * row_stride + token)
     u = 1 / tl.load(temperature)
     ids = tl.program_id(0) * BLOCK + lanes
-    _write_block(
-        products, ids, ids < aligned, counts, target, u, factor, lse, lse_1, ce_weight, scale, cap, CAP
-    )  # fmt: skip
+    _write_block(products, ids, ids < aligned, counts, target, u, factor, lse, lse_1, ce_weight, scale, cap, CAP)
     if (tl.program_id(0) == 0) & (aligned < vocabulary):
         ids = aligned + lanes
         _write_block(

@@ -77,13 +77,13 @@ def distill_rows(
 
     Args:
         student_NV: The matrix product of hidden states and head, bias included; adjacent columns.
-        teacher_NV: Likewise. The vocabularies may differ in length: the divergence is over the ids that both have.
+        teacher_NV: The teacher's. The vocabularies may differ in length: the divergence is over the ids that both have.
         targets_N: Integers.
         temperature: 0-dim, on the device of the logits.
         objective: What is added up.
         student: From products to logits.
-        teacher: Likewise.
-        gradient: Whether to write it.
+        teacher: The same of the teacher.
+        gradient: Whether to write the gradient.
         out_RN: Where to write the rows.
 
     Returns:
@@ -130,9 +130,13 @@ def distill_rows_twin(
         student_entropy=between.student_entropy_N, known=known_N, teacher_gold=teacher_gold_N, slope=between.slope_N,
     )  # fmt: skip
     if gradient:
-        _write_gradient_(
-            student_NV, between.gradient_NK, targets_N, objective, log_q1_NV, temperature, student.derivative(z_NV)
-        )
+        # kd_weight · T · ∂D/∂a + ce_weight · (q₁ − onehot), times the derivative of the squash
+        dz_NV = objective.ce_weight * log_q1_NV.exp()
+        places_N1 = targets_N.clamp(0, dz_NV.shape[1] - 1)[:, None]
+        dz_NV.scatter_add_(1, places_N1, torch.full_like(places_N1, -objective.ce_weight, dtype=dz_NV.dtype))
+        dz_NV[:, :common] += objective.kd_weight * temperature * between.gradient_NK
+        counts_N1 = (targets_N != objective.ignore_index)[:, None]
+        student_NV.copy_(torch.where(counts_N1, dz_NV * student.derivative(z_NV), 0))
     return out_RN
 
 
@@ -167,24 +171,6 @@ def assemble_rows(
     return out_RN
 
 
-def _write_gradient_(
-    student_NV: Tensor,
-    kd_NC: Tensor,
-    targets_N: Tensor,
-    objective: RowObjective,
-    log_q1_NV: Tensor,
-    temperature: Tensor,
-    derivative: Tensor | float,
-) -> None:
-    """Overwrite the student's products by kd_weight · T · kd + ce_weight · (q₁ − onehot), times the squash's derivative."""
-    dz_NV = objective.ce_weight * log_q1_NV.exp()
-    places_N1 = targets_N.clamp(0, dz_NV.shape[1] - 1)[:, None]
-    dz_NV.scatter_add_(1, places_N1, torch.full_like(places_N1, -objective.ce_weight, dtype=dz_NV.dtype))
-    dz_NV[:, : kd_NC.shape[1]] += objective.kd_weight * temperature * kd_NC
-    counts_N1 = (targets_N != objective.ignore_index)[:, None]
-    student_NV.copy_(torch.where(counts_N1, dz_NV * derivative, 0))
-
-
 @torch.no_grad()
 def distill_rows_kernel(
     student_NV: Tensor,
@@ -201,24 +187,10 @@ def distill_rows_kernel(
     warps: int = 8,
     stages: int = 4,
 ) -> Tensor:
-    """`distill_rows` in Triton: one program per token.
+    """`distill_rows` in Triton, in float32: one program per token.
 
-    Sums are kept lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
-    multiprocessor; eight take 179.
-
-    Args:
-        student_NV: As in `distill_rows`.
-        teacher_NV: As in `distill_rows`.
-        targets_N: As in `distill_rows`.
-        temperature: As in `distill_rows`; taken in float32.
-        objective: As in `distill_rows`.
-        student: As in `distill_rows`.
-        teacher: As in `distill_rows`.
-        gradient: As in `distill_rows`.
-        out_RN: As in `distill_rows`.
-        block: Ids read at once, a power of two, at least 16.
-        warps: Of a program.
-        stages: Blocks on their way at once.
+    Sums are computed lane by lane and added at the end. Four ids per thread take 111 registers, so that two programs fit on a
+    multiprocessor; eight take 179. `block`, a power of two of at least 16, is the number of ids read at once.
     """
     from gramian.kernels.distillation import _triton_distill_rows as triton_kernels
 
@@ -230,32 +202,13 @@ def distill_rows_kernel(
     common = min(vocabulary, teacher_NV.shape[1])
     with on_device(student_NV):
         triton_kernels.distill_rows[(tokens,)](
-            out_RN,
-            student_NV,
-            teacher_NV,
-            targets_N,
-            temperature.to(torch.float32),
-            objective.kd_weight,
-            objective.ce_weight,
-            objective.beta,
-            student.scale,
-            student.softcap or 1.0,
-            teacher.scale,
-            teacher.softcap or 1.0,
-            vocabulary,
-            common,
-            common // 16 * 16,
-            objective.ignore_index,
-            out_RN.stride(0),
-            student_NV.stride(0),
-            teacher_NV.stride(0),
-            targets_N.stride(0),
-            DIRECTION=DIRECTIONS.index(objective.direction),
-            GRADIENT=gradient,
-            STUDENT_CAP=student.softcap is not None,
-            TEACHER_CAP=teacher.softcap is not None,
-            BLOCK=block,
-            STAGES=stages,
-            num_warps=warps,
-        )
+            out_RN, student_NV, teacher_NV, targets_N, temperature.to(torch.float32),
+            objective.kd_weight, objective.ce_weight, objective.beta,
+            student.scale, student.softcap or 1.0, teacher.scale, teacher.softcap or 1.0,
+            vocabulary, common, common // 16 * 16, objective.ignore_index,
+            out_RN.stride(0), student_NV.stride(0), teacher_NV.stride(0), targets_N.stride(0),
+            DIRECTION=DIRECTIONS.index(objective.direction), GRADIENT=gradient,
+            STUDENT_CAP=student.softcap is not None, TEACHER_CAP=teacher.softcap is not None,
+            BLOCK=block, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
     return out_RN

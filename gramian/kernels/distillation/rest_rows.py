@@ -11,7 +11,7 @@ from gramian.kernels.distillation.distill_rows import PLAIN, Squash
 from gramian.kernels.launch import on_device, takes_kernel
 
 REST = ("largest", "lse", "mean", "lse_at_one")
-"""Of the logits z that are not left out: the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z)."""
+"""Numbers of the logits z that are not left out: the largest, log Σ exp(u z), Σ z exp(u z) / Σ exp(u z) and log Σ exp(z)."""
 
 
 def rest_rows(products_NV: Tensor, temperature: Tensor, squash: Squash = PLAIN) -> Tensor:
@@ -45,20 +45,10 @@ def rest_gradient_(
 ) -> None:
     """Overwrite every product by (factor · exp(u z − lse) + ce_weight · (exp(z − lse₁) − onehot(target))) · dz/dx.
 
-    0 where an id was left out, and in all of a row whose target is ignore_index.
+    0 where an id was left out, and in all of a row whose target is ignore_index. `lse_at_one_N` is over the whole vocabulary at
+    temperature 1; `lse_N` over the ids whose probabilities `factor_N` multiplies.
 
     Cost: one read and one write of the products.
-
-    Args:
-        products_NV: As in `rest_rows`.
-        targets_N: Integers.
-        temperature: As in `rest_rows`.
-        factor_N: What an id of this row gets in proportion to exp(u z − lse).
-        lse_N: Of whatever ids the shares are meant.
-        lse_at_one_N: log-sum-exp of the whole vocabulary at temperature 1.
-        ce_weight: Of the cross entropy.
-        ignore_index: The target of tokens that do not count.
-        squash: As in `rest_rows`.
     """
     on_cuda = takes_kernel(products_NV, factor_N, lse_N, lse_at_one_N) and targets_N.is_cuda and temperature.is_cuda
     function = rest_gradient_kernel_ if on_cuda and products_NV.stride(1) == 1 else rest_gradient_twin_
@@ -114,16 +104,7 @@ def rest_rows_kernel(
     warps: int = 8,
     stages: int = 3,
 ) -> Tensor:
-    """`rest_rows` in Triton: one program per row.
-
-    Args:
-        products_NV: As in `rest_rows`.
-        temperature: As in `rest_rows`.
-        squash: As in `rest_rows`.
-        block: Ids read at once, a power of two, at least 16.
-        warps: Of a program.
-        stages: Blocks on their way at once.
-    """
+    """`rest_rows` in Triton: one program per row; `block`, a power of two of at least 16, ids are read at once."""
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape
@@ -131,20 +112,10 @@ def rest_rows_kernel(
     if tokens:
         with on_device(products_NV):
             triton_kernels.rest_rows[(tokens,)](
-                out_SN,
-                products_NV,
-                temperature.to(torch.float32),
-                squash.scale,
-                squash.softcap or 1.0,
-                vocabulary,
-                vocabulary // 16 * 16,
-                out_SN.stride(0),
-                products_NV.stride(0),
-                CAP=squash.softcap is not None,
-                BLOCK=block,
-                STAGES=stages,
-                num_warps=warps,
-            )
+                out_SN, products_NV, temperature.to(torch.float32), squash.scale, squash.softcap or 1.0,
+                vocabulary, vocabulary // 16 * 16, out_SN.stride(0), products_NV.stride(0),
+                CAP=squash.softcap is not None, BLOCK=block, STAGES=stages, num_warps=warps,
+            )  # fmt: skip
     return out_SN
 
 
@@ -163,21 +134,7 @@ def rest_gradient_kernel_(
     block: int = 2048,
     warps: int = 4,
 ) -> None:
-    """`rest_gradient_` in Triton: one program per block of a row.
-
-    Args:
-        products_NV: As in `rest_gradient_`.
-        targets_N: As in `rest_gradient_`.
-        temperature: As in `rest_gradient_`.
-        factor_N: As in `rest_gradient_`.
-        lse_N: As in `rest_gradient_`.
-        lse_at_one_N: As in `rest_gradient_`.
-        ce_weight: As in `rest_gradient_`.
-        ignore_index: As in `rest_gradient_`.
-        squash: As in `rest_gradient_`.
-        block: Ids of a program, a power of two, at least 16.
-        warps: Of a program.
-    """
+    """`rest_gradient_` in Triton: one program per `block` ids of a row, a power of two of at least 16."""
     from gramian.kernels.distillation import _triton_rest_rows as triton_kernels
 
     tokens, vocabulary = products_NV.shape
@@ -187,20 +144,7 @@ def rest_gradient_kernel_(
     aligned = vocabulary // 16 * 16
     with on_device(products_NV):
         triton_kernels.rest_gradient[(max(1, -(-aligned // block)), tokens)](
-            products_NV,
-            targets_N,
-            temperature.to(torch.float32),
-            rows_3N,
-            ce_weight,
-            squash.scale,
-            squash.softcap or 1.0,
-            vocabulary,
-            aligned,
-            ignore_index,
-            rows_3N.stride(0),
-            products_NV.stride(0),
-            targets_N.stride(0),
-            CAP=squash.softcap is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
+            products_NV, targets_N, temperature.to(torch.float32), rows_3N, ce_weight, squash.scale, squash.softcap or 1.0,
+            vocabulary, aligned, ignore_index, rows_3N.stride(0), products_NV.stride(0), targets_N.stride(0),
+            CAP=squash.softcap is not None, BLOCK=block, num_warps=warps,
+        )  # fmt: skip

@@ -12,15 +12,7 @@ from gramian.train.config.config import Config
 
 
 def build_model(config: Config, vocabulary: int) -> nn.Module:
-    """Build the model, with new weights or those of a Hugging Face folder.
-
-    Args:
-        config: the run's config.
-        vocabulary: number of token ids of the data.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """Build the model for `vocabulary` token ids, with new weights or those of a Hugging Face folder."""
     model, length, seed = config.model, config.data.length, config.run.seed
     if model.kind == "huggingface":
         return load_huggingface(str(model.path), model.fresh, vocabulary, length, seed)
@@ -34,8 +26,7 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
 def set_recomputation(model: nn.Module, blocks: int) -> None:
     """Recompute activations during the backward pass in segments of `blocks` blocks; 0: store all activations.
 
-    Raises:
-        GramianError: if the model does not support the segment size.
+    A Hugging Face model supports only 0 and 1.
     """
     if isinstance(model, GPT | Goose):
         model.checkpoint_blocks = blocks

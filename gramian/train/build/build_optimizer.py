@@ -13,15 +13,9 @@ from gramian.train.config.config_sections import OptimizerSection
 
 
 def build_optimizer(model: nn.Module, options: OptimizerSection, device: torch.device) -> Optimizer:
-    """Build AdamW or SGD over the model's trainable parameters.
+    """Build AdamW or SGD over the model's trainable parameters, of which there must be one.
 
-    Args:
-        model: the model to train.
-        options: section [optimizer] of the config.
-        device: selects the "auto" implementation: fused if there is such a kernel, else foreach.
-
-    Raises:
-        GramianError: if the model has no trainable parameter, or the implementation does not exist for it.
+    The implementation "auto" is fused if there is such a kernel for the device, else foreach.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [

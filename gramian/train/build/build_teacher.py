@@ -15,7 +15,7 @@ from gramian.distill.cache.hidden_cache import Hidden
 from gramian.distill.cache.reader import Cache, open_cache
 from gramian.distill.cache.sampled_cache import Samples
 from gramian.distill.cache.topk_cache import TopK
-from gramian.distill.distill_objective import DistillObjective, LossOptions
+from gramian.distill.distill_objective import DistillObjective
 from gramian.distill.feature_switch import FeatureSwitch
 from gramian.distill.loss.feature_loss import FeatureLoss
 from gramian.distill.loss.temperature import Temperature, TemperatureOptions
@@ -24,6 +24,7 @@ from gramian.distill.teacher.language_model import check_layers, linear_of
 from gramian.distill.teacher.live_teacher import LiveTeacher, shard_teacher
 from gramian.distill.teacher.teacher_origin import fingerprint, read_origin
 from gramian.distill.teaching import Teaching
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.models.gpt import GPT
 from gramian.models.huggingface import load_huggingface
 from gramian.parallel.process_grid import ProcessGrid
@@ -36,18 +37,7 @@ from gramian.train.state.saved_run import find_checkpoint, is_run, load_run
 def build_teaching(
     config: Config, world: ProcessGrid, numbers: Precision, training: Windows, source: LiveTeacher | Cache | None = None
 ) -> Teaching:
-    """Build the teacher of a run with the initial state of distillation.
-
-    Args:
-        config: the run's config.
-        world: the processes of the run.
-        numbers: the run's precision.
-        training: the training data.
-        source: the teacher's signal, if it exists already.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """Build the teacher of a run, from `source` if its signal exists already, with the initial state of distillation."""
     options = _teacher_options(config)
     source = source or build_source(config, world, numbers, training)
     with _error_prefix("teacher."):
@@ -71,15 +61,9 @@ def build_teaching(
 
 
 def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cache) -> DistillObjective:
-    """Build the student's objective.
-
-    Args:
-        config: the run's config.
-        model: the student on its device, before it is distributed over processes.
-        source: the teacher's signal.
-    """
+    """Build the objective of a student that is on its device and not yet distributed over processes."""
     options = _teacher_options(config)
-    loss = LossOptions(options.kd_weight, options.ce_weight, options.direction, options.beta)
+    loss = RowObjective(options.direction, options.beta, options.kd_weight, options.ce_weight)
     features = None
     if options.features != "none":
         weight = linear_of(model).weight
@@ -87,17 +71,13 @@ def build_objective(config: Config, model: nn.Module, source: LiveTeacher | Cach
         with _error_prefix("teacher.feature_pairs: "):
             check_layers(model, layers)
             width = stream_width(model, layers)
-        features = FeatureLoss(options.features, options.feature_pairs, width, width_of(source), config.run.seed)
+        features = FeatureLoss(options.features, options.feature_pairs, width, source.layer_width, config.run.seed)
         features.to(device=weight.device, dtype=weight.dtype)
     return DistillObjective(model, loss, features)
 
 
 def build_source(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher | Cache:
-    """Load the live teacher, or open its cache, which must be of the same data.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """Load the live teacher, or open its cache, which must be of the same data."""
     options = _teacher_options(config)
     if options.source == "live":
         return live_teacher(config, world, numbers, training)
@@ -122,11 +102,7 @@ def build_source(config: Config, world: ProcessGrid, numbers: Precision, trainin
 
 
 def live_teacher(config: Config, world: ProcessGrid, numbers: Precision, training: Windows) -> LiveTeacher:
-    """Load the teacher's model, frozen, as a copy on every process or sharded.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """Load the teacher's model, frozen, as a copy on every process or sharded."""
     options = _teacher_options(config)
     if not options.path:
         raise GramianError("teacher.path: expected the folder of the teacher's model")
@@ -163,8 +139,7 @@ def _must_shard(config: Config, world: ProcessGrid, numbers: Precision) -> bool:
 def load_teacher(path: str, training: Windows, length: int) -> nn.Module:
     """Load a model for this data, from a run's best checkpoint or from a Hugging Face folder.
 
-    Raises:
-        GramianError: if it has another tokenizer, a smaller vocabulary or a shorter context.
+    Raises `GramianError` if it has another tokenizer, a smaller vocabulary or a shorter context.
     """
     vocabulary = training.vocabulary
     if not is_run(path):
@@ -218,15 +193,7 @@ def cache_folder(config: Config) -> Path:
 
 
 def cache_options(config: Config, vocabulary: int) -> CacheOptions:
-    """Return the options of the cache that `gramian cache` writes.
-
-    Args:
-        config: the run's config.
-        vocabulary: number of token ids of the data; the cache omits other ids.
-
-    Raises:
-        GramianError: if the config's teacher is live.
-    """
+    """Return the options of the cache that `gramian cache` writes, without ids beyond the `vocabulary` of the data."""
     options, rows = _teacher_options(config), config.data.micro_batch or 8
     if options.source == "hidden":
         return CacheOptions(Hidden(options.dtype), batch=rows)
@@ -237,17 +204,3 @@ def cache_options(config: Config, vocabulary: int) -> CacheOptions:
     if options.source == "sampled":
         return CacheOptions(Samples(options.samples, options.temperature, config.run.seed, vocabulary), batch=rows)
     raise GramianError('teacher.source: "live" needs no cache; expected "hidden", "topk" or "sampled"')
-
-
-def width_of(source: LiveTeacher | Cache) -> int:
-    """Return the width of a teacher's residual stream."""
-    if isinstance(source, LiveTeacher):
-        return source.layer_width
-    return source.manifest.identity.layer_width
-
-
-def vocabulary_of(source: LiveTeacher | Cache) -> int:
-    """Return the number of ids that a teacher has logits for; more than the tokenizer's if its head is padded."""
-    if isinstance(source, LiveTeacher):
-        return source.head.weight_VD.shape[0]
-    return source.manifest.identity.vocabulary

@@ -33,9 +33,6 @@ def needs_of(config: Config, vocabulary: int, precision: Kind, device: str) -> N
         vocabulary: number of ids of its tokenizer; a Hugging Face model has its own.
         precision: the resolved `config.precision`.
         device: "cuda" or "cpu".
-
-    Raises:
-        GramianError: if the folder of a Hugging Face model cannot be read.
     """
     data, optimizer = config.data, config.optimizer
     return Needs(
@@ -70,11 +67,7 @@ def shape_of(config: Config, vocabulary: int) -> Transformer:
 
 
 def teacher_of(teacher: TeacherSection, precision: Kind) -> transformer_memory.TeacherShape | None:
-    """Return the shape of a live teacher; None if its signal is read from a cache.
-
-    Raises:
-        GramianError: if its folder cannot be read.
-    """
+    """Return the shape of a live teacher; None if its signal is read from a cache."""
     if teacher.source != "live":
         return None
     itemsize = transformer_memory.STORED[precision]
@@ -85,11 +78,7 @@ def teacher_of(teacher: TeacherSection, precision: Kind) -> transformer_memory.T
 
 
 def vocabulary_of(data: DataSection) -> int:
-    """Return the number of token ids of a config's data, without reading text or tokens.
-
-    Raises:
-        GramianError: if the tokenizer, or the description of a token file, cannot be read.
-    """
+    """Return the number of token ids of a config's data, without reading text or tokens."""
     if data.source == "tokens":
         sidecar = read_sidecar(find_files(data.files, "tokens")[0].path)
         if sidecar is not None:
@@ -100,12 +89,7 @@ def vocabulary_of(data: DataSection) -> int:
 def huggingface_shape(path: str, field: str = "model.path") -> Transformer:
     """Return the shape of a causal language model in a folder: its parameters on the meta device, the rest from its config.
 
-    Args:
-        path: the folder.
-        field: config key that errors name.
-
-    Raises:
-        GramianError: if it cannot be read.
+    Errors name the config key `field`.
     """
     with open_model_folder(path, field) as (config, causal), torch.device("meta"):
         model: nn.Module = causal.from_config(config)

@@ -1,7 +1,6 @@
 """Build the parts of a run from its config: windows, model, objective, optimizer, stepper."""
 
 import copy
-import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +86,7 @@ class Parts:
 
 
 def build(config: Config, world: ProcessGrid) -> Parts:
-    """Build all parts of a new run.
-
-    Raises:
-        GramianError: naming the field that does not fit the data, the model or the machine.
-    """
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    """Build all parts of a new run; raises `GramianError` naming a field that does not fit the data, model or machine."""
     set_globals(config.precision, config.run.deterministic)
     numbers = resolve_precision(config.precision, world.device)
     training, validation = load_windows(config.data)
@@ -164,15 +157,7 @@ def build_stepper(
 ) -> Stepper:
     """Build the stepper of a run: plain, with natural gradients, distilling, or private.
 
-    Args:
-        config: the run's config.
-        world: the processes of the run.
-        numbers: the run's precision.
-        training: the training data.
-        module: the objective, distributed over processes.
-        optimizer: optimizer of its parameters.
-        teaching: the teacher, if there is one.
-        public: a copy of the module for public data, if the config has [kfac] and [privacy].
+    `module` is the objective, distributed over processes; `public` a copy of it for public data, with [kfac] and [privacy].
     """
     kfac = None if config.kfac is None else build_kfac(config)
     options: dict[str, Any] = {"max_norm": config.optimizer.max_norm, "seed": config.run.seed, "kfac": kfac}

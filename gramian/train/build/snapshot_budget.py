@@ -39,15 +39,8 @@ def plan_snapshots(
 ) -> HostPlan:
     """Plan the number of snapshots (collective): the minimum over the processes of what fits.
 
-    Args:
-        config: the run's config.
-        world: the processes of the run.
-        numbers: the run's precision.
-        model: the model before it is distributed over processes.
-        kfac: the preconditioner of the optimizer, if there is one.
-
-    Raises:
-        GramianError: on all processes, if the minimum that a run needs does not fit on one of them.
+    `model` is not yet distributed over processes. Raises `GramianError` on all processes if the minimum that a run needs does
+    not fit on one of them.
     """
     factors = 0
     if kfac is not None:

@@ -59,8 +59,7 @@ class Config:
     def __post_init__(self) -> None:
         """Check all sections, and replace data.tokenizer = "auto" by the tokenizer that it stands for.
 
-        Raises:
-            GramianError: for the first value that does not fit, naming its key.
+        Raises `GramianError` for the first value that does not fit, naming its key.
         """
         for section in SECTIONS:
             if (options := getattr(self, section)) is not None:
@@ -106,9 +105,7 @@ SECTIONS: dict[str, type] = {
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, then apply `section.key=value` overrides.
 
-    Args:
-        path: the file.
-        overrides: values are TOML; a value that does not parse as TOML is taken as text, so quotes can be omitted.
+    Values of overrides are TOML; one that does not parse as TOML is taken as text, so quotes can be omitted.
 
     Raises:
         GramianError: one line that names the file or the key, and what was expected.
@@ -136,11 +133,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(tables: Mapping[str, Any]) -> Config:
-    """Build a config from {section: {key: value}}.
-
-    Raises:
-        GramianError: one line that names the key, and what was expected.
-    """
+    """Build a config from {section: {key: value}}; raises `GramianError` naming the first key that does not fit."""
     for section, table in tables.items():
         if section not in SECTIONS:
             raise GramianError(f"{section}: is not a section; {_suggestion(section, SECTIONS)}")

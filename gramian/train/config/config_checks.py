@@ -13,15 +13,7 @@ from gramian.core.errors import GramianError
 from gramian.data.options import DataSection
 from gramian.data.tokenizer import holds_tokenizer
 from gramian.taps.proof.row_proof import check_proof
-from gramian.train.config.config_sections import (
-    KFACSection,
-    ModelSection,
-    OptimizerSection,
-    PrivacySection,
-    RunSection,
-    ScheduleSection,
-    TeacherSection,
-)
+from gramian.train.config import config_sections as sections
 
 
 def check_values(section: str, options: Any) -> None:
@@ -34,7 +26,9 @@ def check_values(section: str, options: Any) -> None:
                 raise GramianError(f"{section}.{key}: expected text in UTF-8 without zero bytes, got {single!r}")
 
 
-def check_run(run: RunSection, schedule: ScheduleSection, optimizer: OptimizerSection) -> None:
+def check_run(
+    run: sections.RunSection, schedule: sections.ScheduleSection, optimizer: sections.OptimizerSection
+) -> None:
     """Check the run's folder and that the schedule fits into its steps."""
     if not run.folder:
         raise GramianError("run.folder: is empty; expected a folder")
@@ -44,7 +38,7 @@ def check_run(run: RunSection, schedule: ScheduleSection, optimizer: OptimizerSe
         raise GramianError(f"schedule.floor: expected at most optimizer.lr ({optimizer.lr}), got {schedule.floor}")
 
 
-def check_model(model: ModelSection) -> None:
+def check_model(model: sections.ModelSection) -> None:
     """Check the options that depend on the kind of model."""
     if model.kind == "gpt" and model.width % model.heads:
         raise GramianError(f"model.width: expected a multiple of model.heads ({model.heads}), got {model.width}")
@@ -54,7 +48,7 @@ def check_model(model: ModelSection) -> None:
         raise GramianError('model.path: is for model.kind = "huggingface"; expected none')
 
 
-def check_data(data: DataSection, model: ModelSection) -> None:
+def check_data(data: DataSection, model: sections.ModelSection) -> None:
     """Check the files against the kind of data, and how windows are cut."""
     if data.source == "embedded" and (data.files or data.validation_files):
         raise GramianError('data.files: are not read; expected data.source = "text", "jsonl" or "tokens"')
@@ -69,7 +63,7 @@ def check_data(data: DataSection, model: ModelSection) -> None:
         )
 
 
-def check_kfac(kfac: KFACSection, privacy: PrivacySection | None) -> None:
+def check_kfac(kfac: sections.KFACSection, privacy: sections.PrivacySection | None) -> None:
     """Check the memory budget, and that curvature does not read private data."""
     if parse_bytes("kfac.memory_budget", kfac.memory_budget) == 0:
         raise GramianError("kfac.memory_budget: expected more than 0 bytes, or none for no limit")
@@ -79,7 +73,7 @@ def check_kfac(kfac: KFACSection, privacy: PrivacySection | None) -> None:
         )
 
 
-def check_privacy(privacy: PrivacySection, data: DataSection) -> None:
+def check_privacy(privacy: sections.PrivacySection, data: DataSection) -> None:
     """Check that the noise is given in one way, and that decisions read no private data."""
     if (privacy.noise_multiplier is None) == (privacy.target_epsilon is None):
         raise GramianError("privacy.noise_multiplier: expected either it or privacy.target_epsilon")
@@ -91,7 +85,9 @@ def check_privacy(privacy: PrivacySection, data: DataSection) -> None:
         )
 
 
-def check_teacher(teacher: TeacherSection, kfac: KFACSection | None, privacy: PrivacySection | None) -> None:
+def check_teacher(
+    teacher: sections.TeacherSection, kfac: sections.KFACSection | None, privacy: sections.PrivacySection | None
+) -> None:
     """Check that the loss, its features and its temperature fit the source of the teacher's signal."""
     for section, options in (("kfac", kfac), ("privacy", privacy)):
         if options is not None:
@@ -117,11 +113,10 @@ def check_teacher(teacher: TeacherSection, kfac: KFACSection | None, privacy: Pr
         )
 
 
-def resolve_tokenizer(data: DataSection, model: ModelSection) -> str:
+def resolve_tokenizer(data: DataSection, model: sections.ModelSection) -> str:
     """Return the tokenizer that data.tokenizer = "auto" stands for; text for a Hugging Face model is never cut into bytes.
 
-    Raises:
-        GramianError: if the model's folder has no tokenizer, and text has to be read.
+    Raises `GramianError` if the model's folder has no tokenizer, and text has to be read.
     """
     folder = Path(model.path or "")
     if data.tokenizer != "auto":

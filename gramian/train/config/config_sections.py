@@ -10,9 +10,6 @@ import msgspec
 
 from gramian.core.bounded_numbers import Count, Fraction, Natural, NonNegative, Positive
 
-ScheduleKind = Literal["cosine", "wsd", "linear", "constant"]
-"""Learning rate schedules; `gramian.train.loop.schedule` implements each of them."""
-
 
 @dataclass(frozen=True)
 class RunSection:
@@ -86,7 +83,7 @@ class OptimizerSection:
 class ScheduleSection:
     """Learning rate schedule."""
 
-    kind: ScheduleKind = "cosine"
+    kind: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Shape of the schedule after the warm-up."""
     warmup: Natural = 50
     """Number of steps in which the learning rate rises linearly to its peak."""

@@ -18,8 +18,7 @@ REPEATED = 0.05
 def examine_data(data: DataSection) -> tuple[list[Check], Windows | None]:
     """Return checks of the data, and the training windows; None if a truncated file cannot be read.
 
-    Raises:
-        GramianError: if data is missing, or cannot be read although no file is truncated.
+    Raises `GramianError` if data is missing, or cannot be read although no file is truncated.
     """
     checks = check_files(data)
     try:
@@ -49,23 +48,12 @@ def check_documents(documents: Documents) -> list[Check]:
     """
     train, validation = documents.train.document_hashes(), documents.validation.document_hashes()
     both = np.concatenate([train, validation])
+    repeated, seen = 1 - len(np.unique(both)) / len(both), float(np.isin(validation, train).mean())
+    empty = documents.empty / documents.read
     return [
-        _check(name, fraction, bound, fraction <= bound, hint)
-        for name, fraction, bound, hint in (
-            ("empty documents", documents.empty / documents.read, EMPTY, "check what wrote them; they teach nothing"),
-            (
-                "repeated documents",
-                1 - len(np.unique(both)) / len(both),
-                REPEATED,
-                "remove all but one of equal documents",
-            ),
-            (
-                "validation documents trained on",
-                float(np.isin(validation, train).mean()),
-                REPEATED,
-                "remove them from data.files",
-            ),
-        )
+        _check("empty documents", empty, EMPTY, empty <= EMPTY, "check what wrote them; they teach nothing"),
+        _check("repeated documents", repeated, REPEATED, repeated <= REPEATED, "remove all but one of equal documents"),
+        _check("validation documents trained on", seen, REPEATED, seen <= REPEATED, "remove them from data.files"),
     ]
 
 

@@ -5,7 +5,6 @@ one takes its file and one line of the list. Checks run on models of their own, 
 write nothing.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,11 +120,7 @@ def examine(
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device that the run would use.
-
-    Raises:
-        GramianError: if the config asks for a GPU and there is none.
-    """
+    """Return the device that the run would use; raises if the config asks for a GPU and there is none."""
     available = torch.cuda.is_available()
     if config.run.device == "cuda" and not available:
         raise GramianError("run.device: there is no CUDA device here; expected auto or cpu")
@@ -174,8 +169,6 @@ def _settings_of_a_run(config: Config, device: torch.device) -> Iterator[None]:
     before = cudnn.allow_tf32, cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             set_globals(config.precision, config.run.deterministic)

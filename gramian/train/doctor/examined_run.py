@@ -81,10 +81,7 @@ class ExaminedRun:
     def stepper(self, model: nn.Module, rate: float | None = None, natural: bool = False) -> PlainStepper:
         """Build a stepper with the config's optimizer, without weight decay and without [privacy].
 
-        Args:
-            model: the model to train.
-            rate: initial learning rate of the optimizer; None: the config's.
-            natural: use natural gradients, if the config has [kfac] and no [privacy].
+        `rate` is its initial learning rate (None: the config's); `natural` gradients need [kfac] and no [privacy].
         """
         config, module = self.config, Objective(model)
         options = dataclasses.replace(config.optimizer, weight_decay=0.0, lr=rate or config.optimizer.lr)

@@ -46,8 +46,7 @@ class StepOutcome:
 class DeferredMetrics:
     """Metrics that are being copied to the host, in the order of their steps.
 
-    Args:
-        names: of the values behind the first four (`Stepper.extra`).
+    `names` are those of the values behind the first four (`Stepper.extra`).
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:

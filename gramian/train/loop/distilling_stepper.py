@@ -14,10 +14,7 @@ from gramian.train.loop.stepper import Event
 class DistillingStepper(PlainStepper):
     """Distillation from a live or a cached teacher.
 
-    Args:
-        arguments: positional arguments of `PlainStepper`; the module is a distillation objective.
-        teaching: the teacher and the state of the temperature.
-        options: keyword arguments of `PlainStepper`.
+    Takes the arguments of `PlainStepper`, with a distillation objective as module, and the teacher with its temperature.
     """
 
     extra = EXTRA_FIELDS

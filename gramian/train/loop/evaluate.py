@@ -10,24 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from gramian.data import Windows
 from gramian.models.goose import Goose, record_spikes
+from gramian.models.token_sampling import evaluation_mode
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.train.build.run_parts import Parts
 from gramian.train.loop.objective import IGNORED, Measured
-from gramian.train.loop.stepper import evaluating
 
 
 def evaluate(parts: Parts, windows: int) -> Measured:
-    """Loss on validation windows that are spread evenly over the validation data; the same on every process (collective).
-
-    Args:
-        parts: of the run.
-        windows: number of windows; all of them if there are fewer.
-    """
+    """Loss on `windows` validation windows (or all), spread evenly over the data; the same on every process (collective)."""
     count = min(windows, len(parts.validation))
     chosen = np.unique(np.linspace(0, len(parts.validation) - 1, count).round().astype(np.int64))
     rows = max(1, parts.config.data.micro_batch or 16)
     total = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with evaluating(parts.module), parts.numbers.autocast():
+    with evaluation_mode(parts.module), parts.numbers.autocast():
         for tokens_BT, targets_BT, documents_BT in _pieces(parts.validation, chosen, rows, parts.world):
             total[0] += parts.module(tokens_BT, targets_BT, 1.0, documents_BT)[1]
             total[1] += (targets_BT != IGNORED).sum()
@@ -38,13 +33,12 @@ def evaluate(parts: Parts, windows: int) -> Measured:
 def health_of(parts: Parts) -> tuple[dict[str, Any], list[str]]:
     """Health of a model beside its loss: spike rates of a `Goose`, similarity (CKA) of a student to its teacher (collective).
 
-    Returns:
-        Numbers for the log, and a line for each that is out of bounds.
+    Returns numbers for the log, and a line for each that is out of bounds.
     """
     numbers: dict[str, Any] = {}
     wrong: list[str] = []
     windows, world, options = parts.validation, parts.world, parts.config.eval
-    with evaluating(parts.module), parts.numbers.autocast():
+    with evaluation_mode(parts.module), parts.numbers.autocast():
         if isinstance(parts.model, Goose) and parts.model.config.spikes and parts.config.compile.mode == "off":
             with record_spikes(parts.model) as recorder:
                 for tokens_BT, targets_BT, documents_BT in _pieces(windows, np.arange(min(8, len(windows))), 8, world):

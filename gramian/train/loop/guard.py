@@ -117,9 +117,6 @@ class Guard:
     forgotten. A step that the scaler skipped may be followed by another of the same number. Rollbacks are not forgotten, so the
     guard is saved with the run, but not rolled back with it.
 
-    Args:
-        options: thresholds; with `on = false` every step is fine.
-
     Example:
         >>> Guard(config.GuardSection()).observe(Observation(step=0, loss=2.0, grad_norm=1.0))
         Fine()
@@ -137,14 +134,7 @@ class Guard:
         self._rollbacks: list[_PastRollback] = []
 
     def observe(self, seen: Observation) -> Verdict:
-        """Judge a step.
-
-        Args:
-            seen: the step; step numbers decrease only after a rollback.
-
-        Returns:
-            What to do before the next step.
-        """
+        """Judge a step: what to do before the next. Step numbers decrease only after a rollback."""
         if not self.options.on:
             return Fine()
         if not self._recent or seen.step < self._recent[-1][0]:
@@ -175,12 +165,7 @@ class Guard:
         return Advice("; ".join(advice)) if advice else Fine()
 
     def broken(self, step: int, reason: str) -> Verdict:
-        """Verdict on a step whose numbers were sound, but after which the model is broken.
-
-        Args:
-            step: the last one that was observed.
-            reason: what shows that the model is broken.
-        """
+        """Verdict on the last observed step if its numbers were sound but something shows that the model is broken."""
         return self._fault(step, reason) if self.options.on else Fine()
 
     def lr_scale(self, step: int) -> float:
@@ -202,11 +187,6 @@ class Guard:
         """Whether none of the last steps is under suspicion, so that no later rollback goes behind a state copied now."""
         return not any(high for _, high in self._recent)
 
-    @property
-    def rollbacks(self) -> int:
-        """Number of rollbacks so far."""
-        return len(self._rollbacks)
-
     def state_dict(self) -> dict[str, Any]:
         """All that `observe` remembers, as JSON values."""
         return {
@@ -220,11 +200,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
-
-        Raises:
-            GramianError: if a key is missing or unknown.
-        """
+        """Continue where `state_dict` was taken; raises `GramianError` if a key is missing or unknown."""
         if set(state) != set(self.state_dict()):
             raise GramianError(f"guard state: got {sorted(state)}; expected {sorted(self.state_dict())}")
         self._sound = [_Sound(*entry) for entry in state["sound"]]

@@ -11,11 +11,8 @@ def announced(batches: Iterator[StepBatch], cache: Cache) -> Iterator[StepBatch]
 
     Later micro-batches are announced by `DistillingStepper`, in their own step, so that the host has the rows of at most two
     that were not used yet. Nothing is announced to a live teacher: its forward would compete with a step of the student, and
-    its signal would occupy the device for as long.
-
-    Args:
-        batches: in their order. An end or an error is met one step early and passed on when that batch is due.
-        cache: of the teacher's signal.
+    its signal would occupy the device for as long. An end or an error is met one step early and passed on when that batch is
+    due.
     """
     current: StepBatch | None = None
     try:
@@ -24,7 +21,7 @@ def announced(batches: Iterator[StepBatch], cache: Cache) -> Iterator[StepBatch]
             if current is not None:
                 yield current
             current = batch
-    except Exception:
+    except Exception:  # of any kind: the batch before it is still due
         if current is not None:
             yield current
         raise

@@ -6,19 +6,17 @@ Legend: B windows, T tokens, V vocabulary.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from gramian.linalg.wide import wide
 
 IGNORED = -100
 """Target of a position that has no loss."""
 
 
 class Objective(nn.Module):
-    """Next-token cross-entropy of a language model.
-
-    Args:
-        model: the reference `GPT` or `Goose`, or a Hugging Face causal language model.
+    """Next-token cross-entropy of the reference `GPT` or `Goose`, or of a Hugging Face causal language model.
 
     Example:
         >>> loss, nats = Objective(model)(tokens_BT, targets_BT, 1 / tokens_BT.numel())  # doctest: +SKIP
@@ -37,16 +35,9 @@ class Objective(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, coefficient: float | Tensor, documents_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and the plain sum.
+        """coefficient · Σ −log p(target) to differentiate, and Σ −log p(target) without a graph, in float32 or wider.
 
-        Args:
-            tokens_BT: token ids.
-            targets_BT: the next token at each position, or −100 for none.
-            coefficient: factor of each token's loss in the first result.
-            documents_BT: document of each token, for models that do not attend across documents.
-
-        Returns:
-            coefficient · Σ −log p(target), and Σ −log p(target) without a graph, in float32 or wider.
+        A target of −100 does not count. `documents_BT` is the document of each token, for models that keep documents apart.
         """
         logits_BTV = logits_of(self.model, tokens_BT, documents_BT)
         total = summed_loss(logits_BTV, targets_BT)
@@ -66,9 +57,7 @@ def logits_of(model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None =
 
 def summed_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Σ −log p(target), in float32 or wider."""
-    logits = logits_BTV.flatten(0, 1)
-    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return F.cross_entropy(wide, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide(logits_BTV.flatten(0, 1)), targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True)

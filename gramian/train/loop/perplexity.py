@@ -15,26 +15,19 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 from gramian.data.token_stream import Stream
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.train.loop.objective import IGNORED, summed_loss
+from gramian.train.loop.objective import IGNORED, Measured, summed_loss
 
 Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(Measured):
     """exp of the mean loss over all predicted tokens, each predicted once."""
 
     protocol: str
     """ "non-overlapping": from the tokens before it in its window; "sliding": from at least length − stride tokens."""
     length: int
     stride: int
-    nats: float
-    tokens: int
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
-        return self.nats / max(1, self.tokens)
 
     @property
     def perplexity(self) -> float:
@@ -97,7 +90,7 @@ def perplexity(
             progress(min(len(mine), first + rows), len(mine))
     nats, tokens = world.sum_(total).tolist()
     name = "non-overlapping" if stride is None else "sliding"
-    return Perplexity(name, length, stride or length, nats, int(tokens))
+    return Perplexity(nats, int(tokens), name, length, stride or length)
 
 
 def _places(stream: Stream, length: int, stride: int, pack: bool) -> Iterator[tuple[int, int, int]]:

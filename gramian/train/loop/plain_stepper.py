@@ -25,10 +25,7 @@ class PlainStepper(Stepper):
     """Cross-entropy training, also along natural gradients.
 
     Args:
-        module: model and loss, wrapped for several processes.
-        optimizer: over its parameters.
-        numbers: the numeric precision.
-        world: this process and its group.
+        module, optimizer, numbers, world: see the attributes of `Stepper`.
         max_norm: longer gradients are scaled down to this norm; 0 scales none.
         seed: of dropout.
         kfac: captures the backward of every step, where the optimizer is preconditioned by it.
@@ -116,15 +113,6 @@ class PlainStepper(Stepper):
             norm = norm.full_tensor()
         return norm.detach().to(torch.float64)
 
-    def _step(self) -> bool:
-        if self.scaler is None:
-            self.optimizer.step()
-            return True
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return self.scaler.get_scale() >= before
-
     # ---- what distillation adds --------------------------------------------------------------------------------------
 
     def _arguments(self, micro: dict[str, Tensor]) -> dict[str, Any]:
@@ -133,7 +121,6 @@ class PlainStepper(Stepper):
 
     def _announce(self, micro: dict[str, Tensor]) -> None:
         """Announce the next micro-batch of the step, before the backward of this one."""
-        return None
 
     def _learn(self, sums: Tensor, scale: float, stepped: bool) -> Tensor:
         """Update what is learned beside the optimizer's parameters; returns values behind those of the objective."""

@@ -1,5 +1,6 @@
 """Numeric precision of a run: dtype of weights, autocast, loss scaling, TF32."""
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,9 @@ class Precision:
 def resolve_precision(
     precision: PrecisionSection, device: torch.device, capability: tuple[int, int] | None = None
 ) -> Precision:
-    """The precision that a config asks for on a device.
+    """The precision that a config asks for on a device of some compute capability (None: that of the GPU).
 
-    Args:
-        precision: of the config; "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a scaler on older GPUs.
-        device: of the run.
-        capability: compute capability of the GPU; None queries it.
-
-    Raises:
-        GramianError: if the GPU does not support it.
+    "auto" is fp32 on a CPU, bf16 on Ampere and later, fp16 with a scaler on older GPUs. Raises if the GPU does not support it.
     """
     if device.type != "cuda":
         return Precision("fp32" if precision.kind == "auto" else precision.kind, device.type)
@@ -70,6 +65,8 @@ def resolve_precision(
 
 def set_globals(precision: PrecisionSection, deterministic: bool) -> None:
     """Set TF32 and deterministic kernels for the process."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = precision.tf32
     torch.use_deterministic_algorithms(deterministic)

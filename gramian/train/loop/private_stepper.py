@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
-from gramian.data.batches import DataWorkerDied, leave_process_group, suppress_worker_death_errors
+from gramian.data.batches import DataWorkerDied, leave_process_group, shut_down_workers, suppress_worker_death_errors
 from gramian.data.windows import Windows
 from gramian.kernels.normal_tail import NORMALS_VERSION
 from gramian.parallel.process_grid import ProcessGrid
@@ -41,14 +41,8 @@ class Draw:
 class PrivateStepper(Stepper):
     """DP-SGD training with a `PrivacyEngine`, which makes the model private when the stepper is constructed.
 
-    Args:
-        module: model and loss, wrapped for several processes.
-        optimizer: over its parameters.
-        numbers: the numeric precision.
-        world: this process and its group.
-        config: of the run, with a [privacy] section.
-        windows: the records.
-        curvature: refreshes the K-FAC factors that the optimizer is preconditioned with.
+    The config has a [privacy] section, the windows are its records; `curvature` refreshes the K-FAC factors that the optimizer
+    is preconditioned with.
     """
 
     repeatable = False
@@ -98,12 +92,9 @@ class PrivateStepper(Stepper):
             "expected_batch": float(data.batch),
         }
         if options.target_epsilon is not None:
-            rate = data.batch / len(windows)
+            epochs = config.run.steps * (data.batch / len(windows))
             _, _, self._loader = self.engine.make_private_with_epsilon(
-                target_epsilon=options.target_epsilon,
-                target_delta=options.delta,
-                epochs=config.run.steps * rate,
-                **arguments,
+                target_epsilon=options.target_epsilon, target_delta=options.delta, epochs=epochs, **arguments
             )
         else:
             noise = options.noise_multiplier or 0.0
@@ -114,11 +105,8 @@ class PrivateStepper(Stepper):
     def prepare(self) -> None:
         """Prove that the loss of a window does not depend on other windows, unless privacy.proof is "off".
 
-        All processes use the same windows, spread evenly over the data, as many as one backward takes. Cost: see
-        `PrivacyEngine.check_independence`.
-
-        Raises:
-            GramianError: naming the layer whose rows change with other windows.
+        All processes use the same windows, spread evenly over the data, as many as one backward takes. A failure names the
+        layer whose rows change. Cost: see `PrivacyEngine.check_independence`.
         """
         if self._options.proof != "off" and len(self._windows) > 1:
             places = np.linspace(0, len(self._windows) - 1, self._rows).astype(np.int64)
@@ -134,8 +122,7 @@ class PrivateStepper(Stepper):
     def draws(self) -> Iterator[Draw]:
         """Endless draws, which follow from the secret key and the release counter.
 
-        Raises:
-            DataWorkerDied: the next call continues with new workers and the same draw.
+        Raises `DataWorkerDied`; the next call continues with new workers and the same draw.
         """
         while True:
             for pieces in self._alive(self._loader.draws()):
@@ -146,9 +133,7 @@ class PrivateStepper(Stepper):
     def close(self) -> None:
         """End the data workers; `draws` starts new ones."""
         workers, self._loader._iterator = self._loader._iterator, None
-        end = getattr(workers, "_shutdown_workers", None)
-        if end is not None:
-            end()
+        shut_down_workers(workers)
 
     def _alive(self, items: Iterator[Any]) -> Iterator[Any]:
         """The same items; the death of a worker becomes an error of one line."""
@@ -171,9 +156,7 @@ class PrivateStepper(Stepper):
 
     def _died(self, how: str) -> DataWorkerDied:
         self.close()
-        return DataWorkerDied(
-            f"data.workers: {how}; expected enough memory for all, or fewer workers; 0 reads in the training process"
-        )
+        return DataWorkerDied.because(how)
 
     def take(self, batch: Draw, rate: float, flag: bool = False) -> TakenStep:
         """Take one private step, which is one release; see `Stepper.take`."""
@@ -196,13 +179,6 @@ class PrivateStepper(Stepper):
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         stepped = self.scaler is None or self.scaler.get_scale() >= before
         return TakenStep(torch.cat([self.world.sum_(total), norm.detach().to(total)[None]]), stepped)
-
-    def _step(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
 
     # ---- state and privacy -------------------------------------------------------------------------------------------
 

@@ -25,13 +25,8 @@ SCALE = 2.0**12
 class PublicCurvature:
     """Refreshes the K-FAC factors of a private model on public windows.
 
-    Args:
-        module: model and loss.
-        copy: a copy of it that is not private; sharded in the same way.
-        kfac: gets the factors.
-        config: of the run; `kfac.public_files` are read as `data.files` are, or as text beside the embedded corpus.
-        numbers: the numeric precision.
-        world: this process and its group, which divide the public batch as they do a training batch.
+    `copy` is a copy of the module (model and loss) that is not private, sharded in the same way. `kfac.public_files` are read
+    as `data.files` are, or as text beside the embedded corpus; processes divide a public batch as they do a training batch.
     """
 
     def __init__(

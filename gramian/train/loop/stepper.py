@@ -6,10 +6,9 @@ A stepper owns the model, the optimizer and the loss scaler of a run and takes o
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ class TakenStep:
     """False if the loss scaler skipped the step."""
 
 
-class Stepper(Protocol):
+class Stepper:
     """One optimizer step of a run, and the state, metrics and events that belong to its kind of training.
 
     The defaults are those of a run without a teacher and without privacy.
@@ -57,14 +56,8 @@ class Stepper(Protocol):
     """Whether steps can be computed again on the same batches. Those of a private run cannot: each is a new release."""
 
     def take(self, batch: Any, rate: float, flag: bool = False) -> TakenStep:
-        """Take one optimizer step.
-
-        Args:
-            batch: the micro-batches of the step.
-            rate: learning rate.
-            flag: raise a flag that all processes see when they read the values.
-        """
-        ...
+        """Take one optimizer step at a learning rate; all processes see a raised `flag` when they read the values."""
+        raise NotImplementedError
 
     def watch(self, batch: Any) -> None:
         """Run forward and backward without a step; for `repeatable` steppers only.
@@ -75,11 +68,9 @@ class Stepper(Protocol):
 
     def prepare(self) -> None:
         """Make the checks that must pass before the first step."""
-        return None
 
     def begin(self, step: int) -> None:
         """Announce the number of the step that is taken next."""
-        return None
 
     def teacher(self) -> str | None:
         """Hash of the teacher, which a resumed run must have again; None without one. Collective where it is sharded."""
@@ -87,12 +78,21 @@ class Stepper(Protocol):
 
     def close(self) -> None:
         """End the data workers of the stepper, if it has any."""
-        return None
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate of all parameter groups."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def _step(self) -> bool:
+        """Step the optimizer, through the loss scaler if there is one; False if the scaler skipped the step."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -115,11 +115,9 @@ class Stepper(Protocol):
         return {}
 
     def load_sections(self, sections: Mapping[str, Any], validated: int | None = None) -> None:
-        """Restore `sections`, except what a rollback must not take back.
+        """Restore `sections`, with `judged_sections` merged in, except what a rollback must not take back.
 
-        Args:
-            sections: as saved, with `judged_sections` merged in.
-            validated: for a rollback: evaluations up to this step are not repeated.
+        For a rollback, evaluations up to step `validated` are not repeated.
         """
         if self.kfac is not None:
             self.kfac.load_state_dict(sections["kfac"], self.captured)
@@ -142,17 +140,12 @@ class Stepper(Protocol):
 
     def attach(self, folder: Path, *, resumed: bool) -> None:
         """Bind the release counter to a file in the run folder, which must exist if the run is resumed."""
-        return None
 
     def resume(self, sections: Mapping[str, Any], *, replay: bool) -> str | None:
         """Restore what a rollback does not, after `load_sections`.
 
-        Args:
-            sections: as saved.
-            replay: continue exactly as the run did after the checkpoint, where that is possible.
-
-        Returns:
-            Why the steps after the checkpoint are not replayed; None if they are, or if that does not matter.
+        With `replay` the run continues exactly as it did after the checkpoint, where that is possible. Returns why its steps
+        are not replayed; None if they are, or if that does not matter.
         """
         return None
 
@@ -179,19 +172,4 @@ def terms_and_ids(batch: StepBatch, i: int) -> dict[str, Any]:
     """Arguments of a K-FAC capture for micro-batch `i`: its number of loss terms, and its rows' places in the step."""
     sizes, targets_BT = [len(micro["targets"]) for micro in batch.micro], batch.micro[i]["targets"]
     first = batch.first + sum(sizes[:i])
-    return {
-        "num_terms": int((targets_BT != IGNORED).sum()),
-        "sample_ids": torch.arange(first, first + sizes[i]),
-    }
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no graph inside the block."""
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(training)
+    return {"num_terms": int((targets_BT != IGNORED).sum()), "sample_ids": torch.arange(first, first + sizes[i])}

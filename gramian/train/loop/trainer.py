@@ -146,13 +146,9 @@ class Trainer:
         return self.step >= self.config.run.steps or self.parts.stepper.exhausted(self.config.run.steps)
 
     def _judge(self, wait: bool) -> tuple[bool, Ended | None]:
-        """Judge the steps whose metrics have arrived.
+        """Judge the steps whose metrics have arrived; with `wait`, those of all steps taken.
 
-        Args:
-            wait: for the metrics of all steps taken.
-
-        Returns:
-            False if a step was taken back; and how the run ended, if it did.
+        Returns False if a step was taken back; and how the run ended, if it did.
         """
         for outcome in self.deferred.read(wait):
             attempt = outcome.attempt
@@ -291,11 +287,7 @@ class Trainer:
 
     def _judged_facts(self) -> dict[str, Any]:
         """What the metrics read so far have decided, as JSON values."""
-        return {
-            **self.progress.judged_facts(),
-            "clipped": list(self.log.clipped),
-            "guard": self.guard.state_dict(),
-        }
+        return {**self.progress.judged_facts(), "clipped": list(self.log.clipped), "guard": self.guard.state_dict()}
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint, or start."""
@@ -328,10 +320,8 @@ class Trainer:
     def _roll_back(self, verdict: Rollback, judged: int) -> None:
         """Restore the state before the first suspicious step, and leave out the data of all suspicious steps from now on.
 
-        Args:
-            verdict: of the guard.
-            judged: position of the last batch whose metrics it has seen; later ones may have a suspicious step's number, if
-                the scaler skipped that, and are not to blame.
+        `judged` is the position of the last batch whose metrics the guard has seen; later ones may have a suspicious step's
+        number, if the scaler skipped that, and are not to blame.
         """
         before, repeatable = self.progress, self.parts.stepper.repeatable
         bad = {position for step, position in before.trail if step in verdict.skip and position <= judged}

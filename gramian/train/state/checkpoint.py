@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gramian.core.durable_files import TEMPORARY, FileRecord, sync_folder
+from gramian.core.durable_files import TEMPORARY, FileRecord, sync_path
 from gramian.core.errors import GramianError
 from gramian.parallel.exchange import Exchange
 from gramian.train.state.checkpoint_files import (
@@ -50,7 +50,6 @@ class LoadedCheckpoint:
     folder: Path
     step: int
     best: bool
-    config_hash: str | None
     facts: dict[str, Any] = field(repr=False)
     shapes: dict[str, tuple[int, ...]] = field(repr=False)
     """Shapes of the full tensors, by name."""
@@ -58,18 +57,9 @@ class LoadedCheckpoint:
     sharded: bool = False
 
     def parts(self, extents: Mapping[str, Extent] | None = None) -> dict[str, Part]:
-        """Read the tensors into host memory.
+        """Read the tensors into host memory: the boxes of `extents`, and all of a tensor that is not named there.
 
         A checkpoint of any number of processes is read by any number; nothing is communicated.
-
-        Args:
-            extents: boxes that this process needs, as `flat_state.extents` returns them; all of a tensor that is not named.
-
-        Returns:
-            A part for each saved tensor.
-
-        Raises:
-            GramianError: if the files are gone.
         """
         needed = {name: (extents or {}).get(name, full_extent(shape)) for name, shape in self.shapes.items()}
         try:
@@ -146,9 +136,7 @@ class CheckpointStore:
     def write(self, snapshot: Snapshot, *, best: bool = False) -> None:
         """Start to write a snapshot, after the previous save is done; the caller need not keep the snapshot.
 
-        Args:
-            snapshot: of `Snapshots.take`; its fact `config_hash` goes into the manifest.
-            best: whether it is the best so far, which is kept until a better one is complete.
+        Its fact `config_hash` goes into the manifest. The best so far is kept until a better one is complete.
         """
         if snapshot.sharded and self.world == 1:
             raise GramianError("world: 1, but the snapshot is sharded over several processes; expected their number")
@@ -205,7 +193,7 @@ class CheckpointStore:
             os.rename(path, path.with_name(path.name.replace("step", "best", 1)))
         else:
             self._remove(path)
-        sync_folder(self.folder)
+        sync_path(self.folder)
 
     def _finish_save(self) -> None:
         save, self._save = self._save, None
@@ -225,7 +213,7 @@ class CheckpointStore:
                 temporary = self._begin(snapshot.step)
                 record = write_tensors(temporary / STATE, {name: part.local for name, part in snapshot.parts.items()})
                 self._complete(snapshot, temporary, {STATE: record}, best=best)
-        except Exception as reason:
+        except Exception as reason:  # a run goes on without this checkpoint, whatever failed in the thread
             error = GramianError(
                 f"{self.folder}: step {snapshot.step} was not saved ({_one_line(reason)}); expected a disk with room for it"
             )
@@ -245,7 +233,7 @@ class CheckpointStore:
         temporary = self._temporary(step)
         if not self.folder.exists():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sync_folder(self.folder.parent)
+            sync_path(self.folder.parent)
         if not self._clean:
             for path in self.folder.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -259,12 +247,12 @@ class CheckpointStore:
         files[FACTS] = write_file(temporary / FACTS, [snapshot.facts_text.encode()])
         shapes = {name: [DTYPES[part.local.dtype], list(part.extent.shape)] for name, part in snapshot.parts.items()}
         write_manifest(temporary, snapshot.step, best, snapshot.facts.get("config_hash"), files, shapes)
-        sync_folder(temporary)
+        sync_path(temporary)
         attempts = [attempt for _, step, attempt in map(_parsed, self._names()) if step == snapshot.step]
         suffix = f".{max(attempts) + 1}" if attempts else ""
         final = self.folder / f"step-{snapshot.step:08d}{suffix}"
         os.rename(temporary, final)
-        sync_folder(self.folder)
+        sync_path(self.folder)
         try:
             self._prune(final)
         except OSError as reason:  # the new one is complete all the same
@@ -296,14 +284,9 @@ class CheckpointStore:
     # ---- reading -------------------------------------------------------------------------------------------------------
 
     def newest(self, config_hash: str | None = None, upto: int | None = None) -> LoadedCheckpoint | None:
-        """The newest checkpoint whose files match its manifest; events report those that were skipped, and why.
+        """The newest checkpoint of this config hash, up to a step, whose files match its manifest; None if there is none.
 
-        Args:
-            config_hash: that the checkpoint must have; None for any.
-            upto: last step to consider; None for all.
-
-        Returns:
-            The checkpoint, the same on all processes, which divide the verification; None if there is none.
+        The same on all processes, which divide the verification. Events report those that were skipped, and why.
         """
         return self._first("step", config_hash, upto)
 
@@ -371,7 +354,6 @@ def _loaded(path: Path, body: dict[str, Any]) -> LoadedCheckpoint:
         folder=path,
         step=body["step"],
         best=body["best"],
-        config_hash=body["config_hash"],
         facts=json.loads((path / FACTS).read_bytes()),
         shapes={name: tuple(shape) for name, (_, shape) in body["tensors"].items()},
         dtypes={name: known[dtype] for name, (dtype, _) in body["tensors"].items()},

@@ -27,13 +27,7 @@ DTYPES = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a safetensors file from host memory without another copy of the tensors.
-
-    Args:
-        path: of a file that does not exist yet.
-        tensors: contiguous, on the CPU.
-        metadata: of the file's header.
-    """
+    """Write a new safetensors file from contiguous tensors in host memory, without another copy of them."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # everything stays aligned
     end = 0
@@ -79,13 +73,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a checkpoint, with a checksum of its own.
 
-    Args:
-        folder: of the checkpoint.
-        step: steps taken before it.
-        best: whether its validation loss was the best when it was written.
-        config_hash: of its run.
-        files: size and checksum of every other file of the folder.
-        tensors: [dtype, shape] of the full tensors, by name.
+    `files` has the size and checksum of every other file of the folder, `tensors` [dtype, shape] of the full tensors.
     """
     body = {
         "format": FORMAT,

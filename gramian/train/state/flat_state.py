@@ -4,8 +4,7 @@ Names have no wrapper prefixes: `model.<parameter or buffer>` and `optimizer.<pa
 however it is sharded. Other names in a state belong to the caller and are ignored.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from gramian.core.errors import GramianError
 from gramian.taps.model.user_names import join, named_modules
-from gramian.train.state.nested import MARK, merge, split
+from gramian.train.state.nested import merge, split
 from gramian.train.state.tensor_parts import Extent, Part, copy_parts, parts_of
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -26,14 +25,9 @@ HOST_SCALARS = ("step", "mu_product")
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors of a model and its optimizer, not copies.
+    """The tensors of a model and its optimizer, not copies, after FSDP2 has resharded gathered parameters.
 
-    Args:
-        model: wrapped in any way; parameters that FSDP2 has gathered are resharded first.
-        optimizer: over parameters of the model.
-
-    Returns:
-        Every parameter and persistent buffer once, under its first name, and every tensor of the optimizer's state.
+    Every parameter and persistent buffer is there once, under its first name, and every tensor of the optimizer's state.
     """
     tensors = {f"{MODEL}{name}": t for name, t in _model_tensors(model).items()}
     if optimizer is not None:
@@ -44,10 +38,6 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The rest of the optimizer's state, as JSON values.
-
-    Args:
-        model: for the names.
-        optimizer: over parameters of the model.
 
     Returns:
         `groups`: the `parameters` by name and the `options` of each parameter group; `state`: the fields of each parameter's
@@ -69,13 +59,8 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def extents(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Extent]:
     """The box of each saved tensor that this process needs: its shards, where the model is sharded.
 
-    Args:
-        model: that the state will be loaded into.
-        shapes: of the full tensors, by name.
-
-    Returns:
-        The boxes of the model's tensors, and of optimizer state that has its parameter's shape. All of any other tensor is
-        needed.
+    `shapes` are those of the full tensors. Returned are the boxes of the model's tensors, and of optimizer state that has its
+    parameter's shape; all of any other tensor is needed.
     """
     own = {name: part.extent for name, part in parts_of(_model_tensors(model)).items()}
     needed = {}
@@ -112,61 +97,51 @@ def load(
     parts |= parts_of({name: t for name, t in tensors.items() if not isinstance(t, Part)})
     targets = {f"{MODEL}{name}": t for name, t in _model_tensors(model).items()}
     wanted = {name: part for name, part in parts.items() if name.startswith(MODEL)}
-    changes: list[_Change] = []
+    states: dict[nn.Parameter, dict[str, Any]] = {}
     if optimizer is not None:
         names = _names_of(model, optimizer)
-        groups, states = _checked_facts(facts, names, optimizer)
+        groups, saved_states = _checked_facts(facts, names, optimizer)
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, p in names.items():
-            change = _change(name, p, group_of[id(p)], optimizer.state.get(p, {}), states.get(name, {}), parts)
-            targets |= change.targets
-            changes.append(change)
+            saved = saved_states.get(name, {})
+            states[p], made = _new_state(name, p, group_of[id(p)], optimizer.state.get(p, {}), saved, parts)
+            targets |= made
         wanted |= {name: part for name, part in parts.items() if name.startswith(OPTIMIZER)}
     copy_parts(wanted, targets)  # checks all of them before it writes the first
     if optimizer is None:
         return
-    for change in changes:
-        change.apply(optimizer)
+    for p, state in states.items():
+        if state:
+            optimizer.state[p].clear()
+            optimizer.state[p].update(state)
+        else:
+            optimizer.state.pop(p, None)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved["options"].items():
             group[key] = _option(group.get(key), value)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """The optimizer state that a parameter will have; its tensors are filled later."""
-
-    parameter: nn.Parameter
-    state: dict[str, Any]
-    targets: dict[str, Tensor]
-
-    def apply(self, optimizer: Optimizer) -> None:
-        if not self.state:
-            optimizer.state.pop(self.parameter, None)
-            return
-        state = optimizer.state[self.parameter]
-        state.clear()
-        state.update(self.state)
-
-
-def _change(
+def _new_state(
     name: str,
     p: nn.Parameter,
     group: Mapping[str, Any],
     state: Mapping[str, Any],
     saved: Mapping[str, Any],
     parts: Mapping[str, Part],
-) -> _Change:
-    """Reuse tensors that exist, and allocate the rest where the optimizer would have."""
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state that a parameter will have, and its unfilled tensors: existing ones, or allocated where the optimizer would."""
     existing: dict[str, Tensor] = {}
     split(f"{OPTIMIZER}{name}", state, existing)
-    targets = {}
-    for full in _marked(saved):
+    targets: dict[str, Tensor] = {}
+
+    def target(full: str) -> Tensor:
         if full not in parts:
             raise GramianError(f"{full}: is not in the saved tensors; expected those that were saved with the facts")
         field = full.removeprefix(f"{OPTIMIZER}{name}.")
         targets[full] = existing[full] if full in existing else _made(full, field, parts[full], p, group)
-    return _Change(p, merge(saved, targets), targets)
+        return targets[full]
+
+    return merge(saved, target), targets
 
 
 def _made(name: str, field: str, part: Part, p: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -190,23 +165,16 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise GramianError(f"model: {name or 'the root'} keeps extra state; expected parameters and buffers alone")
-        for local, t in (*module._parameters.items(), *_persistent(module)):
-            if t is not None and id(t) not in seen:
+        transient = module._non_persistent_buffers_set
+        for local, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None and id(t) not in seen and local not in transient:
                 seen.add(id(t))
                 found[join(name, local)] = t
     return found
 
 
-def _persistent(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    return [(name, t) for name, t in module._buffers.items() if name not in module._non_persistent_buffers_set]
-
-
 def _names_of(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by the model's names, in the optimizer's order.
-
-    Raises:
-        GramianError: if it has other parameters, or state under other keys.
-    """
+    """The optimizer's parameters by the model's names, in its order; raises if it has others, or state under other keys."""
     names = {id(t): name for name, t in _model_tensors(model).items()}
     found: dict[str, nn.Parameter] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -232,27 +200,10 @@ def _owner(rest: str, names: Mapping[str, Any]) -> str:
     return rest
 
 
-def _marked(value: Any) -> Iterator[str]:
-    """Names of the tensors inside a nested value."""
-    if isinstance(value, Mapping):
-        if set(value) == {MARK}:
-            yield value[MARK]
-        else:
-            for inner in value.values():
-                yield from _marked(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _marked(inner)
-
-
 def _checked_facts(
     facts: Mapping[str, Any] | None, names: Mapping[str, Any], optimizer: Optimizer
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and state of the saved facts.
-
-    Raises:
-        GramianError: if the groups have other parameters than the optimizer's.
-    """
+    """Groups and state of the saved facts; raises if the groups have other parameters than the optimizer's."""
     try:
         assert facts is not None
         groups, states = list(facts["groups"]), dict(facts["state"])

@@ -1,6 +1,6 @@
 """Split a nested state into flat tensors and JSON values, and merge them again: checkpoints without pickling."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,7 @@ MARK = "tensor at"
 
 
 def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of nested dicts, lists and tuples into a flat dictionary.
-
-    Args:
-        prefix: of the tensors' names.
-        value: the state.
-        tensors: gets the tensors, as "prefix.key.index…".
+    """Move the tensors of nested dicts, lists and tuples into a flat dictionary, as "prefix.key.index…".
 
     Returns:
         The state in JSON values: tensors as {"tensor at": name}, tuples as {"tuple": […]}, dicts with keys that are not text
@@ -40,16 +35,14 @@ def split(prefix: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def merge(facts: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `split`."""
+def merge(facts: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of `split`; `tensor` returns the tensor of a name."""
     if isinstance(facts, Mapping):
         if set(facts) == {MARK}:
-            return tensors[facts[MARK]]
+            return tensor(facts[MARK])
         if set(facts) == {"tuple"}:
-            return tuple(merge(inner, tensors) for inner in facts["tuple"])
+            return tuple(merge(inner, tensor) for inner in facts["tuple"])
         if set(facts) == {"pairs"}:
-            return {key: merge(inner, tensors) for key, inner in facts["pairs"]}
-        return {key: merge(inner, tensors) for key, inner in facts.items()}
-    if isinstance(facts, list):
-        return [merge(inner, tensors) for inner in facts]
-    return facts
+            return {key: merge(inner, tensor) for key, inner in facts["pairs"]}
+        return {key: merge(inner, tensor) for key, inner in facts.items()}
+    return [merge(inner, tensor) for inner in facts] if isinstance(facts, list) else facts

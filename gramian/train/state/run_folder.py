@@ -23,9 +23,6 @@ from gramian.train.config.config import RUN_ONLY, Config, load_config
 class RunFolder:
     """A run folder, locked inside the context; nothing is created before.
 
-    Args:
-        config: of the run.
-
     Example:
         >>> with RunFolder(config) as folder:  # doctest: +SKIP
         ...     Trainer(build(config, world), folder).run()
@@ -38,8 +35,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         """Lock the folder and write the config into it.
 
-        Raises:
-            GramianError: if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
+        Raises `GramianError` if it is in use, has a run of another config, or cannot be written; nothing is overwritten.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -127,14 +123,8 @@ def difference(before: Config, now: Config) -> str:
 class JsonLines:
     """A file of JSON lines that is appended to; lines that a full disk refuses are written as soon as it has room.
 
-    Args:
-        path: of the file.
-        upto: last attempt whose lines are kept; later and incomplete lines are removed, because a resumed run writes them
-            again. None keeps all.
-        private: mode 0600.
-
-    Raises:
-        GramianError: if it cannot be read or written.
+    Lines of attempts after `upto` and incomplete lines are removed, because a resumed run writes them again; None keeps all.
+    With `private` the file has mode 0600.
     """
 
     def __init__(self, path: Path, upto: int | None = None, *, private: bool = False) -> None:

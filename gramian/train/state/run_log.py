@@ -28,14 +28,8 @@ from gramian.train.state.run_progress import RunProgress
 from gramian.train.state.run_record import Record
 
 PEAK_TERAFLOPS = {
-    "H200": 989.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "A10G": 70.0,
-    "RTX 4090": 165.0,
-    "V100": 125.0,
-}
+    "H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0,
+}  # fmt: skip
 """Dense half-precision tensor-core peaks, as vendors state them."""
 LOOKED = ("unhealthy", "advice", "rollback", "stopped")
 """Events that depend on private data; the last three only if `privacy.decisions` is "raw"."""
@@ -49,13 +43,8 @@ NOT_COVERED = (
 class RunLog:
     """The log of one run; only rank 0 writes, and no file is opened before `begin`.
 
-    Args:
-        parts: of the run.
-        folder: of the run.
-        record: says whether ε is valid.
-        meter: measures how long steps wait for data.
-        progress: returns the current progress of the run.
-        on_event: called with every event, too.
+    `record` knows whether ε is valid, `meter` how long steps wait for data, `progress` returns the current progress of the run;
+    `on_event` is called with every event, too.
     """
 
     def __init__(
@@ -166,13 +155,7 @@ class RunLog:
         self._write({**line, "time": self._time()})
 
     def evaluation(self, measured: Measured, more: Mapping[str, Any], seconds: float) -> None:
-        """Write a validation loss.
-
-        Args:
-            measured: the loss.
-            more: further numbers of the line.
-            seconds: that the evaluation took.
-        """
+        """Write a validation loss, with `more` numbers, and the seconds that the evaluation took."""
         progress, first = self._progress(), self._last_eval is None
         attempts = progress.attempt - self._attempts_before
         step_seconds = (time.perf_counter() - self._started - seconds) / attempts if attempts > 0 else None

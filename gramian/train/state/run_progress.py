@@ -46,12 +46,7 @@ class RunProgress:
         return self.step < self.repeats_until
 
     def after(self, position: int, stepped: bool) -> Self:
-        """Progress after an attempt.
-
-        Args:
-            position: of its batch.
-            stepped: False if the loss scaler skipped the step.
-        """
+        """Progress after an attempt on the batch at `position`; the loss scaler may have skipped the step."""
         return replace(
             self,
             step=self.step + stepped,
@@ -77,11 +72,7 @@ class RunProgress:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Progress as a checkpoint saved it.
-
-        Raises:
-            GramianError: naming a fact that is missing.
-        """
+        """Progress as a checkpoint saved it; raises `GramianError` naming a fact that is missing."""
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in facts]
         if missing:
@@ -91,13 +82,10 @@ class RunProgress:
         return cls(**{**saved, "skipped": frozenset(facts["skipped"]), "trail": trail})
 
     def rolled_back(self, saved: Self, to_before: int, bad: frozenset[int], repeatable: bool) -> Self:
-        """Progress after a rollback; attempts, the best and what a private run has drawn are not taken back.
+        """Progress after a rollback to `saved`; attempts, the best and what a private run has drawn are not taken back.
 
-        Args:
-            saved: progress of the restored state.
-            to_before: the first suspicious step.
-            bad: positions that are left out from now on.
-            repeatable: False for a private run, whose steps come again with other draws.
+        `to_before` is the first suspicious step, `bad` the positions that are left out from now on. Steps of a private run
+        are not repeatable: they come again with other draws.
         """
         repeats_until = to_before if repeatable else self.repeats_until
         return replace(

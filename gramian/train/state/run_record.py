@@ -22,12 +22,7 @@ RAW = 'privacy.decisions = "raw": rollbacks, the end of the run and the best che
 
 
 class Record:
-    """The record of one run, written when the run begins, and again when more is known of its privacy.
-
-    Args:
-        folder: of the run.
-        parts: of the run.
-    """
+    """The record of one run, written when the run begins, and again when more is known of its privacy."""
 
     def __init__(self, folder: Path, parts: Parts) -> None:
         self._path, self._parts = folder / "record.json", parts
@@ -43,11 +38,7 @@ class Record:
             self.not_valid.append(reason)
 
     def update(self) -> None:
-        """Write the record if it has changed: by the first process, or by the one whose row proof has failed.
-
-        Raises:
-            GramianError: if it cannot be written.
-        """
+        """Write the record if it has changed: by the first process, or by the one whose row proof has failed."""
         privacy, proof, failed = self._parts.stepper.privacy_record(), {}, None
         if privacy is not None:
             proof = privacy.pop("proof")

@@ -36,13 +36,10 @@ class _PendingCopy:
 
 
 class RunSaver:
-    """Copies the state of a run, writes checkpoints and restores.
+    """Copies the state of a run, writes checkpoints into a folder and restores.
 
-    Args:
-        parts: of the run.
-        folder: of the checkpoints.
-        judged: facts that depend on the metrics read so far.
-        on_event: receives the events of the checkpoint store, also from its thread.
+    `judged` returns the facts that depend on the metrics read so far; `on_event` receives the events of the checkpoint store,
+    also from its thread.
     """
 
     def __init__(
@@ -76,14 +73,10 @@ class RunSaver:
             self.due = False
 
     def judge_copy(self, position: int, calm: bool) -> None:
-        """Decide on the pending copy when the metrics of a step have arrived.
+        """Decide on the pending copy when the metrics of the step on the batch at `position` have arrived.
 
         A loss is computed before its update, so the effect of an update shows in the next loss. A copy whose own step or the
-        next is under suspicion is dropped, and another is due.
-
-        Args:
-            position: of the step's batch.
-            calm: whether the guard suspects none of the last steps.
+        next is under suspicion (the guard is not calm) is dropped, and another is due.
         """
         pending = self._pending
         if pending is None:
@@ -151,8 +144,7 @@ class RunSaver:
     def find(self) -> LoadedCheckpoint | None:
         """The newest checkpoint of this run; None if there is none.
 
-        Raises:
-            GramianError: if there are only checkpoints that cannot be used, or of other data or another teacher.
+        Raises `GramianError` if there are only checkpoints that cannot be used, or of other data or another teacher.
         """
         store = self.store
         found = store.newest(self._parts.config.hash)
@@ -187,15 +179,9 @@ class RunSaver:
     def restore(
         self, saved: Mapping[str, Part], facts: Mapping[str, Any], validated: int | None = None
     ) -> dict[str, Any]:
-        """Restore model, optimizer, scaler and the stepper's sections; the caller restores the progress.
+        """Restore model, optimizer, scaler and the stepper's sections, which are returned; the caller restores the progress.
 
-        Args:
-            saved: the tensors.
-            facts: the rest.
-            validated: for a rollback: evaluations up to this step are not repeated.
-
-        Returns:
-            The stepper's sections, as saved.
+        For a rollback, evaluations up to step `validated` are not repeated.
         """
         parts, stepper = self._parts, self._parts.stepper
         self.snapshots.settle()
@@ -203,7 +189,7 @@ class RunSaver:
         load(parts.module, parts.optimizer, model, facts["optimizer"])
         if stepper.scaler is not None:
             stepper.scaler.load_state_dict(facts["scaler"])
-        sections = {name: merge(facts[name], _cloned(saved, name)) for name in SECTIONS if name in facts}
+        sections = {name: merge(facts[name], _cloned(saved, name).__getitem__) for name in SECTIONS if name in facts}
         stepper.load_sections(sections, validated)
         return sections
 

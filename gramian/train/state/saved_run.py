@@ -26,7 +26,7 @@ class SavedRun:
     step: int
     best: bool
     folder: Path
-    """Of the checkpoint."""
+    """Folder of the checkpoint."""
 
 
 def is_run(path: str | Path) -> bool:
@@ -37,12 +37,7 @@ def is_run(path: str | Path) -> bool:
 def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
     """Build a run's model with the weights of its best checkpoint, or of its newest where none was evaluated.
 
-    Args:
-        path: of the run folder.
-        field: option that named it, for errors.
-
-    Raises:
-        GramianError: if there is no run, or all of its checkpoints are damaged.
+    Raises `GramianError`, naming the option `field`, if there is no run, or all of its checkpoints are damaged.
 
     Example:
         >>> load_run("runs/tiny").model  # doctest: +SKIP
@@ -57,22 +52,13 @@ def load_run(path: str | Path, field: str = "run folder") -> SavedRun:
 
 
 def find_checkpoint(path: Path, field: str) -> tuple[Config, LoadedCheckpoint]:
-    """A run's config and its best checkpoint, or its newest where none was evaluated.
-
-    Raises:
-        GramianError: if there is no run, or all of its checkpoints are damaged.
-    """
+    """A run's config and its best checkpoint, or its newest where none was evaluated; raises as `load_run`."""
     if not is_run(path):
         raise GramianError(f"{field}: {path} holds no run; expected a folder with config.toml and checkpoints/")
     config = load_config(path / "config.toml")
     skipped: list[str] = []
-    store = CheckpointStore(
-        path / "checkpoints", 1, on_event=lambda event: skipped.append(str(event.get("reason", "")))
-    )
-    try:
+    with CheckpointStore(path / "checkpoints", 1, on_event=lambda e: skipped.append(str(e.get("reason", "")))) as store:
         found = store.best(config.hash) or store.newest(config.hash)
-    finally:
-        store.close()
     if found is None:
         why = f" ({skipped[0]})" if skipped else ""
         raise GramianError(f"{field}: {path} has no checkpoint that can be read{why}; expected a run that saved one")

@@ -8,7 +8,7 @@ pickle, are not used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,16 +35,13 @@ Complete = Callable[[Snapshot, Path, dict[str, FileRecord]], None]
 def write_shards(
     snapshot: Snapshot, group: dist.ProcessGroup, begin: Callable[[int], Path], complete: Complete
 ) -> None:
-    """Write a snapshot, every process its shards (collective).
+    """Write a snapshot, every process its shards (collective); raises on all processes if one of them failed.
 
     Args:
         snapshot: the same step and names on every process.
         group: a gloo group for this purpose alone.
         begin: creates the folder; called on rank 0 before any process writes.
         complete: makes a checkpoint of the folder; called on rank 0 after all processes have written and synced.
-
-    Raises:
-        GramianError: on all processes, if one of them failed.
     """
     writer = _ShardWriter(snapshot, begin, complete)
     try:
@@ -54,16 +51,7 @@ def write_shards(
 
 
 def read_parts(folder: Path, needed: Mapping[str, Extent], dtypes: Mapping[str, torch.dtype]) -> dict[str, Part]:
-    """Read boxes of saved tensors into host memory; every process by itself.
-
-    Args:
-        folder: of a checkpoint, written by any number of processes.
-        needed: boxes by name.
-        dtypes: of the tensors.
-
-    Raises:
-        GramianError: if a file cannot be read.
-    """
+    """Read boxes of the tensors of a checkpoint, of any number of processes, into host memory; every process by itself."""
     parts = {name: Part(box, torch.empty(box.sizes, dtype=dtypes[name])) for name, box in needed.items()}
     try:
         read_sharded_boxes(folder, {name: _box(part) for name, part in parts.items()})
@@ -93,19 +81,9 @@ class _SavePlanner(DefaultSavePlanner):
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD if part.extent.sharded else WriteItemType.TENSOR,
             tensor_data=TensorWriteData(
-                chunk=chunk,
-                properties=TensorProperties(dtype=part.local.dtype),
-                size=torch.Size(part.extent.shape),
+                chunk=chunk, properties=TensorProperties(dtype=part.local.dtype), size=torch.Size(part.extent.shape)
             ),
         )
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The file that an item was written to."""
-
-    name: str
-    record: FileRecord
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
@@ -136,7 +114,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
             header = file_header({item.index.fqn: _offsets(item) for item in plan.items})
             record = write_tensors(Path(plan.storage_data["folder"]) / name, tensors, header)
             done = Future()
-            done.set_result([WriteResult(item.index, record.bytes, _Written(name, record)) for item in plan.items])
+            done.set_result([WriteResult(item.index, record.bytes, (name, record)) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -144,7 +122,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
         strange = metadata.state_dict_metadata.keys() ^ self._snapshot.parts.keys()
         if strange:
             raise GramianError(f"{min(strange)}: is not on every process; expected the same names")
-        files = {result.storage_data.name: result.storage_data.record for written in results for result in written}
+        files = dict(result.storage_data for written in results for result in written)
         self._complete(self._snapshot, Path(self.path), files)
 
 

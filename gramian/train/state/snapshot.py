@@ -105,27 +105,19 @@ class Snapshots:
     def take(
         self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str] = ()
     ) -> Snapshot:
-        """Copy the state and make it the newest snapshot: `copy` and `keep_copy` in one call.
-
-        Raises:
-            GramianError: naming a fact that JSON cannot hold, or a step before the newest snapshot.
-        """
+        """Copy the state and make it the newest snapshot: `copy` and `keep_copy` in one call."""
         _plain("facts", facts)
         return self.keep_copy(self.copy(step, tensors, steady), facts)
 
     def copy(self, step: int, tensors: Mapping[str, Tensor], steady: Collection[str] = ()) -> Copied:
         """Copy the tensors of a state whose facts are not all known yet; drops the oldest snapshot if there are `keep`.
 
+        Later changes of the state do not reach the copy; `keep_copy` makes a snapshot of it.
+
         Args:
             step: steps taken; not before the newest snapshot, which one of the same step replaces.
             tensors: the state's tensors; of a DTensor the local shard is copied.
             steady: names of tensors that nothing changes before `settle`, and that stay allocated.
-
-        Returns:
-            The copy, which later changes of the state do not reach; `keep_copy` makes a snapshot of it.
-
-        Raises:
-            GramianError: for a step before the newest snapshot.
         """
         if self._ring and step < self._ring[-1].step:
             raise GramianError(
@@ -148,14 +140,9 @@ class Snapshots:
         return Copied(step, {name: Part(view.extent, buffers[name], lease) for name, view in views.items()}, arrivals)
 
     def keep_copy(self, copied: Copied, facts: Mapping[str, Any]) -> Snapshot:
-        """Make a copy the newest snapshot.
+        """Make the last copy the newest snapshot.
 
-        Args:
-            copied: the result of the last call of `copy`.
-            facts: the rest of the state, in values that JSON can hold; tuples come back as lists.
-
-        Raises:
-            GramianError: naming a fact that JSON cannot hold.
+        `facts` is the rest of the state; a `GramianError` names one that JSON cannot hold. Tuples come back as lists.
         """
         text = json.dumps(_plain("facts", facts))
         self._ring.append(Snapshot(copied.step, copied.buffers, copied.arrivals, text))
@@ -282,11 +269,7 @@ def _give_back(free: dict[_Shape, list[list[_Piece]]], shape: _Shape, pieces: li
 
 
 def _plain(path: str, value: Any) -> Any:
-    """A value as JSON holds it.
-
-    Raises:
-        GramianError: with the path of a value that JSON cannot hold.
-    """
+    """A value as JSON holds it; raises `GramianError` with the path of one that JSON cannot hold."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

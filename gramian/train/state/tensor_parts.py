@@ -34,15 +34,7 @@ def full_extent(shape: Iterable[int]) -> Extent:
 
 
 def extent_of(name: str, tensor: Tensor) -> Extent:
-    """The box of a tensor that this process has.
-
-    Args:
-        name: of the tensor, for errors.
-        tensor: plain, or a DTensor that is replicated or sharded.
-
-    Raises:
-        GramianError: for other placements, such as partial sums.
-    """
+    """The box of a plain, replicated or sharded tensor that this process has; raises for partial sums, naming it."""
     if not isinstance(tensor, DTensor):
         return full_extent(tensor.shape)
     if any(not isinstance(placement, Replicate) and type(placement) is not Shard for placement in tensor.placements):
@@ -95,14 +87,9 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
 
 
 def copy_parts(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None:
-    """Copy parts into the tensors of the same names, in place, after all names, shapes and dtypes were checked.
+    """Copy parts, which contain this process's boxes, into the tensors of the same names, in place.
 
-    Args:
-        parts: boxes that contain this process's boxes of the tensors.
-        tensors: written in place.
-
-    Raises:
-        GramianError: naming a tensor that is missing, unexpected or of another shape or dtype.
+    All names, shapes and dtypes are checked before the first is written; a `GramianError` names the tensor that differs.
     """
     for name in itertools.chain(parts, tensors):
         if name not in tensors:

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from gramian.models.goose.goose_layers import LeakyMemory
 from gramian.models.goose.scan import sequential_scan
+from gramian.models.token_sampling import evaluation_mode
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import logits_of
-from gramian.train.loop.stepper import evaluating
 
 TOLERANCE = 1e-4
 """Maximum relative error of float32 states."""
@@ -28,7 +28,7 @@ def goose_scan(run: ExaminedRun) -> list[Check]:
     handles = [hook(name) for name in memories]
     micro = run.batch(2).micro[0]
     try:
-        with evaluating(model), run.numbers.autocast():
+        with evaluation_mode(model), run.numbers.autocast():
             logits_of(model, micro["tokens"])
     finally:
         for handle in handles:

@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gramian.data import StepBatch
+from gramian.linalg.wide import wide
+from gramian.models.token_sampling import evaluation_mode
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import IGNORED, logits_of
 from gramian.train.loop.plain_stepper import PlainStepper
-from gramian.train.loop.stepper import evaluating
 
 NEAR = 0.02
 """Maximum relative distance of an untrained model's loss from ln V + ½σ²."""
@@ -100,7 +101,7 @@ def _trained(first: _First) -> Check:
 def _first(stepper: PlainStepper, batch: StepBatch) -> _First:
     sums = torch.zeros(3, dtype=torch.float64)
     count = vocabulary = 0
-    with evaluating(stepper.module):
+    with evaluation_mode(stepper.module):
         for micro in batch.micro:
             nats, plain, variance, vocabulary = _of_micro(stepper, micro)
             sums += torch.tensor([nats, plain, variance], dtype=torch.float64)
@@ -113,8 +114,7 @@ def _of_micro(stepper: PlainStepper, micro: dict[str, Tensor]) -> tuple[float, f
     tokens_BT, targets_BT, documents_BT = micro["tokens"], micro["targets"], micro.get("documents")
     with stepper.numbers.autocast():
         _, nats = stepper.module(tokens_BT, targets_BT, 1.0, documents_BT)
-        logits_BTV = logits_of(stepper.module.model, tokens_BT, documents_BT)  # type: ignore[arg-type]
-    logits_BTV = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+        logits_BTV = wide(logits_of(stepper.module.model, tokens_BT, documents_BT))  # type: ignore[arg-type]
     counts_BT = targets_BT != IGNORED
     next_BT = torch.cat([tokens_BT[:, 1:], targets_BT[:, -1:]], dim=1).masked_fill(~counts_BT, IGNORED)
     plain = F.cross_entropy(logits_BTV.flatten(0, 1), next_BT.flatten(), ignore_index=IGNORED, reduction="sum")

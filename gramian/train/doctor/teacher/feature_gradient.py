@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from gramian.distill.distill_objective import REPORTED_SUMS, DistillObjective, LossOptions
+from gramian.distill.distill_objective import REPORTED_SUMS, DistillObjective
 from gramian.distill.teaching import Teaching
+from gramian.kernels.distillation.distill_rows import RowObjective
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.doctor.teacher.first_distance import ROWS
@@ -15,7 +16,7 @@ from gramian.train.loop.objective import IGNORED
 def feature_gradient(run: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> Check:
     """Compute the student's gradient of the feature loss alone, without the losses on logits."""
     micro = run.batch(ROWS).micro[0]
-    alone = DistillObjective(objective.model, LossOptions(kd_weight=0.0, ce_weight=0.0), objective.features)
+    alone = DistillObjective(objective.model, RowObjective(kd_weight=0.0, ce_weight=0.0), objective.features)
     arguments = teaching.arguments(micro) | {"feature_weight": 1.0}
     counted = max(1, int((micro["targets"] != IGNORED).sum()))
     with run.numbers.autocast():

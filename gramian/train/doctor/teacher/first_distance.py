@@ -18,11 +18,10 @@ from gramian.distill.teacher.language_model import linear_of
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.distill.teacher.signal import DenseSignal
 from gramian.distill.teaching import Teaching
-from gramian.train.build.build_teacher import vocabulary_of
+from gramian.models.token_sampling import evaluation_mode
 from gramian.train.doctor.check import Check
 from gramian.train.doctor.examined_run import ExaminedRun
 from gramian.train.loop.objective import IGNORED, logits_of
-from gramian.train.loop.stepper import evaluating
 
 ROWS = 8
 """Number of examined windows."""
@@ -70,11 +69,11 @@ def first_distance(run: ExaminedRun, objective: DistillObjective, teaching: Teac
 
 def _first_loss(run: ExaminedRun, objective: DistillObjective, teaching: Teaching) -> _FirstLoss:
     batch = run.batch(ROWS)
-    common = min(vocabulary_of(teaching.source), linear_of(objective.model).weight.shape[0])
+    common = min(teaching.source.vocabulary, linear_of(objective.model).weight.shape[0])
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=run.world.device)
     at = float(teaching.temperature.begin(0).detach())
     total, variances, entropies = 0.0, [], []
-    with evaluating(objective), run.numbers.autocast():
+    with evaluation_mode(objective), run.numbers.autocast():
         for micro in batch.micro:
             arguments = teaching.arguments(micro) | {"feature_weight": 0.0}
             loss, metrics = objective(
