@@ -245,7 +245,7 @@ def broken(work):
 sample_norms.set_factors = broken
 """
 CRASH_OF_ONE = """
-from gramian.privacy.clipping import clipping_rule, sample_norms
+from gramian.privacy.clipping.clipping_rule import Clipping
 parameter = Clipping.parameter
 def broken(self, record):
     if rank == 1 and record.parameter.startswith("blocks"):
