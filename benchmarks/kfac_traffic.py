@@ -1,4 +1,4 @@
-"""What K-FAC's reductions send on 2 to 1,024 ranks, by the model of `gramian.curvature.memory.traffic`: nothing is run.
+"""What K-FAC's reductions send on 2 to 1,024 ranks, by the model of `benchmarks/_traffic.py`: nothing is run.
 
 The layers of a 7B-shaped model (32 blocks, width 4,096, MLP 11,008, no biases; q, k, v share their inputs, and so do gate and
 up) with a subset of 1,024 tokens a refresh (`max_tokens`), and the output side of a head of 151,936 with 8,192 tokens. Rows
@@ -9,9 +9,9 @@ benchmarks/figures/kfac_traffic.png if matplotlib is there.
 import json
 from typing import Any
 
+from benchmarks import _traffic as traffic
 from benchmarks._timing import RESULTS
-from gramian.curvature.memory import traffic
-from gramian.curvature.memory.traffic import TrafficSide
+from benchmarks._traffic import TrafficSide
 
 RANKS = [2**i for i in range(1, 11)]
 BLOCKS, WIDTH, MLP, VOCABULARY = 32, 4096, 11008, 151_936

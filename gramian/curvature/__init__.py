@@ -2,16 +2,13 @@
 
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.kfac import KFACNaturalGradient
-from gramian.curvature.operators import (
-    EmpiricalFisherOperator,
-    GGNOperator,
-    HessianOperator,
-    KFACOperator,
-    ShiftedOperator,
-    from_curvlinops,
-    to_curvlinops,
-)
+from gramian.curvature.operators.adapters import from_curvlinops, to_curvlinops
+from gramian.curvature.operators.empirical_fisher import EmpiricalFisherOperator
+from gramian.curvature.operators.ggn import GGNOperator
+from gramian.curvature.operators.hessian import HessianOperator
+from gramian.curvature.operators.kfac_operator import KFACOperator
 from gramian.curvature.operators.parameter_space import ParameterSpace
+from gramian.curvature.operators.shifted import ShiftedOperator
 from gramian.curvature.uses.averaging import Average, diagonal_average, fisher_average
 from gramian.curvature.uses.ewc import EWCPenalty
 from gramian.curvature.uses.importance import TokenImportance, parameter_importance, token_importance
@@ -31,38 +28,10 @@ from gramian.linalg import (
 )
 
 __all__ = [
-    "Average",
-    "Block",
-    "EWCPenalty",
-    "EmpiricalFisherOperator",
-    "Estimate",
-    "GGNOperator",
-    "HessianOperator",
-    "Influence",
-    "KFACNaturalGradient",
-    "KFACOperator",
-    "LanczosSpectrum",
-    "Laplace",
-    "LogMarginal",
-    "Operator",
-    "Overlap",
-    "ParameterSpace",
-    "ShiftedOperator",
-    "SmoothDensity",
-    "SpectralDensity",
-    "TokenImportance",
-    "diagonal_average",
-    "fisher_average",
-    "fisher_overlap",
-    "from_curvlinops",
-    "gradient_conflict",
-    "influence_scores",
-    "lanczos",
-    "log_det",
-    "parameter_importance",
-    "spectral_density",
-    "stochastic_trace",
-    "subspace_overlap",
-    "to_curvlinops",
-    "token_importance",
-]
+    "Average", "Block", "EWCPenalty", "EmpiricalFisherOperator", "Estimate", "GGNOperator", "HessianOperator",
+    "Influence", "KFACNaturalGradient", "KFACOperator", "LanczosSpectrum", "Laplace", "LogMarginal", "Operator",
+    "Overlap", "ParameterSpace", "ShiftedOperator", "SmoothDensity", "SpectralDensity", "TokenImportance",
+    "diagonal_average", "fisher_average", "fisher_overlap", "from_curvlinops", "gradient_conflict",
+    "influence_scores", "lanczos", "log_det", "parameter_importance", "spectral_density", "stochastic_trace",
+    "subspace_overlap", "to_curvlinops", "token_importance",
+]  # fmt: skip

@@ -14,21 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.core.errors import GramianError
 from gramian.curvature.apply import natural_gradient
 from gramian.curvature.apply.apply_factors import inner
 from gramian.curvature.blocks.block import Block
-from gramian.curvature.blocks.consistency import (
-    check_number,
-    module_of,
-)
+from gramian.curvature.blocks.consistency import check_number, module_of
 from gramian.curvature.blocks.output_head import known_head
 from gramian.curvature.estimate import open_capture
 from gramian.curvature.estimate.fisher_labels import LabelArguments
 from gramian.curvature.estimate.kfac_capture import IdleCapture, KFACCapture, LossArguments
 from gramian.curvature.memory.curvature_plan import CurvaturePlan
 from gramian.curvature.memory.plan_curvature import plan_curvature
-from gramian.curvature.options import Options
+from gramian.curvature.options import Options, check_count
 from gramian.curvature.persist import curvature_record, factor_file, factor_folder
 from gramian.curvature.refresh import refresh_schedule
 from gramian.curvature.spectrum import capacity
@@ -109,9 +105,6 @@ class KFACNaturalGradient:
                 damping_mode="joint". See docs/concepts/ekfac.md.
             memory_budget: most bytes, or "8GB", that curvature may take on any one device; see docs/concepts/kfac_memory.md.
             process_group: the processes that share the data; None: those of DDP or FSDP2, else all, as they are at a capture.
-
-        Raises:
-            GramianError: naming the first option that is not possible.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "process_group")}
         self.state = CurvatureState(Options(**given), process_group)
@@ -261,9 +254,7 @@ class KFACNaturalGradient:
             step: δ, {parameter: tensor}.
             kl: bound on the KL divergence between the model's predictions before and after, to second order.
         """
-        check_number("kl", kl)
-        if not kl > 0:
-            raise GramianError(f"kl: expected a number above 0, got {kl!r}")
+        check_number("kl", kl, "positive")
         moved = 0.5 * self.quadratic_form(step)
         return min(1.0, (kl / moved) ** 0.5) if moved > 0 else 1.0
 
@@ -384,16 +375,13 @@ class KFACNaturalGradient:
         """
         damping = self.options.joint_lambda if damping is None else damping
         for name, value in {"damping": damping, "n": 1 if n is None else n}.items():
-            check_number(name, value)
-            if not value > 0:
-                raise GramianError(f"{name}: expected a number above 0, got {value!r}")
+            check_number(name, value, "positive")
         self.state.require_factors()
         coverage = capacity.coverage_of(self.state.specs, self.state.blocks, self.state.parameters_outside_blocks())
         return capacity.capacity_metrics(self.state.blocks, float(damping), n, coverage, self.state.exchange)
 
     def top_eigenvalues(self, k: int = 20) -> Tensor:
         """The k largest eigenvalues of the estimated Fisher, undamped and unclipped: [k], descending, float64. Collective."""
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise GramianError(f"k: expected an integer of at least 1, got {k!r}")
+        check_count("k", k)
         self.state.require_factors()
         return capacity.top_eigenvalues(self.state.blocks, k, self.state.exchange)

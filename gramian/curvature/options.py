@@ -63,10 +63,8 @@ class Options:
             raise GramianError(f"ema_decay: expected a number in [0, 1), got {self.ema_decay!r}")
         for name in ("update_freq", "min_layer_size", "kfac_big_threshold", "kfac_auto_t_max", "max_tokens"):
             value = getattr(self, name)
-            if value is None and name == "max_tokens":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
+            if value is not None or name != "max_tokens":
+                check_count(name, value)
         check_seed(self.seed)
         for name in ("use_eigenvalue_correction", "kfac_use_woodbury", "kfac_true_fisher_head", "strict", "ekfac"):
             if not isinstance(getattr(self, name), bool):
@@ -158,6 +156,12 @@ def _one_of(name: str, value: Any, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         names = ", ".join(f'"{value}"' for value in accepted)
         raise GramianError(f"{name}: expected one of {names}, got {value!r}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise unless the argument `name` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise GramianError(f"{name}: expected an integer of at least 1, got {value!r}")
 
 
 def check_seed(seed: Any) -> None:

@@ -104,9 +104,6 @@ class CurvatureState:
         """The blocks of a model, after a check that they are those the factors belong to.
 
         A block whose parameters are all frozen now keeps its factors until they train again.
-
-        Raises:
-            GramianError: naming the block that differs.
         """
         specs = find_blocks(root, self.options)
         frozen = {name for name, p in unique_parameters(root) if not p.requires_grad}

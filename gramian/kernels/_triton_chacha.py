@@ -62,18 +62,9 @@ def _block(counter_B, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2):
     s1 = tl.full(counter_B.shape, 0x3320646E, tl.uint32)
     s2 = tl.full(counter_B.shape, 0x79622D32, tl.uint32)
     s3 = tl.full(counter_B.shape, 0x6B206574, tl.uint32)
-    s4 = _lanes(k0, counter_B)
-    s5 = _lanes(k1, counter_B)
-    s6 = _lanes(k2, counter_B)
-    s7 = _lanes(k3, counter_B)
-    s8 = _lanes(k4, counter_B)
-    s9 = _lanes(k5, counter_B)
-    s10 = _lanes(k6, counter_B)
-    s11 = _lanes(k7, counter_B)
-    s12 = counter_B
-    s13 = _lanes(n0, counter_B)
-    s14 = _lanes(n1, counter_B)
-    s15 = _lanes(n2, counter_B)
+    s4, s5, s6, s7 = _lanes(k0, counter_B), _lanes(k1, counter_B), _lanes(k2, counter_B), _lanes(k3, counter_B)
+    s8, s9, s10, s11 = _lanes(k4, counter_B), _lanes(k5, counter_B), _lanes(k6, counter_B), _lanes(k7, counter_B)
+    s12, s13, s14, s15 = counter_B, _lanes(n0, counter_B), _lanes(n1, counter_B), _lanes(n2, counter_B)
     x0, x1, x2, x3, x4, x5, x6, x7 = s0, s1, s2, s3, s4, s5, s6, s7
     x8, x9, x10, x11, x12, x13, x14, x15 = s8, s9, s10, s11, s12, s13, s14, s15
     for _ in range(10):
@@ -142,31 +133,13 @@ def _words_kernel(out, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7,
     do_not_specialize=["factor", "first_block", "skip", "count", *(f"k{i}" for i in range(8)), "n0", "n1", "n2"]
 )
 def _add_normals_kernel(
-    tensor,
-    std,
-    factor,
-    first_block,
-    skip,
-    count,
-    k0,
-    k1,
-    k2,
-    k3,
-    k4,
-    k5,
-    k6,
-    k7,
-    n0,
-    n1,
-    n2,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tensor, std, factor, first_block, skip, count, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     even, odd = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2, BLOCK)
     low = tl.zeros_like(even)
-    if (
-        tl.max((even < _TAIL).to(tl.int32)) > 0
-    ):  # one program in 64: its blocks of the other nonce, for the further bits
+    # One program in 64 takes its blocks of the other nonce as well, for the further bits.
+    if tl.max((even < _TAIL).to(tl.int32)) > 0:
         low, _ = _pairs(first_block, k0, k1, k2, k3, k4, k5, k6, k7, n0, n1, n2 ^ _TAIL_NONCE, BLOCK)
     radius = _radius(even, low)
     # As a signed number the word is an angle in [-π, π), where float32 is finest around 0.
@@ -183,30 +156,14 @@ def _add_normals_kernel(
 
 
 def write_words(out: Tensor, key: Sequence[int], nonce: Sequence[int], start: int) -> None:
-    """Fill an int32 tensor with the words from `start` on.
-
-    Args:
-        out: contiguous int32, [count].
-        key: eight words, signed.
-        nonce: three words, signed.
-        start: place of the first word in the key stream, below 2³⁶.
-    """
+    """`chacha.words` into a contiguous int32 tensor; key and nonce are eight and three signed words."""
     _launch(_words_kernel, (out,), out.numel(), key, nonce, start, {}, out.device)
 
 
 def add_normals(
     tensor: Tensor, std: Tensor, key: Sequence[int], nonce: Sequence[int], start: int, factor: float = 1.0
 ) -> None:
-    """Add std times the normals from `start` on and multiply by `factor`, in place.
-
-    Args:
-        tensor: contiguous, of a floating-point dtype.
-        std: 0-dim, on the device of the tensor.
-        key: eight words, signed.
-        nonce: three words, signed.
-        start: place of the tensor's first element in the key stream, below 2³⁶.
-        factor: what the sum is multiplied by, in float32.
-    """
+    """`chacha.add_normals_`, with a `factor` in float32; `std` is 0-dim on the tensor's device, key and nonce signed words."""
     wide = {"WIDE": tensor.dtype == torch.float64}
     _launch(_add_normals_kernel, (tensor, std, float(factor)), tensor.numel(), key, nonce, start, wide, tensor.device)
 

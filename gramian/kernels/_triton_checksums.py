@@ -7,17 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def checksums(
-    partials,
-    pointers,
-    sizes,
-    owners,
-    chunks,
-    multipliers,
-    RADIX,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    partials, pointers, sizes, owners, chunks, multipliers, RADIX,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One chunk of one tensor: Σ w R^(ROWS - 1 - row) v(column), row after row by Horner's rule.
 
     -0.0 is read as 0.0. Of float64 the second word has the sign, and -x for x below 2⁻¹⁰⁴² is read as x.

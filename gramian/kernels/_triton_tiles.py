@@ -7,19 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(
-    x,
-    sample,
-    token,
-    column,
-    stride_b,
-    stride_t,
-    stride_n,
-    tokens,
-    width,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-):
+    x, sample, token, column, stride_b, stride_t, stride_n, tokens, width,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
     """Block [TOKENS, COLUMNS] of one sample of a [B, T, N] tensor, from (token, column) on, zero beyond its edges."""
     if DESCRIPTOR:
         tile = x.load([sample, token, column]).reshape(TOKENS, COLUMNS)

@@ -9,6 +9,9 @@ A normal number takes one word on average: two words make a pair, and only a rad
 the stream of another nonce. Three or four words for each pair would give every radius 64 bits, and cost 1.6 or 2 times the
 cipher for digits that float32 cannot hold: outside the tail 32 bits resolve the radius to 3.3e-6, 7 units in the last place
 of a float32 at 4.7, and to less than one below 4.
+
+Arguments everywhere: a key of 32 bytes; a nonce below 2⁹⁶ (of normals below 2⁹⁵), little-endian in the cipher's state; the
+place `start` of the first word or number, which need not begin a block, with start + count ≤ 2³⁶.
 """
 
 import math
@@ -32,19 +35,9 @@ _CHUNK = 2**20
 
 
 def words(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Words [start, start + count) of the key stream.
+    """Words [start, start + count) of the key stream, uint32 [count], made on the device.
 
     Cost: 60 integer operations per word; on the CPU some 5 ns a word with `cryptography`.
-
-    Args:
-        key: 32 bytes.
-        nonce: below 2⁹⁶, little-endian in the cipher's state.
-        start: place of the first word; any, no need to be the first of a block.
-        count: how many; start + count ≤ 2³⁶.
-        device: where to make them.
-
-    Returns:
-        uint32, [count].
     """
     _check(key, nonce, start, count)
     device = torch.device(device)
@@ -57,7 +50,7 @@ def words(key: bytes, nonce: int, start: int, count: int, device: torch.device |
 
 
 def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal numbers [start, start + count) of the key stream, by Box–Muller.
+    """Standard normal numbers [start, start + count) of the key stream by Box–Muller, float32 [count], made on the device.
 
     Words w₀, w₁ at the even place 2k and at 2k+1 give elements 2k and 2k+1:
 
@@ -65,16 +58,6 @@ def normals(key: bytes, nonce: int, start: int, count: int, device: torch.device
         r = √(-2 ln u),  r cos(2π w₁ / 2³²),  r sin(2π w₁ / 2³²)
 
     with v₀ the word at 2k of the nonce + 2⁹⁵; so |x| ≤ √(130 ln 2) ≈ 9.49. Cost on the CPU: some 15 ns an element on one core.
-
-    Args:
-        key: 32 bytes.
-        nonce: below 2⁹⁵.
-        start: place of the first element.
-        count: how many; start + count ≤ 2³⁶.
-        device: where to make them.
-
-    Returns:
-        float32, [count].
     """
     _check(key, nonce, start, count, TAIL_NONCE)
     device = torch.device(device)
@@ -94,18 +77,8 @@ def add_normals_(
     """tensor = (tensor + std · normals[start, start + numel)) · factor, in place, its first element at place `start`.
 
     The sum is made in float32 (float64 on the CPU and for a float64 tensor) and rounded to the tensor's dtype once. On
-    CUDA one kernel reads and writes the tensor once, holds nothing else and never waits for the device.
-
-    Args:
-        tensor: contiguous float32, bfloat16, float16 or float64 of any shape, taken in row-major order.
-        key: 32 bytes.
-        nonce: below 2⁹⁵.
-        start: place of the first element.
-        std: a number, or a 0-dim tensor on the device of `tensor`.
-        factor: what the sum is multiplied by before it is rounded.
-
-    Returns:
-        The tensor.
+    CUDA one kernel reads and writes it once, allocates nothing and never waits for the device. The tensor is contiguous,
+    of any shape, in one of `DTYPES`; `std` is a number, or a 0-dim tensor on its device. Returns the tensor.
     """
     _check(key, nonce, start, tensor.numel(), TAIL_NONCE)
     if tensor.dtype not in DTYPES:
@@ -175,16 +148,7 @@ def _host_words(key: bytes, nonce: int, start: int, count: int) -> NDArray[np.ui
 def numpy_blocks(key: bytes, nonce: int, first: int, count: int) -> NDArray[np.uint32]:
     """The plain twin: blocks [first, first + count) of the key stream, every quarter round on all blocks at once.
 
-    Cost: 960 passes over 4·count bytes, some 500 ns a block.
-
-    Args:
-        key: 32 bytes.
-        nonce: below 2⁹⁶.
-        first: counter of the first block.
-        count: how many.
-
-    Returns:
-        uint32, [count, 16].
+    Returns uint32 [count, 16]. Cost: 960 passes over 4·count bytes, some 500 ns a block.
     """
     out = np.empty((count, 16), np.uint32)
     for at in range(0, count, _CHUNK // 16):

@@ -7,7 +7,7 @@ ROWS × COLUMNS words,
 
 Integer sums have no rounding, so no order of summation shows. One word that changes always changes the checksum (m is odd and
 a change is below 2³³); changes of several cancel by chance, with probability about 2⁻³². All zeros have checksum 0. This
-finds mistakes, not forgers: the multipliers are no secret.
+finds mistakes, not forgers: the multipliers are not secret.
 """
 
 import functools
@@ -30,14 +30,9 @@ def checksums(tensors: Sequence[Tensor], most: int | None = None) -> Tensor:
     """The checksum of each tensor's values.
 
     Cost: one read of all tensors; on CUDA five launches for each device and dtype, whatever the number of tensors
-    (measured on an H200: 4.1 TB/s). Nobody waits for the device. On one core of a CPU some 5 ns an element.
-
-    Args:
-        tensors: contiguous, of any shape and float dtype.
-        most: elements of each that count, from its first on; None: all.
-
-    Returns:
-        int64 [len(tensors)], on the device of the first.
+    (measured on an H200: 4.1 TB/s). It does not wait for the device. On one core of a CPU some 5 ns an element.
+    The tensors are contiguous, of any shape and float dtype; the first `most` elements of each count (None: all). Returns int64
+    [len(tensors)], on the device of the first.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):

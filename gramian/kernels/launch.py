@@ -70,11 +70,8 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 def cheapest(choices: Iterable[tuple[Tiles, int]], tensor: Tensor) -> Tiles:
     """The tiles whose programs, run in waves over all multiprocessors, take the least time.
 
-    A function of shapes and device only, so that a second run takes the same kernel and gives the same bits.
-
-    Args:
-        choices: Tiles and how many programs the problem makes of them; the first of equals is taken.
-        tensor: A tensor on the device that is to run them.
+    A function of shapes and device (that of `tensor`) only, so that a second run takes the same kernel and gives the same
+    bits. Each choice has the number of programs that the problem makes of it; the first of equals is taken.
     """
     wave = processors(tensor)
     return min(choices, key=lambda choice: -(-choice[1] // wave) * choice[0].cost)[0]

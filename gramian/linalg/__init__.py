@@ -15,28 +15,8 @@ from gramian.linalg.spectra.quadrature import SmoothDensity, SpectralDensity, lo
 from gramian.linalg.spectra.trace import Estimate, stochastic_trace
 
 __all__ = [
-    "WIDEST_DENSE",
-    "CholeskyAttempt",
-    "Cholesky",
-    "Clip",
-    "Compressed",
-    "Dense",
-    "DenseOperator",
-    "Diagonal",
-    "DiagonalLowRank",
-    "Estimate",
-    "Factor",
-    "LanczosSpectrum",
-    "LowRank",
-    "Operator",
-    "SmoothDensity",
-    "Spectral",
-    "SpectralDensity",
-    "compress",
-    "eigendecompose",
-    "lanczos",
-    "log_det",
-    "merge",
-    "spectral_density",
+    "WIDEST_DENSE", "CholeskyAttempt", "Cholesky", "Clip", "Compressed", "Dense", "DenseOperator", "Diagonal",
+    "DiagonalLowRank", "Estimate", "Factor", "LanczosSpectrum", "LowRank", "Operator", "SmoothDensity", "Spectral",
+    "SpectralDensity", "compress", "eigendecompose", "lanczos", "log_det", "merge", "spectral_density",
     "stochastic_trace",
-]
+]  # fmt: skip

@@ -18,11 +18,7 @@ class Lane:
     """Copies on a stream of their own, beside the current one; one per GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the copy stream.
-
-        Args:
-            device: a GPU.
-        """
+        """Create the copy stream of a GPU."""
         self.device, self._stream = device, torch.cuda.Stream(device)
 
     def send(self, t: Tensor) -> Tensor:
@@ -75,7 +71,7 @@ def blocks_on(body: Tensor, blocks: Iterable[slice], device: torch.device | None
 
 
 def _ahead(lane: Lane, body: Tensor, blocks: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks as they arrive: the next is fetched before this one is handed out, and after the one before is done with."""
+    """Blocks as they arrive: the next is fetched before this one is yielded, and after the one before was used."""
     waiting: deque[tuple[slice, Tensor, Any]] = deque()
     worked: deque[Any] = deque()
     for rows in blocks:

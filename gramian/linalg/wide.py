@@ -1,7 +1,7 @@
 """Products and sums with wide accumulators: float64 for float64 operands, float32 for everything narrower."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -25,13 +25,9 @@ def piece_entries(count: int, each: int) -> int:
 
 
 def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-    """A function of every column, in a dtype: where Y is large, of a piece of the columns at a time.
+    """A function of every column of Y (or of some rows of it), in a dtype: where Y is large, a piece of the columns at a time.
 
-    Args:
-        y_NK: Y, or some of its rows.
-        side: rows of all of Y, from which pieces follow.
-        function: of some columns, in a dtype of its own.
-        dtype: of the result.
+    `side` is the number of rows of all of Y, from which the pieces follow.
     """
     parts = list(pieces(y_NK.shape[1], side))
     if len(parts) < 2:
@@ -42,25 +38,23 @@ def by_columns(y_NK: Tensor, side: int, function: Callable[[Tensor], Tensor], dt
     return found
 
 
-@contextmanager
-def exact_float32() -> Iterator[None]:
+def exact_float32() -> AbstractContextManager[None]:
     """Products of float32 matrices in float32 proper, whatever precision the user allows their own."""
+    return _float32_products("highest")
+
+
+def tensor_float32() -> AbstractContextManager[None]:
+    """Products of float32 matrices on tensor cores, operands rounded to 2⁻¹¹ (TF32), where the device has them."""
+    return _float32_products("high")
+
+
+@contextmanager
+def _float32_products(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
+    if before == precision:
         yield
         return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def tensor_float32() -> Iterator[None]:
-    """Products of float32 matrices on tensor cores, operands rounded to 2⁻¹¹ (TF32), where the device has them."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
@@ -91,14 +85,7 @@ def wide_bmm(left_BMK: Tensor, right_BKN: Tensor) -> Tensor:
     """Batched product, multiplied in the operands' own precision and accumulated wide.
 
     On CUDA, half operands use the tensor cores and return float32, so no rounding to half happens on the way out;
-    elsewhere the operands are widened first. Cost: 2·B·M·K·N FLOPs.
-
-    Args:
-        left_BMK: left operands.
-        right_BKN: right operands.
-
-    Returns:
-        [B, M, N] in the accumulation dtype.
+    elsewhere the operands are widened first. Returns [B, M, N] in the accumulation dtype. Cost: 2·B·M·K·N FLOPs.
     """
     half = left_BMK.dtype == right_BKN.dtype and left_BMK.dtype in HALF
     if half and left_BMK.is_cuda:

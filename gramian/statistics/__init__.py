@@ -11,20 +11,7 @@ from gramian.statistics.norms import Norms, PerSampleNorms, per_sample_norms
 from gramian.statistics.weighted_moments import WeightedMoments
 
 __all__ = [
-    "DiagonalFisher",
-    "DiagonalFisherEstimate",
-    "Health",
-    "LayerHealth",
-    "MovingAverage",
-    "NoiseScale",
-    "NoiseScaleResult",
-    "Norms",
-    "PerSampleNorms",
-    "RowTraces",
-    "TokenTraces",
-    "WeightedMoments",
-    "by_column",
-    "by_head",
-    "by_row",
-    "per_sample_norms",
-]
+    "DiagonalFisher", "DiagonalFisherEstimate", "Health", "LayerHealth", "MovingAverage", "NoiseScale",
+    "NoiseScaleResult", "Norms", "PerSampleNorms", "RowTraces", "TokenTraces", "WeightedMoments", "by_column",
+    "by_head", "by_row", "per_sample_norms",
+]  # fmt: skip

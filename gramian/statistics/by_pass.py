@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
+from gramian.taps.records import ParameterRecord
 from gramian.taps.roles import ParameterInfo
 
 
@@ -14,6 +17,11 @@ class ByPass:
     def start(self, parameters: Mapping[str, ParameterInfo]) -> dict[int, Any]:
         """Start with no pass."""
         return {}
+
+    def add(self, sums: dict[int, Any], record: ParameterRecord, values: Tensor) -> None:
+        """Add one parameter's share to the tensor of its pass; layers may sit on several devices."""
+        number = record.info.number
+        sums[number] = values if number not in sums else sums[number] + values.to(sums[number].device)
 
     def count(self, sums: dict[int, Any], samples: int) -> None:
         """Do nothing: the results have one entry for each sample."""

@@ -55,9 +55,6 @@ class DiagonalFisherEstimate:
             reduce: a linear function of (parameter, its diagonal), such as sums over rows or heads (`by_row`, `by_head`), that
                 is applied to every sample's squares. The state is as small as its results, and errors are those of the sums
                 themselves, which do not follow from errors of entries. None: every entry.
-
-        Raises:
-            GramianError: for another value of `per`, a decay outside [0, 1), or a `reduce` that cannot be called.
         """
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')

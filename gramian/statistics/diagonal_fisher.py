@@ -30,11 +30,7 @@ class DiagonalFisher(AdditiveStatistic):
     per_parameter = True
 
     def __init__(self, per: Literal["sample", "token"] = "sample") -> None:
-        """Set what is squared: the gradient of each "sample" or of each "token".
-
-        Raises:
-            GramianError: for another value.
-        """
+        """Set what is squared: the gradient of each "sample" or of each "token"."""
         if per not in ("sample", "token"):
             raise GramianError(f'per: expected "sample" or "token", got "{per}"')
         self.per = per

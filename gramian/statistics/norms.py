@@ -40,25 +40,14 @@ class PerSampleNorms(ByPass):
     needs: Needs = "parameter"
 
     def __init__(self, algorithm: Algorithm = "auto") -> None:
-        """Set the algorithm.
-
-        Args:
-            algorithm: "auto", "direct" (‖GᵀA‖) or "gram" (⟨AAᵀ, GGᵀ⟩).
-
-        Raises:
-            GramianError: for another name.
-        """
+        """Set the algorithm: "auto", "direct" (‖GᵀA‖) or "gram" (⟨AAᵀ, GGᵀ⟩)."""
         if algorithm not in ALGORITHMS:
             raise GramianError(f'algorithm: expected one of {", ".join(ALGORITHMS)}, got "{algorithm}"')
         self.algorithm = algorithm
 
     def update(self, sums: SquaresByPass, record: ParameterRecord) -> None:
         """Add one parameter's squared norms to its pass."""
-        squares_B, number = record.squared_norms(self.algorithm), record.info.number
-        if number in sums:  # layers may sit on several devices
-            sums[number] = sums[number] + squares_B.to(sums[number].device)
-        else:
-            sums[number] = squares_B
+        self.add(sums, record, record.squared_norms(self.algorithm))
 
     def finish(self, sums: SquaresByPass) -> Norms:
         """The norms of all samples, in the order of their forwards."""
@@ -76,11 +65,7 @@ class NormCapture(Capture):
 
     @property
     def values(self) -> Tensor:
-        """[B], the norms of all samples seen so far.
-
-        Raises:
-            GramianError: before the first backward.
-        """
+        """[B], the norms of all samples seen so far; before the first backward an error."""
         if not self._passes:
             raise GramianError("norms: no backward has run yet; expected loss.backward() inside the block")
         norms: Norms = self[self._norms]

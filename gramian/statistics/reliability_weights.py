@@ -68,11 +68,7 @@ class Weights:
 
 
 def check_weight(weight: Any) -> float:
-    """Return a weight as a float.
-
-    Raises:
-        GramianError: unless it is 0, or in the range of weights.
-    """
+    """Return a weight as a float: 0, or in the range of weights."""
     try:
         found = float(weight)
     except (TypeError, ValueError):

@@ -135,11 +135,7 @@ class WeightedMoments:
                 self.add(name, _of_rows(rows_N.detach().double(), w_N))
 
     def merge(self, other: "WeightedMoments") -> None:
-        """Add all of another's observations; the other is not changed.
-
-        Raises:
-            GramianError: if a tensor has another shape there; nothing is added.
-        """
+        """Add all of another's observations, none if a tensor has another shape there; the other is not changed."""
         if not isinstance(other, WeightedMoments):
             raise GramianError(f"merge: got {type(other).__name__}; expected WeightedMoments")
         self.check_shapes(other)

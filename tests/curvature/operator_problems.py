@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gramian.curvature.operators import EmpiricalFisherOperator, GGNOperator, HessianOperator
+from gramian.curvature import EmpiricalFisherOperator, GGNOperator, HessianOperator
 from gramian.linalg.spectra.operator import Operator
 from gramian.models import GPT, GPTConfig
 from gramian.oracles import dense_curvature

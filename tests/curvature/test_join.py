@@ -538,7 +538,7 @@ TRAPS: dict[str, tuple[Edit, dict[str, Any]]] = {
     ),
     "draws that every process counts for itself": (
         Edit(
-            "fisher_labels:run_passes",
+            "fisher_labels:run_pass",
             "draw_labels(logits, seed, samples, draw)",
             "draw_labels(logits, seed, samples.argsort(), draw)",
         ),

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.operators import GGNOperator, KFACOperator
+from gramian.curvature import GGNOperator, KFACOperator
 from tests.curvature.operator_problems import close, probe
 from tests.curvature.small import net, words
 from tests.kit.processes import distributed

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.operators import (
+from gramian.curvature import (
     EmpiricalFisherOperator,
     GGNOperator,
     HessianOperator,

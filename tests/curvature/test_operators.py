@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.operators import (
+from gramian.curvature import (
     EmpiricalFisherOperator,
     GGNOperator,
     HessianOperator,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gramian.curvature.memory import traffic
-from gramian.curvature.memory.traffic import TrafficSide
+from benchmarks import _traffic as traffic
+from benchmarks._traffic import TrafficSide
 
 RANKS = (2, 3, 8, 1024)
 DTYPES = ((2, 4), (4, 4), (8, 8))

@@ -274,7 +274,7 @@ TRAPS = (
         "drawn labels one position off",
         (
             Edit(
-                "fisher_labels:run_passes",
+                "fisher_labels:run_pass",
                 "draw_labels(logits, seed, samples, draw)",
                 "draw_labels(logits, seed, samples, draw).roll(-1, -1)",
             ),
@@ -464,7 +464,7 @@ TRAPS = (
             Edit(
                 "Builder._moment_factor",
                 "LowRank.of(total.columns,",
-                "LowRank.of(total.columns.piece(slice(0, total.kept)).mT,",
+                "LowRank.of(total.columns.piece(slice(0, total.stored)).mT,",
             ),
         ),
         functools.partial(test_factors.test_factors_are_means_of_outer_products, "mlp", "all", "expand"),
@@ -473,7 +473,7 @@ TRAPS = (
         "stale inverse after another damping",
         (
             Edit(
-                "Dense.prepare_solve",
+                "Decomposable.prepare_solve",
                 "if key in self._cholesky:",
                 "self._cholesky = {key: system for system in self._cholesky.values()}\n    if self._cholesky:",
             ),

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gramian
-from gramian.curvature.memory import traffic
-from gramian.curvature.memory.traffic import TrafficSide
+from benchmarks import _traffic as traffic
+from benchmarks._traffic import TrafficSide
 from gramian.parallel.exchange import Exchange, exchange_of
 from gramian.parallel.sharded_columns import ShardedColumns
 from tests.kit.matrix import sample

@@ -4,11 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_operator.operators import (
-    DenseLinearOperator,
-    DiagLinearOperator,
-    LowRankRootLinearOperator,
-)
+from linear_operator.operators import DenseLinearOperator, DiagLinearOperator, LowRankRootLinearOperator
 
 import gramian
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, LowRank, Spectral

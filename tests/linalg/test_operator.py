@@ -1,10 +1,12 @@
 """Maps that are known by their products: adapters and refusals."""
 
+import functools
+
 import pytest
 import torch
 
 from gramian import GramianError
-from gramian.linalg import DenseOperator
+from gramian.linalg import DenseOperator, lanczos, log_det, spectral_density, stochastic_trace
 from tests.linalg.matrices import normal
 from tests.linalg.spectra import Broken, dense, spread, symmetric
 
@@ -53,6 +55,17 @@ def test_only_real_numbers_have_a_working_dtype(dtype):
 def test_what_is_no_square_matrix_is_refused(matrix):
     with pytest.raises(GramianError, match=r"^matrix: (is|has) .*; expected a square one$"):
         DenseOperator(matrix)
+
+
+@pytest.mark.parametrize(
+    "function", [lanczos, spectral_density, functools.partial(log_det, damping=1.0), stochastic_trace]
+)
+@pytest.mark.parametrize("what", [torch.eye(3), None, 3])
+def test_what_is_no_operator_is_refused_by_name(what, function):
+    with pytest.raises(
+        GramianError, match=r"^operator: is of type \w+; expected an Operator such as DenseOperator\(matrix\)$"
+    ):
+        function(what)
 
 
 @pytest.mark.parametrize("vector", [torch.ones(3), torch.ones(5, 1), torch.tensor(1.0), [1], None])

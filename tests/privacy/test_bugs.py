@@ -1604,8 +1604,8 @@ BUGS = (
         (
             Edit(
                 "direct_squares:direct_squares_kernel",
-                "                tokens,\n",
-                "                -(-tokens // tiles.depth) * tiles.depth,\n",
+                "tokens, -(-rows // tiles.rows),",
+                "-(-tokens // tiles.depth) * tiles.depth, -(-rows // tiles.rows),",
             ),
         ),
         _direct_at_the_edges,

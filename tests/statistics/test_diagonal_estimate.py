@@ -17,14 +17,7 @@ from gramian.statistics import DiagonalFisherEstimate, RowTraces, TokenTraces, b
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
 from tests.kit.processes import distributed
-from tests.statistics.problems import (
-    INDEPENDENT_TOKENS,
-    Problem,
-    assert_tensors,
-    problem,
-    splits,
-    token_fisher,
-)
+from tests.statistics.problems import INDEPENDENT_TOKENS, Problem, assert_tensors, problem, splits, token_fisher
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._traffic import TrafficSide
 from gramian.cli import main
-from gramian.curvature.memory.traffic import TrafficSide
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.verify.profiles import clipping_profile, clipping_scaling, kfac_profile

@@ -32,17 +32,10 @@ def apply(
     options: Options,
     factorisations: SharedFactorisation,
 ) -> dict[str, Tensor]:
-    """(F + damping)^power v, or F v, on every block that v touches. Collective where factors are shared.
+    """(F + damping)^power v, or F v (`power` None: undamped and unclipped), on every block that v touches.
 
-    Args:
-        blocks: {name: block}.
-        vector: v; parameters of a block that are missing count as zero.
-        power: any real number; None: F itself, undamped and unclipped.
-        options: for the damping mode and the first jitter.
-        factorisations: which process computes which factorisation.
-
-    Returns:
-        {parameter: tensor} for all parameters of the blocks touched, like v in dtype, device and memory layout.
+    Parameters of a block that v lacks count as zero. Returns {parameter: tensor} for all parameters of the blocks touched, like
+    v in dtype, device and memory layout. Collective where factors are shared.
     """
     found: dict[str, Tensor] = {}
     with torch.no_grad(), exact_float32():
@@ -65,9 +58,8 @@ def _prepare(
 ) -> None:
     """Launch every factorisation before the first is waited for; several processes share them."""
     factors = list({id(f): f for block in blocks.values() for f in block.factors.values()}.values())
-    factorisations.factorise(
-        blocks, dtypes, power, options.kfac_eps
-    )  # before any other collective: it checks the calls
+    # Before any other collective: it checks the calls.
+    factorisations.factorise(blocks, dtypes, power, options.kfac_eps)
     if power == -1 and not options.damps_product:
         fetch_bounds(factors)
     if power == -1:

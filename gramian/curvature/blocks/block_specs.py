@@ -58,11 +58,7 @@ class Spec:
         return "exact block" if self.kind == "block" else "diagonal"
 
     def matrix(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The block's parameters as Y [o, m]; a missing weight or bias counts as zero.
-
-        Raises:
-            GramianError: for a tensor of another shape.
-        """
+        """The block's parameters as Y [o, m]; a missing weight or bias counts as zero, another shape is an error."""
         parts: list[Tensor | None] = []
         for name, shape in zip(self.parameters, self.shapes, strict=True):
             t = tensors.get(name)

@@ -18,15 +18,12 @@ from gramian.curvature.blocks.block_specs import Spec
 from gramian.parallel.data_parallel import reshard
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.parallel.tensor_parallel import TensorParallel
+from gramian.taps.hub import hub_of
 from gramian.taps.model.user_names import named_parameters, unwrap
 
 
 def check_spec(before: Spec, now: Spec) -> None:
-    """Raise if a block of the model differs from the block at the capture.
-
-    Raises:
-        GramianError: if a bias appeared, vanished or was frozen, or shapes changed.
-    """
+    """Raise if a block differs from the one at the capture: a bias appeared, vanished or was frozen, or shapes changed."""
     if before.kind == now.kind and before.parameters == now.parameters and before.shapes == now.shapes:
         return
     if before.has_bias != now.has_bias:
@@ -43,14 +40,18 @@ def _shapes(spec: Spec) -> str:
 
 
 def module_of(model: Any) -> nn.Module:
-    """The user's module inside its wrappers.
-
-    Raises:
-        GramianError: if `model` is not a module.
-    """
+    """The user's module inside its wrappers; anything but a module is an error."""
     if not isinstance(model, nn.Module):
         raise GramianError(f"model: expected an nn.Module, got {type(model).__name__}")
     return unwrap(model)
+
+
+def refuse_open_capture(root: nn.Module) -> None:
+    """Raise inside an open capture, before passes of another kind over the same model."""
+    if hub_of(root).live:
+        raise GramianError(
+            "model: is inside an open capture, which would take these passes for its own; expected a call outside of it"
+        )
 
 
 def check_number(name: str, value: Any, sign: Literal["any", "positive", "not negative"] = "any") -> None:
@@ -92,10 +93,8 @@ def unique_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def group_of(model: nn.Module, root: nn.Module, given: Any) -> Any:
     """The group of the processes that share a model's data: the given one, else that of DDP or FSDP2; None: the default.
 
-    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included.
-
-    Raises:
-        GramianError: for a model that is sharded otherwise than by FSDP2 and tensor parallelism.
+    Of a tensor-parallel model all processes of its mesh, FSDP2's dimension included. A model that is sharded in another way is
+    refused.
     """
     reshard(root)
     if TensorParallel.of(root) is None:
@@ -137,11 +136,7 @@ def fingerprint(specs: Mapping[str, Spec]) -> str:
 
 
 def agree(reports: Sequence[Mapping[str, Any]]) -> Agreed:
-    """The totals of a refresh from the report of each process.
-
-    Raises:
-        GramianError: on every process, if they differ in model, options, seed, step, estimate or head.
-    """
+    """The totals of a refresh from the reports of all processes; an error on all if two differ in what they were to share."""
     first = reports[0]
     for rank, report in enumerate(reports):
         for name in ("model", "options", "seed", "step", "estimate"):

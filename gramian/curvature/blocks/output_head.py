@@ -23,11 +23,7 @@ def known_head(root: nn.Module, head: str | None) -> str | None:
 
 
 def seen_head(layer: str | None, specs: Mapping[str, Spec], exact_head: bool) -> str | None:
-    """The layer whose output the first forward returned, if it has factors.
-
-    Raises:
-        GramianError: if it has none but `exact_head` needs them.
-    """
+    """The layer whose output the first forward returned, if it has factors; without any an error if `exact_head`."""
     if layer is not None and has_factors(layer, specs):
         return layer
     if exact_head and layer is not None:

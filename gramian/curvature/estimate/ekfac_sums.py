@@ -13,7 +13,7 @@ apart. Where its weight is a table too, the table's part is added, as K-FAC adds
 Cost beside K-FAC: 2·T·(o·r + m·s + r·s) FLOPs per sample, and T·(o + m) entries per sample until the refresh is over.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,11 +24,10 @@ from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.estimate.token_moments import shared_copy
-from gramian.curvature.memory.block_footprint import EKFAC_CHUNK
 from gramian.curvature.options import Options
 from gramian.curvature.refresh.shared_factorisation import SharedFactorisation
 from gramian.linalg import WIDEST_DENSE, Diagonal, DiagonalLowRank
-from gramian.linalg.wide import exact_float32, wide
+from gramian.linalg.wide import exact_float32, pieces, wide
 from gramian.parallel.exchange import Exchange
 from gramian.parallel.sharded_columns import ShardedColumns
 
@@ -185,12 +184,11 @@ def _measured(
     except Exception as error:  # of any kind: raised when all processes know of it; until then its part is missing
         problem, passes, heads = _one_line(spec, error), [], []
     outputs = _in_basis(G, [rows.outputs_KN for rows in passes], spec.outputs, dtype, exchange)
-    inputs = (
-        [None for _ in passes]
-        if table
-        else _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, exchange)
-    )
-    head_inputs = [] if table else _in_basis(A, heads_TI, spec.inputs, dtype, exchange)
+    inputs: Sequence[Tensor | None] = [None] * len(passes)
+    head_inputs: list[Tensor] = []
+    if not table:
+        inputs = _in_basis(A, [rows.inputs_KN for rows in passes], spec.inputs, dtype, exchange)
+        head_inputs = _in_basis(A, heads_TI, spec.inputs, dtype, exchange)
     try:
         for rows, g_KR, a_KS in zip(passes, outputs, inputs, strict=True):
             if a_KS is None:
@@ -199,7 +197,7 @@ def _measured(
                 rows.add(sums, g_KR, a_KS)
         for head, a_TS in zip(heads, head_inputs, strict=True):
             _add_softmax(sums, head, a_TS)
-    except Exception as error:
+    except Exception as error:  # of any kind: raised on all processes, which take part in the collectives until then
         problem = _one_line(spec, error)
     return sums, problem
 
@@ -220,19 +218,14 @@ class _Rows:
         self.weights_B, self.width = weights_B, spec.inputs
         inputs, outputs = [], []
         for use in uses:
-            g_BTO = wide(use.gradients_BTO).to(dtype) * use.scale
+            out, into = (wide(use.gradients_BTO).to(dtype) * use.scale).flatten(1, -2), use.inputs_BT
             if use.is_table and not table:  # of a tied head: a row of its outputs
-                one_hot = torch.nn.functional.one_hot(use.inputs_BT.flatten(1), spec.outputs).to(dtype)
-                outputs.append(one_hot)
-                inputs.append(g_BTO.flatten(1, -2))
-            elif use.is_table:
-                outputs.append(g_BTO.flatten(1, -2))
-                inputs.append(use.inputs_BT.flatten(1))
+                out, into = torch.nn.functional.one_hot(into.flatten(1), spec.outputs).to(dtype), out
             else:
-                outputs.append(g_BTO.flatten(1, -2))
-                inputs.append(_with_one(use.inputs_BT, spec, dtype).flatten(1, -2))
-        self.inputs_BK = torch.cat(inputs, 1)
-        self.outputs_BKO = torch.cat(outputs, 1)
+                into = into.flatten(1) if use.is_table else _with_one(into, spec, dtype).flatten(1, -2)
+            outputs.append(out)
+            inputs.append(into)
+        self.inputs_BK, self.outputs_BKO = torch.cat(inputs, 1), torch.cat(outputs, 1)
 
     @property
     def outputs_KN(self) -> Tensor:
@@ -261,12 +254,12 @@ class _Rows:
         if g_BKR.shape[1] == 1:
             sums.squares_RS.addmm_(g_BKR[:, 0].square().mT, a_BKS[:, 0].square())
         else:
-            for part in _chunks(self.batch, g_BKR.shape[2] * a_BKS.shape[2]):
+            for part in pieces(self.batch, g_BKR.shape[2] * a_BKS.shape[2]):
                 sums.squares_RS += (g_BKR[part].mT @ a_BKS[part]).square_().sum(0)
         out, into = self.outputs_BKO, self.inputs_BK
         if roots_B is not None:
             out = out * roots_B[:, None, None]
-        for part in _chunks(self.batch, out.shape[1] ** 2):
+        for part in pieces(self.batch, out.shape[1] ** 2):
             sums.norm += (out[part] @ out[part].mT).mul_(into[part] @ into[part].mT).sum(dtype=torch.float64)
 
     def add_table(self, sums: EigenbasisSums, g_KR: Tensor) -> None:
@@ -314,10 +307,3 @@ def _in_basis(
     start = sum(counts[: exchange.rank])
     found = local.coordinates(features.mT)[:, start : start + len(rows)].mT
     return list(found.split(sizes))
-
-
-def _chunks(batch: int, entries: int) -> Iterator[slice]:
-    """Slices of samples whose matrices are formed together."""
-    step = max(1, EKFAC_CHUNK // max(entries, 1))
-    for start in range(0, batch, step):
-        yield slice(start, min(start + step, batch))

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from gramian.core.errors import GramianError
 from gramian.core.keyed_random import token_uniforms
+from gramian.curvature.blocks.consistency import refuse_open_capture
 from gramian.curvature.estimate.kfac_capture import KFACCapture, global_ids
+from gramian.curvature.options import check_count
 from gramian.taps.hub import hub_of
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.user_names import named_parameters
@@ -35,8 +37,7 @@ def check_draws(fisher_type: Any, n_samples: Any, generator: Any) -> None:
     if fisher_type not in FISHER_TYPES:
         names = ", ".join(f'"{name}"' for name in FISHER_TYPES)
         raise GramianError(f"fisher_type: expected one of {names}, got {fisher_type!r}")
-    if not isinstance(n_samples, int) or isinstance(n_samples, bool) or n_samples < 1:
-        raise GramianError(f"n_samples: expected an integer of at least 1, got {n_samples!r}")
+    check_count("n_samples", n_samples)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise GramianError(f"generator: expected a torch.Generator or None, got {type(generator).__name__}")
 
@@ -70,6 +71,20 @@ class LabelledBatch:
     inputs: Tensor
     shifted: bool
     """True if position t predicts label t+1."""
+
+    @property
+    def unlabelled(self) -> bool:
+        """True if the batch has no labels, and its inputs are not their own labels either."""
+        return self.labels is None and not self.shifted
+
+
+def labels_of(root: nn.Module, batch: Any, fisher_type: str, shifted: bool | None) -> LabelledBatch:
+    """Read a batch for passes of its own over a model, which must have labels where none are drawn."""
+    found = read_batch(root, batch, shifted)
+    if fisher_type == "empirical" and found.unlabelled:
+        raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
+    refuse_open_capture(root)
+    return found
 
 
 def read_batch(model: nn.Module, batch: Any, shifted: bool | None) -> LabelledBatch:
@@ -188,6 +203,38 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor) -> Ten
     return F.cross_entropy(rows, wanted, ignore_index=IGNORE, reduction="sum")
 
 
+def find_positions(root: nn.Module, batch: LabelledBatch) -> Positions:
+    """`positions` of a batch; a forward shows the shape of the logits where there are no labels."""
+    shape = None
+    if batch.unlabelled:
+        with torch.no_grad():
+            shape = logits_of(root(*batch.args, **batch.kwargs)).shape[:-1]
+    return positions(batch, shape)
+
+
+def run_pass(
+    root: nn.Module,
+    batch: LabelledBatch,
+    found: Positions,
+    draw: int | None,
+    seed: int,
+    samples: Tensor,
+    cap: KFACCapture | None = None,
+) -> None:
+    """A forward, and the backward of the summed cross entropy of the batch's own labels (`draw` None) or of drawn ones."""
+    logits = logits_of(root(*batch.args, **batch.kwargs))
+    if logits.shape[:-1] != found.counted.shape:
+        raise GramianError(
+            f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
+        )
+    if cap is not None and hub_of(root).tensor_parallel is not None:
+        _refuse_part_of_classes(cap, logits)
+    labels = found.labels if draw is None else draw_labels(logits, seed, samples, draw)
+    assert labels is not None
+    refuse_unknown_classes(labels, found.counted, logits.shape[-1])
+    summed_cross_entropy(logits, labels, found.counted).backward()
+
+
 def run_passes(
     root: nn.Module,
     batch: LabelledBatch,
@@ -196,23 +243,13 @@ def run_passes(
     seed: int,
     sample_ids: Tensor | None,
 ) -> None:
-    """One captured pass over a batch with its own labels, or one for every draw; the user's model is left as it was.
+    """One captured pass over a batch with its own labels (`draws` None), or one for every draw; the model is left as it was.
 
-    Args:
-        root: the user's module, unwrapped.
-        batch: inputs and labels, as `read_batch` read them.
-        capture: opens a capture for these positions and token weights.
-        draws: number of draws of labels; None: the batch's own labels.
-        seed: of the draws.
-        sample_ids: [B], ids that draws and subsets are keyed by; None: `global_ids`.
+    `capture` opens a capture for positions and token weights; `sample_ids` [B] key the draws and subsets, None: `global_ids`.
     """
     with ExitStack() as around:
         around.enter_context(preserve_state(root))
-        shape = None
-        if batch.labels is None and not batch.shifted:
-            with torch.no_grad():
-                shape = logits_of(root(*batch.args, **batch.kwargs)).shape[:-1]
-        found = positions(batch, shape)
+        found = find_positions(root, batch)
         weights = token_weights(batch, found)
         cap = capture(found, weights)
         if not batch.inputs.shape[0]:
@@ -223,17 +260,7 @@ def run_passes(
         for draw in range(draws or 1):
             cap.draw = draw
             cap.next(num_terms=found.terms, token_weights=weights, sample_ids=samples)
-            logits = logits_of(root(*batch.args, **batch.kwargs))
-            if logits.shape[:-1] != found.counted.shape:
-                raise GramianError(
-                    f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
-                )
-            if hub_of(root).tensor_parallel is not None:
-                _refuse_part_of_classes(cap, logits)
-            labels = found.labels if draws is None else draw_labels(logits, seed, samples, draw)
-            assert labels is not None
-            refuse_unknown_classes(labels, found.counted, logits.shape[-1])
-            summed_cross_entropy(logits, labels, found.counted).backward()
+            run_pass(root, batch, found, None if draws is None else draw, seed, samples, cap)
         stray = [name for name, p in named_parameters(root) if p.grad is not None]
         if stray:
             raise GramianError(

@@ -204,9 +204,8 @@ class KFACCapture(Capture):
         backward = torch._C._current_graph_task_id()
         if info.announcement not in self._counted:
             self._counted[info.announcement] = backward
-            if (
-                info.tensor_parallel is None or info.tensor_parallel.first
-            ):  # one of the processes that see the same terms
+            # Of the processes that see the same terms one counts them.
+            if info.tensor_parallel is None or info.tensor_parallel.first:
                 self.terms += info.num_terms
         elif self._counted[info.announcement] != backward:
             raise GramianError(ONE_BACKWARD)

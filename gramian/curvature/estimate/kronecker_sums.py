@@ -114,16 +114,16 @@ class KroneckerSums(SumsOfOneCapture):
             self.selection.find_ignored(sides, info)
         self.selection.note_padding(sides, info, record.layer)
         if is_table:
-            self._add_table(block, spec, sides, info, record, keeps["table"])
+            self._add_table(block, spec, sides, info, record, keeps.table)
             return
         all_tokens = sides
         if self.options.weight_sharing == "reduce":
             sides = self.selection.reduced(sides, info, record.layer)
-        block.inputs = block.inputs or TokenMoment(spec.inputs - spec.has_bias, keeps["A"])
+        block.inputs = block.inputs or TokenMoment(spec.inputs - spec.has_bias, keeps.A)
         chosen = self.selection.choose(sides, info, record.layer, block.inputs.keep)
         inputs = self._rows(chosen, sides.inputs_BT, record.borrowed)
         block.inputs.add(inputs, self._products)
-        keep = keeps["G"]
+        keep = keeps.G
         if is_head and self.exact_head:
             self._add_head(block, spec, all_tokens, info, record, keep)
             return

@@ -22,7 +22,6 @@ from gramian.curvature.memory.memory_budget import keeps_of
 from gramian.curvature.refresh import finish_refresh, refresh_schedule
 from gramian.curvature.state import CurvatureState
 from gramian.parallel.exchange import Exchange
-from gramian.taps.hub import hub_of
 
 
 def capture(
@@ -43,14 +42,7 @@ def collect(
     root = module_of(model)
     with _step(state, model, force) as (due, exchange):
         fisher_labels.check_draws(labels.fisher_type, labels.n_samples, labels.generator)
-        labelled = fisher_labels.read_batch(root, batch, labels.causal_shift)
-        if not labels.drawn and labelled.labels is None and not labelled.shifted:
-            raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
-        if hub_of(root).live:
-            raise GramianError(
-                "model: is inside an open capture, which would take these passes for its own; "
-                "expected collect_kfac_factors outside of it"
-            )
+        labelled = fisher_labels.labels_of(root, batch, labels.fisher_type, labels.causal_shift)
     if not due:
         return
     exact_head = labels.fisher_type == "true" or state.options.kfac_true_fisher_head

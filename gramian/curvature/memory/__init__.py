@@ -1,1 +1,1 @@
-"""Bytes and traffic of curvature, planned from shapes before anything is allocated."""
+"""Bytes of curvature, planned from shapes before anything is allocated."""

@@ -14,7 +14,7 @@ eigenvalues of its own.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from gramian.curvature.estimate.token_moments import StoragePolicy
 from gramian.curvature.memory.apply_footprint import apply_bytes
@@ -30,13 +30,15 @@ from gramian.curvature.memory.factor_shape import (
 )
 from gramian.curvature.memory.side_footprint import SideFootprint, side_footprint
 from gramian.linalg import WIDEST_DENSE
-from gramian.linalg.wide import piece_entries
+from gramian.linalg.wide import BLOCK, piece_entries
 
-EKFAC_CHUNK = 1 << 24
-"""Entries of per-sample matrices that EK-FAC forms at once, where one sample has fewer."""
 
-ThreeKeeps = tuple[StoragePolicy, StoragePolicy, StoragePolicy]
-"""What is kept of the tokens of A, of G and of a table's gradients."""
+class SidePolicies(NamedTuple):
+    """What a block keeps of the tokens of A, of G and of a table's gradients."""
+
+    A: StoragePolicy = StoragePolicy()
+    G: StoragePolicy = StoragePolicy()
+    table: StoragePolicy = StoragePolicy()
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Outline:
 
 
 @lru_cache(maxsize=4096)
-def outline(form: BlockForm, keeps: ThreeKeeps, counts: BlockTokens) -> Outline:
+def outline(form: BlockForm, keeps: SidePolicies, counts: BlockTokens) -> Outline:
     """The factors of a block and their bytes for given numbers of tokens."""
     if form.kind != "kronecker":
         return _not_kronecker(form)
@@ -131,7 +133,7 @@ def outline(form: BlockForm, keeps: ThreeKeeps, counts: BlockTokens) -> Outline:
     return _with_correction(form, found, counts) if form.corrected else found
 
 
-def bound(form: BlockForm, keeps: ThreeKeeps) -> Footprint:
+def bound(form: BlockForm, keeps: SidePolicies) -> Footprint:
     """The most bytes over any number of tokens, stage by stage."""
     counts = {MANY}
     for keep in keeps:
@@ -250,8 +252,8 @@ def _with_correction(form: BlockForm, found: Outline, counts: BlockTokens) -> Ou
     w, entries = max(form.wide, G.storage.itemsize), ranks[0] * ranks[1]
     tokens = 0 if counts.unlimited else form.local(counts.outputs) + form.local(counts.table)
     rows = w * tokens * (form.inputs + form.outputs + sum(ranks))
-    chunk = 2 * w * max(entries, min(EKFAC_CHUNK, entries * max(tokens, 1)))
-    grams = 3 * w * min(tokens**2, max(EKFAC_CHUNK, tokens))
+    chunk = 2 * w * max(entries, min(BLOCK, entries * max(tokens, 1)))
+    grams = 3 * w * min(tokens**2, max(BLOCK, tokens))
     values = w * entries
     footprint = replace(
         one,

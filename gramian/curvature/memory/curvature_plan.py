@@ -7,14 +7,13 @@ import torch
 
 from gramian.core.byte_amounts import format_bytes
 from gramian.curvature.blocks.block_specs import Spec
-from gramian.curvature.estimate.token_moments import StoragePolicy
-from gramian.curvature.memory.block_footprint import Outline, ThreeKeeps, bound, outline
+from gramian.curvature.memory.block_footprint import Outline, SidePolicies, bound, outline
 from gramian.curvature.memory.block_form import ANY_TOKENS, BlockForm, BlockTokens
 from gramian.curvature.memory.plan_totals import STAGES, PlanTotal, add
 from gramian.plan.plan_table import PlanTable
 
-Keeps = Mapping[str, Mapping[str, StoragePolicy]]
-"""{block: {"A", "G" and, for a table's gradients, "table": what is kept of its tokens}}."""
+Keeps = Mapping[str, SidePolicies]
+"""{K-FAC block: what is kept of its tokens}."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class CurvaturePlan:
 def plan_row(
     spec: Spec,
     form: BlockForm,
-    keeps: ThreeKeeps,
+    keeps: SidePolicies,
     home: str,
     stores: tuple[str, str],
     counts: BlockTokens | None = None,
@@ -136,7 +135,7 @@ def plan_row(
     return CurvatureRow(spec.name, spec.inputs, spec.outputs, tokens, A, G, why, by_stage)
 
 
-def _why(spec: Spec, keeps: ThreeKeeps, found: Outline, shared: str, counts: BlockTokens, on_cpu: bool) -> str:
+def _why(spec: Spec, keeps: SidePolicies, found: Outline, shared: str, counts: BlockTokens, on_cpu: bool) -> str:
     """Why the block is not the exact and complete one."""
     if spec.kind != "kronecker":
         return spec.why or "no matrix between tokens"

@@ -22,15 +22,14 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.blocks.representation import keep_for
 from gramian.curvature.estimate.token_moments import StoragePolicy
-from gramian.curvature.memory.block_footprint import ThreeKeeps, bound
+from gramian.curvature.memory.block_footprint import SidePolicies, bound
 from gramian.curvature.memory.block_form import MANY, BlockForm
 from gramian.curvature.memory.curvature_plan import CurvaturePlan, Keeps, plan_row
 from gramian.curvature.memory.plan_totals import PlanTotal, add
 from gramian.curvature.options import Options
 from gramian.plan.budget import Budget, largest_fitting, smallest_fitting
 
-SIDES = ("A", "G", "table")
-DIAGONAL = StoragePolicy(diagonal=True, why="memory_budget: its diagonal")
+DIAGONALS = SidePolicies(*[StoragePolicy(diagonal=True, why="memory_budget: its diagonal")] * 3)
 FEWEST = 32
 """Tokens below which a diagonal is preferred to a subset."""
 
@@ -38,12 +37,9 @@ FEWEST = 32
 def keeps_of(
     specs: Mapping[str, Spec], options: Options, head: str | None, exact_head: bool, device: str | None = None
 ) -> Keeps:
-    """What every K-FAC block keeps of its tokens, within the budget if there is one.
+    """What every K-FAC block keeps of its tokens, within the budget if there is one; an error if not even diagonals fit.
 
     `head` is the layer whose outputs are the logits, `device` the one the model will run on (None: its own).
-
-    Raises:
-        GramianError: if not even diagonals fit.
     """
     policy = {name: _policy(spec, options, head) for name, spec in specs.items() if spec.kind == "kronecker"}
     if options.budget is None:
@@ -62,18 +58,13 @@ def store_of(options: Options, home: str) -> str:
     return home if options.woodbury_store_device == "auto" else options.woodbury_store_device
 
 
-def three_keeps(keeps: Mapping[str, StoragePolicy]) -> ThreeKeeps:
-    """What is kept of A, of G and of a table's gradients."""
-    return keeps.get("A", StoragePolicy()), keeps.get("G", StoragePolicy()), keeps.get("table", StoragePolicy())
-
-
-def _policy(spec: Spec, options: Options, head: str | None) -> dict[str, StoragePolicy]:
+def _policy(spec: Spec, options: Options, head: str | None) -> SidePolicies:
     is_head = head in spec.layers
-    return {
-        "A": keep_for("A", spec.inputs, is_head, options),
-        "G": keep_for("G", spec.outputs, is_head, options),
-        "table": keep_for("G", spec.outputs if spec.layout == "table" else spec.inputs, False, options),
-    }
+    return SidePolicies(
+        keep_for("A", spec.inputs, is_head, options),
+        keep_for("G", spec.outputs, is_head, options),
+        keep_for("G", spec.outputs if spec.layout == "table" else spec.inputs, False, options),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,11 +72,11 @@ class _Kind:
     """What blocks of equal bytes have in common."""
 
     form: BlockForm
-    policy: ThreeKeeps
+    policy: SidePolicies
     home: str
     store: str
 
-    def weight(self, keeps: ThreeKeeps) -> int:
+    def weight(self, keeps: SidePolicies) -> int:
         """Bytes of a refresh of one block alone, by which blocks are compared."""
         one = bound(self.form, keeps)
         used = one.use_A.launched + one.use_G.launched
@@ -102,7 +93,7 @@ class _BudgetSearch:
         self.kinds: dict[_Kind, list[str]] = {}
         for name, spec in specs.items():
             form, home = BlockForm.of(spec, options, exact=exact in spec.layers), homes[name]
-            kind = _Kind(form, three_keeps(policy.get(name, {})), home, store_of(options, home))
+            kind = _Kind(form, policy.get(name, SidePolicies()), home, store_of(options, home))
             self.kinds.setdefault(kind, []).append(name)
 
     def keeps(self) -> Keeps:
@@ -119,11 +110,10 @@ class _BudgetSearch:
 
     def _reduced(self, tokens: int, flat: int) -> Keeps:
         """Subsets of so many tokens, and so many blocks as diagonals."""
-        found: dict[str, Mapping[str, StoragePolicy]] = {}
+        found: dict[str, SidePolicies] = {}
         for kind, names, diagonals in self._split(flat, tokens):
-            limited = dict(zip(SIDES, self._limited(kind, tokens), strict=True))
-            for i, name in enumerate(names):
-                found[name] = dict.fromkeys(SIDES, DIAGONAL) if i < diagonals else limited
+            limited = self._limited(kind, tokens)
+            found |= {name: DIAGONALS if i < diagonals else limited for i, name in enumerate(names)}
         return {name: found[name] for name in self.policy}
 
     def _split(self, flat: int, tokens: int | None) -> Iterator[tuple[_Kind, list[str], int]]:
@@ -136,14 +126,14 @@ class _BudgetSearch:
             flat -= diagonals
             yield kind, names, diagonals
 
-    def _limited(self, kind: _Kind, tokens: int) -> ThreeKeeps:
+    def _limited(self, kind: _Kind, tokens: int) -> SidePolicies:
         """Every side as the policy has it, or on a subset of so many tokens: whichever takes less."""
-        found = dict(zip(SIDES, kind.policy, strict=True))
+        found = kind.policy
         subset = StoragePolicy(tokens, tokens, why=f"memory_budget: at most {tokens} tokens")
-        for side, width in zip(SIDES, kind.form.widths, strict=True):
-            if self.options.low_rank and not found[side].diagonal and tokens < width:
-                found = min(found, found | {side: subset}, key=lambda keeps: kind.weight(three_keeps(keeps)))
-        return three_keeps(found)
+        for side, keep, width in zip(found._fields, found, kind.form.widths, strict=True):
+            if self.options.low_rank and not keep.diagonal and tokens < width:
+                found = min(found, found._replace(**{side: subset}), key=kind.weight)
+        return found
 
     def _fits(self, tokens: int | None, flat: int) -> bool:
         return all(self.budget.fits(total.peak) for total in self._totals(tokens, flat).values())
@@ -154,7 +144,7 @@ class _BudgetSearch:
         counted = [(kind, kind.policy, len(names)) for kind, names in self.kinds.items() if names[0] not in self.policy]
         for kind, names, diagonals in self._split(flat, tokens):
             keeps = kind.policy if tokens is None else self._limited(kind, tokens)
-            counted += [(kind, keeps, len(names) - diagonals), (kind, (DIAGONAL,) * 3, diagonals)]
+            counted += [(kind, keeps, len(names) - diagonals), (kind, DIAGONALS, diagonals)]
         for kind, keeps, count in sorted(counted, key=lambda one: max(bound(one[0].form, one[1]).works)):
             if count:
                 one = bound(kind.form, keeps)
@@ -172,7 +162,7 @@ class _BudgetSearch:
         )
         least = self._reduced(tokens, flat)
         rows = [
-            plan_row(self.specs[name], kind.form, three_keeps(least.get(name, {})), kind.home, (kind.store,) * 2)
+            plan_row(self.specs[name], kind.form, least.get(name, SidePolicies()), kind.home, (kind.store,) * 2)
             for kind, names in self.kinds.items()
             for name in names
         ]

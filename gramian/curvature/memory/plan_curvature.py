@@ -8,13 +8,13 @@ from torch import nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block_specs import find_blocks
-from gramian.curvature.memory.block_footprint import Outline, bound, outline
+from gramian.curvature.memory.block_footprint import Outline, SidePolicies, bound, outline
 from gramian.curvature.memory.block_form import ANY_TOKENS, BlockForm
 from gramian.curvature.memory.curvature_plan import CurvaturePlan, CurvatureRow, plan_row
-from gramian.curvature.memory.memory_budget import home_of, keeps_of, store_of, three_keeps
+from gramian.curvature.memory.memory_budget import home_of, keeps_of, store_of
 from gramian.curvature.memory.plan_totals import PlanTotal, add
 from gramian.curvature.memory.token_counts import token_source
-from gramian.curvature.options import Options
+from gramian.curvature.options import Options, check_count
 from gramian.linalg.factors.eigendecomposition import fits
 
 
@@ -36,12 +36,8 @@ def plan_curvature(
     """Plan from shapes alone; `KFACNaturalGradient.plan` documents the arguments.
 
     The model is unwrapped; a `head` of None is the last linear layer, and `exact_head` makes its Fisher exact.
-
-    Raises:
-        GramianError: if memory_budget cannot be met, or an argument is invalid.
     """
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise GramianError(f"world_size: expected an integer of at least 1, got {world_size!r}")
+    check_count("world_size", world_size)
     if options.ekfac and tokens is None and inputs is None:
         raise GramianError("tokens: ekfac=True keeps every one of a refresh; expected how many there are, or inputs")
     alone = world_size == 1 or options.kfac_distributed_reduce == "none"
@@ -67,7 +63,7 @@ def plan_curvature(
             algebra=algebra,
             processes=1 if alone else world_size,
         )
-        own = three_keeps(keeps.get(name, {}))
+        own = keeps.get(name, SidePolicies())
         counts = source.of_block(spec, world_size if alone else 1, reduced, form.exact)
         found = outline(form, own, counts or ANY_TOKENS)
         one = bound(form, own) if counts is None else found.footprint

@@ -108,19 +108,15 @@ class TokenSource:
         found: dict[str, str] = {}
         for name, spec in specs.items():
             single = spec.kind == "kronecker" and not spec.tables and len(spec.layers) == 1 and spec.layout != "kernel"
-            if single and not keeps[name]["A"].diagonal:
-                key = (self.trace.inputs.get(spec.layers[0]), spec.has_bias, keeps[name]["A"])
+            if single and not keeps[name].A.diagonal:
+                key = (self.trace.inputs.get(spec.layers[0]), spec.has_bias, keeps[name].A)
                 if key[0] is not None and first.setdefault(key, name) != name:
                     found[name] = first[key]
         return found
 
 
 def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, inputs: Any) -> TokenSource:
-    """Check the arguments of a plan, and trace a forward if its inputs are given.
-
-    Raises:
-        GramianError: for numbers of tokens that are not positive integers or do not fit the layers, or if both are given.
-    """
+    """Check the arguments of a plan, of which at most one is given, and trace a forward if its inputs are."""
     layers = [layer for spec in specs.values() if spec.kind == "kronecker" for layer in spec.layers]
     counts = list(tokens.values()) if isinstance(tokens, Mapping) else [] if tokens is None else [tokens]
     for count in counts:
@@ -140,11 +136,7 @@ def token_source(model: nn.Module, specs: Mapping[str, Spec], tokens: Any, input
 
 
 def trace(root: nn.Module, layers: Iterable[str], inputs: Any) -> Trace:
-    """Run a forward on the meta device and record the calls of `layers`; nothing is allocated.
-
-    Raises:
-        GramianError: if the model cannot run on the meta device.
-    """
+    """Run a forward on the meta device and record the calls of `layers`; nothing is allocated."""
     args, kwargs = _arguments(pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs))
     found = Trace(samples=first_tensor(args, kwargs).shape[0])
     modules = dict(named_modules(root))
@@ -154,11 +146,7 @@ def trace(root: nn.Module, layers: Iterable[str], inputs: Any) -> Trace:
     try:
         with torch.no_grad(), torch.device("meta"):
             torch.func.functional_call(root, meta, args, kwargs)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # shapes or values that do not exist, arguments, model checks
+    except (RuntimeError, TypeError, ValueError) as error:  # no such shapes or values, arguments, model checks
         what = " ".join(str(error).split())[:200]
         raise GramianError(
             f"inputs: the model cannot run on them without numbers ({type(error).__name__}: {what}); "

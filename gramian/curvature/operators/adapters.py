@@ -13,9 +13,6 @@ def to_curvlinops(operator: Operator) -> Any:
     """Convert an operator to a `curvlinops` `PyTorchLinearOperator`.
 
     If it acts on parameters, the result multiplies lists of tensors in their shapes as well as flat tensors.
-
-    Raises:
-        GramianError: if it is not an operator, or curvlinops is not installed.
     """
     check_operator(operator)
     try:
@@ -40,11 +37,7 @@ def to_curvlinops(operator: Operator) -> Any:
 
 
 def from_curvlinops(operator: Any) -> Operator:
-    """Convert a symmetric operator of curvlinops to an `Operator`.
-
-    Raises:
-        GramianError: if it is not square.
-    """
+    """Convert a symmetric operator of curvlinops to an `Operator`."""
     rows, columns = operator.shape
     if rows != columns:
         raise GramianError(f"operator: has shape {[rows, columns]}; expected a square one")

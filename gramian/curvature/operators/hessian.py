@@ -51,9 +51,6 @@ class HessianOperator(ModelOperator):
             loss_reduction: how a user's loss_fn reduces its terms: "mean", "sum", or the coefficient of one term.
             num_terms: number of loss terms of every batch, for a user's loss_fn; optional for the mean loss of one batch.
             causal_shift: for a named loss, whether position t predicts label t+1; None: as Hugging Face does for this model.
-
-        Raises:
-            GramianError: with the name of the argument that is invalid.
         """
         super().__init__(model, parameters)
         self._of_batch: list[tuple[Callable[[], Tensor], float]] = []

@@ -44,9 +44,6 @@ class JacobianOperator(ModelOperator):
             parameters: names, or a predicate of (name, parameter); None: all trainable parameters.
             loss: "cross_entropy" of classes, or "mse" of numbers.
             causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
-
-        Raises:
-            GramianError: with the name of the argument that is invalid.
         """
         super().__init__(model, parameters)
         self.loss = loss
@@ -58,14 +55,10 @@ class JacobianOperator(ModelOperator):
 
     @abstractmethod
     def _curve(self, outputs_RV: Tensor, tangents_RV: Tensor, targets: Tensor, weights_R: Tensor, samples: int) -> None:
-        """Turn U into C U, in place, not divided by N.
+        """Turn U = J v (`tangents_RV`) into C U, in place, not divided by N.
 
-        Args:
-            outputs_RV: f.
-            tangents_RV: U = J v, overwritten.
-            targets: classes [R], or numbers [R, V].
-            weights_R: weights of the loss terms; 0 for rows without a term.
-            samples: B; R/B consecutive rows belong to a sample.
+        Targets are classes [R] or numbers [R, V], weights 0 for rows without a loss term; R/B consecutive rows belong to each
+        of the B `samples`.
         """
 
     def _add(self, batch: Terms, columns: list[Tensor], total_KN: Tensor) -> None:

@@ -7,7 +7,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.operators.parameter_space import ParameterSpace, Selection, choose, first_names
-from gramian.linalg.spectra.operator import Operator, check_vector, seen
+from gramian.linalg.spectra.operator import Operator, seen
 
 
 class KFACOperator(Operator):
@@ -30,9 +30,6 @@ class KFACOperator(Operator):
             kfac: a K-FAC object with factors.
             damped: multiply by F + damping, clip included, in place of F.
             parameters: names (any name of a tied parameter), or a predicate of (name, tensor of its shape); None: all.
-
-        Raises:
-            GramianError: if `kfac` is not a KFACNaturalGradient, has no factors, or none for a name.
         """
         if not isinstance(kfac, KFACNaturalGradient):
             raise GramianError(f"kfac: {seen(kfac)}; expected a KFACNaturalGradient")
@@ -51,12 +48,7 @@ class KFACOperator(Operator):
         self.dim, self.kfac, self.damped = self.space.dim, kfac, damped
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """F Y, [n, k], column by column.
-
-        Raises:
-            GramianError: unless Y is [n, k].
-        """
-        check_vector(y_NK, self.dim, columns=True)
+        """F Y, [n, k], column by column."""
         products = []
         for column in self.space.columns(y_NK):
             found = self.kfac.compute_fisher_vector_product(self.space.unflatten(column), damped=self.damped)

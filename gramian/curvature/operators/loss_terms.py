@@ -39,11 +39,7 @@ class Terms:
         return float(self.weights.sum()) * (self.targets.shape[-1] if self.loss == "mse" else 1)
 
     def rows(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype.
-
-        Raises:
-            GramianError: if the targets do not have the shape of the outputs.
-        """
+        """Targets ([R] or [R, C]) and weights [R] in the outputs' dtype; the targets must have the shape of the outputs."""
         wanted = outputs.shape if self.loss == "mse" else outputs.shape[:-1]
         if self.targets.shape != wanted:
             raise GramianError(f"labels: have shape {[*self.targets.shape]}; expected {[*wanted]}, as the outputs")
@@ -66,9 +62,6 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
     """Read a batch, in one of the forms that `JacobianOperator` lists.
 
     Labels of -100 and positions outside `attention_mask` have no term. Weights belong to positions and are not shifted.
-
-    Raises:
-        GramianError: for a batch in another form.
     """
     batch, token_weights = _without_weights(batch)
     if loss == "mse":
@@ -78,7 +71,7 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
             counted &= question.mask_BT.to(counted.device) != 0
     else:
         question = fisher_labels.read_batch(root, batch, causal_shift)
-        if question.labels is None and not question.shifted:
+        if question.unlabelled:
             raise GramianError("labels: expected them in the batch")
         found = fisher_labels.positions(question, None)
         assert found.labels is not None
@@ -93,11 +86,7 @@ def read_terms(root: nn.Module, batch: Any, loss: LossName, causal_shift: bool |
 def read_all(
     root: nn.Module, batches: Any, loss: LossName, causal_shift: bool | None
 ) -> tuple[tuple[Terms, ...], float]:
-    """The loss terms of every batch, and N over all of them.
-
-    Raises:
-        GramianError: for an unknown loss, one batch in place of a list, no batches, or batches without loss terms.
-    """
+    """The loss terms of every batch of a list that is not empty, and N over all of them, of which there must be some."""
     if loss not in LOSSES:
         raise GramianError(f"loss: got {loss!r}; expected {' or '.join(repr(name) for name in LOSSES)}")
     if isinstance(batches, Mapping | Tensor) or (
@@ -112,11 +101,7 @@ def read_all(
 
 
 def listed(batches: Any) -> tuple[Any, ...]:
-    """The batches as a tuple, so that every product uses the same data, even of a shuffling loader.
-
-    Raises:
-        GramianError: if there are none.
-    """
+    """The batches, at least one, as a tuple, so that every product uses the same data, even of a shuffling loader."""
     if not isinstance(batches, Iterable):
         raise GramianError(f"batches: {seen(batches)}; expected a list of batches, or a loader")
     found = tuple(batches)

@@ -14,7 +14,7 @@ from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import module_of
 from gramian.curvature.operators.parameter_space import ParameterSpace, Selection, first_names
 from gramian.curvature.operators.side_effect_free import side_effect_free
-from gramian.linalg.spectra.operator import Operator, check_vector
+from gramian.linalg.spectra.operator import Operator
 
 
 class ModelOperator(Operator):
@@ -24,15 +24,7 @@ class ModelOperator(Operator):
     """N: loss terms of all batches."""
 
     def __init__(self, model: nn.Module, parameters: Selection) -> None:
-        """Choose the parameters.
-
-        Args:
-            model: the user's model, not sharded, in float32 or float64.
-            parameters: names (any name of a tied parameter), or a predicate of (name, parameter); None: all trainable ones.
-
-        Raises:
-            GramianError: for another selection, a model in half precision, or one that is sharded.
-        """
+        """Choose the parameters; a model in half precision, or a sharded one, is refused."""
         self.model = module_of(model)
         parameters = first_names(self.model, parameters)
         self.space = ParameterSpace.of(self.model, parameters)
@@ -43,12 +35,7 @@ class ModelOperator(Operator):
             raise GramianError(f"model: is in {self.dtype}, too coarse for spectra; expected float32 or float64")
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, [n, k]: one sum over all batches. Out-of-memory errors are raised, not handled.
-
-        Raises:
-            GramianError: if Y is not [n, k].
-        """
-        check_vector(y_NK, self.dim, columns=True)
+        """M Y, [n, k]: one sum over all batches. Out-of-memory errors are raised, not handled."""
         with side_effect_free(self.model):
             columns = self.space.columns(y_NK)
             total_KN = torch.zeros(len(columns), self.dim, dtype=self.dtype, device=self.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.linalg.spectra.operator import check_vector
 from gramian.taps.model.user_names import named_parameters
 
 Selection = Sequence[str] | Callable[[str, Tensor], bool] | None
@@ -38,9 +39,6 @@ class ParameterSpace:
         Args:
             model: a model on one device, in one dtype.
             which: names, or a predicate of (name, parameter); None: all trainable parameters.
-
-        Raises:
-            GramianError: for a name that no trainable parameter has, an empty selection, or several dtypes or devices.
         """
         chosen = choose({name: p for name, p in unique_parameters(model) if p.requires_grad}, which, "that trains")
         kinds = {(p.dtype, p.device) for p in chosen.values()}
@@ -67,11 +65,7 @@ class ParameterSpace:
         return torch.cat(pieces)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """{name: [*shape]} from [n], {name: [*shape, k]} from [n, k]; views.
-
-        Raises:
-            GramianError: if the tensor does not have n rows.
-        """
+        """{name: [*shape]} from [n], {name: [*shape, k]} from [n, k]; views."""
         if not flat.dim() or len(flat) != self.dim:
             raise GramianError(f"vector: has shape {[*flat.shape]}; expected [{self.dim}] or [{self.dim}, k]")
         pieces = flat.split(self.sizes)
@@ -81,23 +75,14 @@ class ParameterSpace:
         }
 
     def columns(self, y_NK: Tensor) -> list[Tensor]:
-        """Contiguous copies of the k columns of Y, in this space's dtype and on its device.
-
-        Raises:
-            GramianError: if Y is not [n, k].
-        """
-        if y_NK.dim() != 2 or len(y_NK) != self.dim:
-            raise GramianError(f"vector: has shape {[*y_NK.shape]}; expected [{self.dim}, k]")
+        """Contiguous copies of the k columns of Y, in this space's dtype and on its device."""
+        check_vector(y_NK, self.dim, columns=True)
         columns_KN = torch.empty(y_NK.shape[1], self.dim, dtype=self.dtype, device=self.device)
         return list(columns_KN.copy_(y_NK.detach().mT))
 
 
 def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str, Tensor]:
-    """The selected tensors in their own order; error messages describe a tensor by `kind`, such as "that trains".
-
-    Raises:
-        GramianError: for an unknown name, or an empty selection.
-    """
+    """The selected tensors in their own order, at least one; errors describe a tensor by `kind`, such as "that trains"."""
     if isinstance(which, str):
         raise GramianError(f"parameters: is the text {which!r}; expected a list of names, [{which!r}]")
     if which is None:
@@ -118,11 +103,7 @@ def choose(named: Mapping[str, Tensor], which: Selection, kind: str) -> dict[str
 
 
 def first_names(root: nn.Module | None, which: Selection) -> Selection:
-    """The selection with every tied parameter of the model under its first name; `root` None: the model was freed.
-
-    Raises:
-        GramianError: if it is neither names, a predicate nor None.
-    """
+    """The selection with every tied parameter of the model under its first name; `root` None: the model was freed."""
     if which is None or isinstance(which, str) or callable(which):
         return which
     names = [*which] if isinstance(which, Iterable) else [which]

@@ -15,11 +15,7 @@ class ShiftedOperator(Operator):
     """
 
     def __init__(self, operator: Operator, shift: float) -> None:
-        """Add λ = `shift` to the diagonal of an operator.
-
-        Raises:
-            GramianError: if M is not an operator, or the shift is not a finite number.
-        """
+        """Add λ = `shift` to the diagonal of an operator."""
         check_operator(operator)
         check_number("shift", shift)
         self.operator, self.shift = operator, shift

@@ -10,10 +10,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from gramian.core.errors import GramianError
-from gramian.curvature.blocks.consistency import unique_parameters
+from gramian.curvature.blocks.consistency import refuse_open_capture, unique_parameters
 from gramian.curvature.operators.parameter_space import ParameterSpace
-from gramian.taps.hub import hub_of
 from gramian.taps.model.preserve_state import preserve_state
 from gramian.taps.model.run_eagerly import run_eagerly
 from gramian.taps.model.user_names import named_modules
@@ -26,14 +24,8 @@ def side_effect_free(root: nn.Module) -> Iterator[None]:
     """Evaluation mode, no autocast, no compiled graphs; gradients, modes, buffers and random states are restored at the end.
 
     Dropout and running statistics are off: with them every product would be one with another matrix.
-
-    Raises:
-        GramianError: inside an open capture, which would record these passes.
     """
-    if hub_of(root).live:
-        raise GramianError(
-            "model: is inside an open capture, which would take these passes for its own; expected products outside of it"
-        )
+    refuse_open_capture(root)
     modes = [(module, module.training) for module in root.modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as around:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,9 @@ CUT = ("body", "values")
 """Parts of a factor with a row for each feature."""
 
 
-@dataclass(frozen=True)
-class FolderRows:
+def _rows(start: int, local: Tensor) -> ShardedBox:
     """Rows of a tensor, from `start` on."""
-
-    start: int
-    local: Tensor
-
-    @property
-    def box(self) -> ShardedBox:
-        """Their place in the tensor."""
-        return ShardedBox([self.start, *[0] * (self.local.dim() - 1)], self.local)
+    return ShardedBox([start, *[0] * (local.dim() - 1)], local)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -62,7 +54,12 @@ def save(state: CurvatureState, folder: str, exchange: Exchange | None) -> None:
         "files": {f"kfac-{number:05d}.safetensors": checksum for number, checksum in enumerate(checksums)},
         "tensors": {n: [str(rows.local.dtype).removeprefix("torch."), shape] for n, (rows, shape) in parts.items()},
     }
-    _on_all(exchange, lambda: _finish(place, body) if rank == 0 else None)
+
+    def finish() -> None:
+        if rank == 0:
+            replace_file(place / INDEX, json.dumps({"body": body, "sha256": _digest(body)}).encode())
+
+    _on_all(exchange, finish)
 
 
 def _begin(place: Path) -> None:
@@ -71,9 +68,9 @@ def _begin(place: Path) -> None:
         raise GramianError(f"folder: {str(place)!r} is not empty; expected a new folder, or an empty one")
 
 
-def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[str, tuple[FolderRows, list[int]]]:
+def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[str, tuple[ShardedBox, list[int]]]:
     """{tensor: this process's rows and the shape of all}, taken out of a state; the first process has what is not cut."""
-    found: dict[str, tuple[FolderRows, list[int]]] = {}
+    found: dict[str, tuple[ShardedBox, list[int]]] = {}
     first = exchange is None or exchange.rank == 0
     for number, parts in entries["factors"].items():
         n = parts.pop("dim")
@@ -82,27 +79,23 @@ def _rows_to_write(entries: dict[str, Any], exchange: Exchange | None) -> dict[s
             t = parts.pop(name)
             if name in CUT:
                 t = t if len(t) == mine.stop - mine.start and name == "body" else t[mine]
-                found[f"{number}.{name}"] = FolderRows(mine.start, t), [n, *t.shape[1:]]
+                found[f"{number}.{name}"] = _rows(mine.start, t), [n, *t.shape[1:]]
             else:
-                found[f"{number}.{name}"] = FolderRows(0, t.reshape(-1) if first else t.reshape(-1)[:0]), list(t.shape)
+                found[f"{number}.{name}"] = _rows(0, t.reshape(-1) if first else t.reshape(-1)[:0]), list(t.shape)
     generator = entries.pop("generator")
-    found["generator"] = FolderRows(0, generator if first else generator[:0]), list(generator.shape)
+    found["generator"] = _rows(0, generator if first else generator[:0]), list(generator.shape)
     return found
 
 
-def _write(path: Path, parts: Mapping[str, FolderRows]) -> list[Any]:
+def _write(path: Path, parts: Mapping[str, ShardedBox]) -> list[Any]:
     """[bytes, SHA-256] of the file."""
     from safetensors.torch import save_file
 
     nonempty = {name: rows for name, rows in parts.items() if len(rows.local)}
-    header = file_header({name: rows.box.offsets for name, rows in nonempty.items()})
+    header = file_header({name: rows.offsets for name, rows in nonempty.items()})
     with replacing(path) as temporary:
         save_file({name: rows.local.cpu().contiguous() for name, rows in nonempty.items()}, temporary, header)
     return _checksum(path)
-
-
-def _finish(place: Path, body: Mapping[str, Any]) -> None:
-    replace_file(place / INDEX, json.dumps({"body": body, "sha256": _digest(body)}).encode())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ def load(state: CurvatureState, folder: str, root: nn.Module | None, exchange: E
     factor_file.load(state, saved, root, row_exchange)
 
 
-def _buffer(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], exchange: Exchange | None) -> FolderRows:
+def _buffer(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], exchange: Exchange | None) -> ShardedBox:
     """Uninitialised memory for the rows that this process needs."""
     number, _, part = name.partition(".")
     size = shape if part in CUT else [torch.Size(shape).numel()]
@@ -145,7 +138,7 @@ def _buffer(name: str, dtype: str, shape: list[int], saved: Mapping[str, Any], e
     if exchange is not None and part == "body" and saved["factors"][number]["kind"] != "dense":
         mine = exchange.features(shape[0])[exchange.rank]
         start, size = mine.start, [mine.stop - mine.start, *shape[1:]]
-    return FolderRows(start, torch.empty(size, dtype=getattr(torch, dtype)))
+    return _rows(start, torch.empty(size, dtype=getattr(torch, dtype)))
 
 
 def _index(place: Path) -> dict[str, Any]:
@@ -186,10 +179,10 @@ def _check(place: Path, files: Mapping[str, list[Any]]) -> None:
             raise GramianError(f"folder: {str(place / name)!r} is damaged; expected it as kfac.save_sharded wrote it")
 
 
-def _read(place: Path, buffers: Mapping[str, FolderRows]) -> None:
+def _read(place: Path, buffers: Mapping[str, ShardedBox]) -> None:
     """Fill the buffers; every process by itself."""
     try:
-        read_sharded_boxes(place, {name: rows.box for name, rows in buffers.items() if rows.local.numel()})
+        read_sharded_boxes(place, {name: rows for name, rows in buffers.items() if rows.local.numel()})
     except CheckpointException as failure:
         reason = first_failure(failure)
         raise GramianError(f"folder: {str(place)!r} cannot be read ({reason}); expected a whole state") from None
@@ -202,7 +195,7 @@ def _on_all(exchange: Exchange | None, do: Callable[[], Any]) -> list[Any]:
         result = do()
     except GramianError as error:
         problem = str(error)
-    except Exception as error:
+    except Exception as error:  # of any kind, such as a full disk: the other processes must not wait for this one
         problem = " ".join(f"folder: {type(error).__name__}: {error}".split()) + "; expected it to be usable"
     reports = [[result, problem]] if exchange is None else exchange.gather_messages([result, problem])
     for rank, (_, problem) in enumerate(reports):

@@ -36,15 +36,9 @@ class Builder:
     def __init__(
         self, options: Options, terms: float, samples: int, estimate: str, local_samples: int, reduction: str
     ) -> None:
-        """Set what all layers share.
+        """Set what all layers share: N loss `terms` and B `samples` of all processes, and `local_samples` of this one.
 
-        Args:
-            options: policy and storage.
-            terms: N, loss terms of the refresh, on all processes.
-            samples: B, samples of the refresh, on all processes.
-            estimate: "empirical" or "mc".
-            local_samples: samples of this process.
-            reduction: how sums outside K-FAC were joined: "dense", or "" for one process.
+        `estimate` is "empirical" or "mc"; `reduction`: how sums outside K-FAC were joined, "dense", or "" for one process.
         """
         self.options, self.terms, self.samples = options, terms, samples
         self.estimate, self.local_samples, self.reduction = estimate, local_samples, reduction

@@ -88,14 +88,9 @@ class Join:
         reports: Sequence[Mapping[str, Any]],
         exchange: Exchange | None,
     ) -> None:
-        """Read the reports.
+        """Read the `reports` of all processes on their sums (`sums_report`, in the order of ranks).
 
-        Args:
-            options: for `kfac_distributed_reduce`.
-            kronecker: this process's sums of K-FAC blocks; those that were joined are freed.
-            remainder: its sums of all other blocks.
-            reports: `sums_report` of each process, in the order of ranks.
-            exchange: the processes; None: this one alone.
+        `kronecker` and `remainder` are this process's own sums; those of K-FAC blocks are freed once they are joined.
         """
         self._reduce = options.kfac_distributed_reduce
         self._kronecker, self._remainder, self.exchange = kronecker, remainder, exchange

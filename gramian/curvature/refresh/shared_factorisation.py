@@ -79,11 +79,7 @@ class SharedFactorisation:
     ) -> None:
         """Compute the factorisations that (F + damping)^power uses. Collective; repeated calls cost nothing.
 
-        Args:
-            blocks: {name: block}, the same on all processes.
-            dtypes: {name: dtype in which a block meets its gradient}.
-            power: any real number.
-            first_jitter: relative jitter of Cholesky factorisations.
+        The blocks are the same on all processes; `dtypes`: {name: dtype in which a block is multiplied with its gradient}.
         """
         if self.exchange is None:
             return
@@ -93,9 +89,7 @@ class SharedFactorisation:
         _refuse_different(self.exchange.gather_messages(_request(call)))
         factors = [factor for block in blocks.values() for factor in block.factors.values()]
         fetch_bounds(factors)  # now, since later a process would ask alone
-        wanted = self.exchange.gather_messages(_wanted(blocks, power))[
-            0
-        ]  # of process 0: rounding may differ on other processes
+        wanted = self.exchange.gather_messages(_wanted(blocks, power))[0]  # rounding may differ on other processes
         keys = [(*entry, power, dtypes[entry[0]]) for entry in wanted]
         tasks = [FactorisationTask(blocks[key[0]], key[1], key[2]) for key in keys if key not in self._done]
         owners = assign([flops(task.factor, task.what) for task in tasks], self.exchange.size)

@@ -83,11 +83,7 @@ class Spectrum:
 
 
 def capacity_metrics(
-    blocks: Mapping[str, Block],
-    damping: float,
-    n: float | None,
-    coverage: Mapping[str, float],
-    group: Exchange | None,
+    blocks: Mapping[str, Block], damping: float, n: float | None, coverage: Mapping[str, float], group: Exchange | None
 ) -> dict[str, Any]:
     """{"layers": {name: metrics}, "model": metrics and coverage} for F + λI. Collective.
 
@@ -111,9 +107,6 @@ def top_eigenvalues(blocks: Mapping[str, Block], k: int, group: Exchange | None)
 
     A heap over the sorted spectra of both sides: O(k log k) beyond the spectra, no eigenvectors. Lanczos is used only for sides
     that are too wide for a dense matrix.
-
-    Raises:
-        GramianError: if there are fewer than k directions.
     """
     _check_same_request(group, {"asked": "top eigenvalues", "k": k})
     directions = sum(block.G.dim * (1 if block.A is None else block.A.dim) for block in blocks.values())

@@ -66,12 +66,9 @@ ONE = SideSpectrum.of(Values.of(torch.ones(1, dtype=torch.float64)))
 
 
 def sides_of(factors: Sequence[Factor], group: Exchange | None) -> dict[int, SideSpectrum]:
-    """{id of a factor: its spectrum}, without factors that `is_estimated`. Collective.
+    """{id of a factor: its spectrum}, without factors that `is_estimated`. Collective; an error of one process is one of all.
 
     W matrices at a time, the largest first: every process of the group decomposes one and sends its eigenvalues to all.
-
-    Raises:
-        GramianError: on all processes, if one of them failed.
     """
     found: dict[int, SideSpectrum] = {}
     decomposed: list[Dense | LowRank | DiagonalLowRank] = []
@@ -104,7 +101,8 @@ def estimate(one: Factor) -> SideSpectrum:
     if trace <= _cancelled(one):
         return SideSpectrum.of(Values.of(torch.zeros(0), one.dim), _rounding(one))
     values, error = wide_side_spectra.leading(one, 1)
-    largest, found, low = float(values[0]), wide_side_spectra.quadrature(one), wide_side_spectra.smallest_bound(one)
+    largest, low = float(values[0]), wide_side_spectra.smallest_bound(one)
+    parts, coarse = wide_side_spectra.quadrature(one)
     lowest = 0.0 if one.sign < 0 else min(low, max(0.0, float(one.values_N.min())))
     side = SideSpectrum(
         dim=one.dim,
@@ -112,8 +110,8 @@ def estimate(one: Factor) -> SideSpectrum:
         smallest=lowest,
         mass=max(1.0, trace / largest),
         squares=max(1.0, (frobenius / largest) ** 2),
-        parts=found.parts,
-        coarse=found.coarse,
+        parts=parts,
+        coarse=coarse,
         largest_error=error,
         smallest_error=low - lowest,
         eps=_rounding(one),

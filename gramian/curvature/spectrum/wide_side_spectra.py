@@ -7,8 +7,6 @@ Legend: n side, r columns of U, P probes, K steps, k eigenvalues. All processes 
 that shard the rows of U take the same steps.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,16 +18,6 @@ from gramian.linalg.spectra.operator import Operator
 PROBES, STEPS, SEED = 16, 80, 0
 BLOCK, RESIDUAL = 4, 1e-7
 """Block Lanczos: columns of a product, and the residual relative to σ_max at which it stops."""
-
-
-@dataclass(frozen=True)
-class Quadrature:
-    """Gauss quadratures of one spectrum, one per probe."""
-
-    parts: tuple[Values, ...]
-    """Nodes and weights after K steps, by probe."""
-    coarse: tuple[Values, ...]
-    """After K/2 steps; the change in the second half measures convergence."""
 
 
 class WideSide(Operator):
@@ -45,8 +33,8 @@ class WideSide(Operator):
         return image.mul_(self.factor.sign).addcmul_(self.factor.values_N.to(y_NK)[:, None], y_NK)
 
 
-def quadrature(factor: DiagonalLowRank) -> Quadrature:
-    """Stochastic Lanczos quadrature of M.
+def quadrature(factor: DiagonalLowRank) -> tuple[tuple[Values, ...], tuple[Values, ...]]:
+    """Stochastic Lanczos quadrature of M: nodes and weights by probe, after K steps and after K/2 of them.
 
     Unlike `linalg.quadrature`, no basis is stored for reorthogonalisation, since n is large: a node whose direction recurs is
     split into two with the same sum. A probe whose Krylov space is exhausted continues with zeros, which get no weight.
@@ -71,7 +59,7 @@ def quadrature(factor: DiagonalLowRank) -> Quadrature:
         before_NP, v_NP = v_NP, next_NP.mul_(torch.where(off_P > 0, 1 / off_P, 0.0))
     alpha_PK, beta_PK = torch.stack(diagonal, 1).cpu(), torch.stack(beside, 1).cpu()
     half = STEPS // 2
-    return Quadrature(_gauss(alpha_PK, beta_PK, n), _gauss(alpha_PK[:, :half], beta_PK[:, :half], n))
+    return _gauss(alpha_PK, beta_PK, n), _gauss(alpha_PK[:, :half], beta_PK[:, :half], n)
 
 
 def _gauss(alpha_PK: Tensor, beta_PK: Tensor, n: int) -> tuple[Values, ...]:

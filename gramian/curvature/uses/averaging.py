@@ -61,9 +61,6 @@ def diagonal_average(
         fishers: for each model its K-FAC factors or {parameter: diag F}, as from `DiagonalFisher`.
         weights: w_k; None: 1.
         damping: λ ≥ 0; a larger one moves the result towards the weighted mean.
-
-    Raises:
-        GramianError: if models or Fishers do not fit together.
     """
     weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=True)
     diagonals = [_diagonal(fisher) for fisher in fishers]
@@ -109,9 +106,6 @@ def fisher_average(
         weights: w_k; None: 1.
         tolerance: the residual, relative to that of the plain mean, at which the solver stops.
         max_steps: number of steps after which the current iterate is returned, with its residual.
-
-    Raises:
-        GramianError: if models or Fishers do not fit together.
     """
     weights, thetas = _checked(models, fishers, weights, damping, zero_allowed=False)
     check_number("tolerance", tolerance, "not negative")

@@ -57,9 +57,6 @@ class EWCPenalty:
                 any more: every task needs its own object.
             model: its parameters are copied; those without a Fisher block are not penalised.
             strength: s_k; with the task's number of loss terms the penalty is the second-order expansion of its summed loss.
-
-        Raises:
-            GramianError: if there is no Fisher, it belongs to another model, or the strength is negative.
         """
         check_number("strength", strength, "not negative")
         shapes = fisher_parameters(kfac)
@@ -68,11 +65,7 @@ class EWCPenalty:
         self.tasks.append(ConsolidatedTask(kfac, snapshot, float(strength), kfac.kfac_factors))
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """The penalty at the model's parameters: 0-dim, differentiable once.
-
-        Raises:
-            GramianError: if there is no task, a parameter is missing or has another shape, or a Fisher was refreshed since.
-        """
+        """The penalty at the model's parameters: 0-dim, differentiable once; a Fisher refreshed meanwhile is refused."""
         if not self.tasks:
             raise GramianError("tasks: there is none; expected add_task before")
         if any(task.kfac.kfac_factors is not task.blocks for task in self.tasks):

@@ -14,11 +14,7 @@ from gramian.linalg.wide import wide
 
 
 def blocks_of(kfac: Any, argument: str = "kfac") -> dict[str, Block]:
-    """The blocks of a Fisher.
-
-    Raises:
-        GramianError: if `kfac` is not a KFACNaturalGradient, or has no factors yet.
-    """
+    """The blocks of a Fisher: of a KFACNaturalGradient that has factors."""
     if not isinstance(kfac, KFACNaturalGradient):
         raise GramianError(f"{argument}: expected a KFACNaturalGradient, got {type(kfac).__name__}")
     if not kfac.kfac_factors:
@@ -33,11 +29,7 @@ def fisher_parameters(kfac: Any) -> dict[str, tuple[int, ...]]:
 
 
 def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None) -> dict[str, nn.Parameter]:
-    """Every parameter of a model or its wrapper once, under its first name.
-
-    Raises:
-        GramianError: if one of `wanted`, {name: shape}, is missing or has another shape.
-    """
+    """Every parameter of a model or its wrapper once, under its first name; those `wanted`, {name: shape}, must be there."""
     found = dict(unique_parameters(module_of(model)))
     for name, shape in (wanted or {}).items():
         if name not in found:
@@ -53,10 +45,8 @@ def parameters_of(model: Any, wanted: Mapping[str, Sequence[int]] | None = None)
 def completed_gradient(kfac: Any, what: str, gradient: Any) -> dict[str, Tensor]:
     """{parameter: gradient} in float32 or float64, with zeros for missing parameters of a block.
 
-    (F + damping)⁻¹ g is not zero for these parameters. Error messages call the argument `what`.
-
-    Raises:
-        GramianError: if the gradient is not a mapping, is empty, is not finite, or has a parameter without a Fisher block.
+    (F + damping)⁻¹ g is not zero for these parameters. Error messages call the argument `what`; it must be a mapping that is
+    not empty, finite, and of parameters that have a Fisher block.
     """
     blocks = blocks_of(kfac)
     check_vector(what, gradient)

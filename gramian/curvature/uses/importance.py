@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.consistency import module_of
-from gramian.curvature.estimate.fisher_labels import (
-    check_draws,
-    draw_labels,
-    logits_of,
-    positions,
-    read_batch,
-    refuse_unknown_classes,
-    summed_cross_entropy,
-)
+from gramian.curvature.estimate.fisher_labels import check_draws, find_positions, labels_of, run_pass
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.options import check_seed
 from gramian.curvature.uses.fisher_parameters import blocks_of
@@ -44,9 +36,6 @@ def parameter_importance(source: KFACNaturalGradient | DiagonalFisherEstimate) -
 
     Args:
         source: K-FAC factors (collective where processes shard them), or an estimate of the diagonal itself.
-
-    Raises:
-        GramianError: if the source has no data yet.
     """
     if isinstance(source, DiagonalFisherEstimate):
         if not source.samples:
@@ -131,40 +120,21 @@ def token_importance(
         n_samples: number of draws of labels, which are averaged.
         seed: seed of the draws, keyed by row and position.
         causal_shift: whether position t predicts label t+1; None: as Hugging Face does for this model.
-
-    Raises:
-        GramianError: for another batch or Fisher type, or a model inside an open capture.
     """
     root = module_of(model)
     check_draws(fisher_type, n_samples, None)
     check_seed(seed)
     if fisher_type == "true":
         raise GramianError('fisher_type: expected "empirical" or "mc", got "true"')
-    drawn, request = fisher_type == "mc", read_batch(root, batch, causal_shift)
-    if not drawn and request.labels is None and not request.shifted:
-        raise GramianError('labels: expected them in the batch for fisher_type="empirical"')
-    if hub_of(root).live:
-        raise GramianError("model: is inside an open capture; expected token_importance outside of it")
-    traces, rows, draws = TokenTraces(), RowTraces(), n_samples if drawn else 1
+    request = labels_of(root, batch, fisher_type, causal_shift)
+    traces, rows, draws = TokenTraces(), RowTraces(), range(n_samples) if fisher_type == "mc" else (None,)
     size = request.inputs.shape[0]
     if not size:
         raise GramianError("batch: has no rows; expected at least one")
     with preserve_state(root), hub_of(root).governed_by(Withheld()):
-        shape = None
-        if request.labels is None and not request.shifted:
-            with torch.no_grad():
-                shape = logits_of(root(*request.args, **request.kwargs)).shape[:-1]
-        found = positions(request, shape)
+        found = find_positions(root, request)
         with Capture(root, traces, rows, loss_reduction="sum", batch_size=size) as seen:
-            for draw in range(draws):
-                logits = logits_of(root(*request.args, **request.kwargs))
-                if logits.shape[:-1] != found.counted.shape:
-                    raise GramianError(
-                        f"labels: have shape {list(found.counted.shape)}; expected {list(logits.shape[:-1])}, as the logits"
-                    )
-                labels = draw_labels(logits, seed, torch.arange(size), draw) if drawn else found.labels
-                assert labels is not None
-                refuse_unknown_classes(labels, found.counted, logits.shape[-1])
-                summed_cross_entropy(logits, labels, found.counted).backward()
-    by_layer = {layer: t.reshape(draws, size, -1).mean(0) for layer, t in seen[traces].items()}
+            for draw in draws:
+                run_pass(root, request, found, draw, seed, torch.arange(size))
+    by_layer = {layer: t.reshape(len(draws), size, -1).mean(0) for layer, t in seen[traces].items()}
     return TokenImportance(by_layer, {name: t * size for name, t in seen[rows].items()})

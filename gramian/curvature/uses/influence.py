@@ -23,6 +23,7 @@ from gramian.curvature.apply.apply_factors import full_vector
 from gramian.curvature.kfac import KFACNaturalGradient
 from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient, parameters_of
 from gramian.linalg.wide import wide, wide_mm
+from gramian.statistics.by_pass import ByPass
 from gramian.taps import Capture
 from gramian.taps.gradients import Convolved, Indexed, Outer, PerSampleGradient
 from gramian.taps.gradients.joined import Joined
@@ -35,14 +36,13 @@ ScoresByPass = dict[int, Tensor]
 """{number of the pass: scores [B, Q]}, summed over parameters."""
 
 
-class Influence:
+class Influence(ByPass):
     """The statistic −g_qᵀ (F + damping)⁻¹ g_i of every captured sample, for one query or several.
 
     `influence_scores` is the context manager around it.
     """
 
     needs: Needs = "parameter"
-    per_sample = True
 
     def __init__(self, kfac: KFACNaturalGradient, model: nn.Module, queries: Queries | None = None) -> None:
         """Compute (F + damping)⁻¹ g of every query: Q natural gradients, and Q copies of the parameters.
@@ -51,9 +51,6 @@ class Influence:
             kfac: the Fisher, damped and clipped by its options.
             model: the Fisher's model.
             queries: the gradient of a query's loss, {parameter: tensor}, or several of them; None: the current `p.grad`.
-
-        Raises:
-            GramianError: if a query has no gradient, or one for a parameter without a Fisher block.
         """
         blocks_of(kfac)
         if queries is None:
@@ -75,11 +72,7 @@ class Influence:
         """{parameter: (F + damping)⁻¹ g of every query, [Q, *shape]}."""
 
     def start(self, parameters: Mapping[str, ParameterInfo]) -> ScoresByPass:
-        """Empty sums.
-
-        Raises:
-            GramianError: if a parameter that a query depends on is not trainable.
-        """
+        """Start with no pass; every parameter that a query depends on must be trainable."""
         frozen = next((name for name in self.directions if name not in parameters), None)
         if frozen is not None:
             raise GramianError(f"queries: {frozen} does not train now; expected it to, as for the query")
@@ -89,24 +82,7 @@ class Influence:
         """Add one parameter's share to the scores of its pass."""
         if record.parameter not in self.directions:
             return
-        scores_BQ = -record.info.scale * products(record.gradient, self.directions[record.parameter])
-        number = record.info.number
-        if number in sums:  # layers may sit on several devices
-            sums[number] = sums[number] + scores_BQ.to(sums[number].device)
-        else:
-            sums[number] = scores_BQ
-
-    def count(self, sums: ScoresByPass, samples: int) -> None:
-        """Nothing to count: scores are per sample."""
-
-    def forget(self, sums: ScoresByPass, number: int) -> None:
-        """Remove a pass whose backward failed."""
-        sums.pop(number, None)
-
-    def merge(self, left: ScoresByPass, right: ScoresByPass) -> ScoresByPass:
-        """The samples of the left, followed by those of the right."""
-        behind = max(left, default=0) + 1
-        return {**left, **{behind + number: scores for number, scores in right.items()}}
+        self.add(sums, record, -record.info.scale * products(record.gradient, self.directions[record.parameter]))
 
     def finish(self, sums: ScoresByPass) -> Tensor:
         """Scores in the order of the samples: [B], or [B, Q] for several queries."""
@@ -124,11 +100,7 @@ class InfluenceCapture(Capture):
 
     @property
     def values(self) -> Tensor:
-        """Scores of all samples so far, [B] or [B, Q].
-
-        Raises:
-            GramianError: before the first backward.
-        """
+        """Scores of all samples so far, [B] or [B, Q]; before the first backward an error."""
         if not self._passes:
             raise GramianError("scores: no backward has run yet; expected loss.backward() inside the block")
         found: Tensor = self[self._influence]
@@ -184,7 +156,7 @@ def influence_scores(
 
 
 def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
-    """⟨d_q, g_i⟩ of every sample and direction, [B, Q], without storing all g_i.
+    """⟨d_q, g_i⟩ of every sample and direction d [Q, *shape], [B, Q], without storing all g_i of a parameter.
 
     | gradient | way | FLOPs |
     |---|---|---|
@@ -193,10 +165,6 @@ def products(gradient: PerSampleGradient, directions_Q: Tensor) -> Tensor:
     | embedding | rows of D looked up | 2·B·T·D·Q |
     | convolution | its own forward with D for the weight | that of the forward, Q times |
     | anything else | g_i of some samples at a time | 2·B·N·Q |
-
-    Args:
-        gradient: g_i of one parameter.
-        directions_Q: d, [Q, *shape].
     """
     directions_Q = directions_Q.to(gradient.tensors()[0].device)
     queries = len(directions_Q)

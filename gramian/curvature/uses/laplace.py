@@ -73,9 +73,6 @@ class Laplace:
             model: θ is copied. Parameters without a Fisher block have no distribution and are in no sample.
             n: number of loss terms in the data (tokens, for a language model).
             prior_precision: τ.
-
-        Raises:
-            GramianError: if there is no Fisher, it belongs to another model, or a number is not above 0.
         """
         check_number("n", n, "positive")
         check_number("prior_precision", prior_precision, "positive")
@@ -94,9 +91,6 @@ class Laplace:
 
         Args:
             generator: the generator of the noise, on any device; float32 and float64 models draw different numbers.
-
-        Raises:
-            GramianError: if it is not a generator.
         """
         if not isinstance(generator, torch.Generator):
             raise GramianError(f"generator: expected a torch.Generator, got {type(generator).__name__}")
@@ -112,9 +106,6 @@ class Laplace:
 
         Args:
             vector: {parameter: tensor} of every parameter that has a Fisher block.
-
-        Raises:
-            GramianError: if a parameter is missing or has another shape.
         """
         check_vector("vector", vector)
         missing = next((name for name in self.mean if name not in vector), None)
@@ -138,9 +129,6 @@ class Laplace:
         Args:
             log_likelihood: log p(data | θ), the sum over all n terms: minus the summed cross entropy.
             prior_mean: μ, {parameter: tensor}; None and missing parameters: 0.
-
-        Raises:
-            GramianError: if the likelihood is not a number, or the prior mean does not fit the parameters.
         """
         check_number("log_likelihood", log_likelihood)
         prior_mean = {} if prior_mean is None else prior_mean

@@ -14,6 +14,7 @@ from gramian.curvature.apply.apply_factors import inner
 from gramian.curvature.blocks.block import Block
 from gramian.curvature.blocks.eigenvalue_correction import Basis, Correction
 from gramian.curvature.kfac import KFACNaturalGradient
+from gramian.curvature.options import check_count
 from gramian.curvature.spectrum.wide_side_spectra import WideSide
 from gramian.curvature.uses.fisher_parameters import blocks_of, completed_gradient
 from gramian.linalg import WIDEST_DENSE, Dense, Diagonal, DiagonalLowRank, Factor, LowRank, Spectral
@@ -56,9 +57,6 @@ def fisher_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient) -> Over
     Args:
         one: F₁.
         other: F₂, of a model with the same layers; representations may differ.
-
-    Raises:
-        GramianError: if one of them has no factors, or a block differs in its parameters.
     """
     shared, unshared = _shared(one, other)
     with torch.no_grad():
@@ -85,12 +83,8 @@ def subspace_overlap(one: KFACNaturalGradient, other: KFACNaturalGradient, k: in
         one: F₁.
         other: F₂, of a model with the same layers.
         k: number of eigenvectors of each.
-
-    Raises:
-        GramianError: if one of them has no factors, a block differs in its parameters, or k is not a positive integer.
     """
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise GramianError(f"k: expected an integer of at least 1, got {k!r}")
+    check_count("k", k)
     shared, unshared = _shared(one, other)
     with torch.no_grad():
         spaces = {name: (_leading(left, k), _leading(right, k)) for name, (left, right) in shared.items()}
@@ -115,9 +109,6 @@ def gradient_conflict(
 
     Returns:
         Cosines of every layer with a gradient, and of the model; 0 where one of the two is zero.
-
-    Raises:
-        GramianError: if a gradient has a parameter without a Fisher block.
     """
     gradients = [completed_gradient(kfac, "left", left), completed_gradient(kfac, "right", right)]
     natural = [kfac.compute_natural_gradient(model, gradients=gradient) for gradient in gradients]

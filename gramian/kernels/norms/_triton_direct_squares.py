@@ -9,26 +9,11 @@ from gramian.kernels._triton_tiles import grouped, load_tile
 
 @triton.jit
 def direct_squares(
-    sums,
-    left,
-    right,
-    tokens,
-    row_tiles,
-    column_tiles,
-    left_b,
-    left_t,
-    left_n,
-    left_width,
-    right_b,
-    right_t,
-    right_n,
-    right_width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    sums, left, right, tokens, row_tiles, column_tiles, left_b, left_t, left_n, left_width,
+    right_b, right_t, right_n, right_width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-):
+):  # fmt: skip
     """One sample and one tile of LᵀR: the sum of its squares."""
     program = tl.program_id(0)
     tiles = row_tiles * column_tiles

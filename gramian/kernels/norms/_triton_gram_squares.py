@@ -33,20 +33,9 @@ def tile_pair(index, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def _add_gram(
-    gram,
-    x,
-    sample,
-    row,
-    column,
-    stride_b,
-    stride_t,
-    stride_n,
-    tokens,
-    width,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-):
+    gram, x, sample, row, column, stride_b, stride_t, stride_n, tokens, width,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
     """gram + X[row : row + TILE] · X[column : column + TILE]ᵀ for one sample X."""
     for k in range(0, width, DEPTH):
         x_row = load_tile(x, sample, row, k, stride_b, stride_t, stride_n, tokens, width, TILE, DEPTH, DESCRIPTOR)
@@ -57,42 +46,12 @@ def _add_gram(
 
 @triton.jit
 def gram_squares(
-    sums,
-    diagonals,
-    right,
-    left_0,
-    left_1,
-    left_2,
-    left_3,
-    tokens,
-    tiles,
-    pairs,
-    right_b,
-    right_t,
-    right_n,
-    right_width,
-    left_0_b,
-    left_0_t,
-    left_0_n,
-    left_0_width,
-    left_1_b,
-    left_1_t,
-    left_1_n,
-    left_1_width,
-    left_2_b,
-    left_2_t,
-    left_2_n,
-    left_2_width,
-    left_3_b,
-    left_3_t,
-    left_3_n,
-    left_3_width,
-    LEFTS: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-):
+    sums, diagonals, right, left_0, left_1, left_2, left_3, tokens, tiles, pairs,
+    right_b, right_t, right_n, right_width, left_0_b, left_0_t, left_0_n, left_0_width,
+    left_1_b, left_1_t, left_1_n, left_1_width, left_2_b, left_2_t, left_2_n, left_2_width,
+    left_3_b, left_3_t, left_3_n, left_3_width,
+    LEFTS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIPTOR: tl.constexpr,
+):  # fmt: skip
     """One sample and one pair of token tiles: Σ S_right ⊙ S_left over the pair, and over its diagonal."""
     program = tl.program_id(0)
     sample = program // pairs
@@ -110,52 +69,16 @@ def gram_squares(
     )
     if LEFTS > 1:
         s_left = _add_gram(
-            s_left,
-            left_1,
-            sample,
-            row,
-            column,
-            left_1_b,
-            left_1_t,
-            left_1_n,
-            tokens,
-            left_1_width,
-            TILE,
-            DEPTH,
-            DESCRIPTOR,
-        )
+            s_left, left_1, sample, row, column, left_1_b, left_1_t, left_1_n, tokens, left_1_width, TILE, DEPTH, DESCRIPTOR
+        )  # fmt: skip
     if LEFTS > 2:
         s_left = _add_gram(
-            s_left,
-            left_2,
-            sample,
-            row,
-            column,
-            left_2_b,
-            left_2_t,
-            left_2_n,
-            tokens,
-            left_2_width,
-            TILE,
-            DEPTH,
-            DESCRIPTOR,
-        )
+            s_left, left_2, sample, row, column, left_2_b, left_2_t, left_2_n, tokens, left_2_width, TILE, DEPTH, DESCRIPTOR
+        )  # fmt: skip
     if LEFTS > 3:
         s_left = _add_gram(
-            s_left,
-            left_3,
-            sample,
-            row,
-            column,
-            left_3_b,
-            left_3_t,
-            left_3_n,
-            tokens,
-            left_3_width,
-            TILE,
-            DEPTH,
-            DESCRIPTOR,
-        )
+            s_left, left_3, sample, row, column, left_3_b, left_3_t, left_3_n, tokens, left_3_width, TILE, DEPTH, DESCRIPTOR
+        )  # fmt: skip
 
     product = s_right * s_left
     total = tl.sum(product)

@@ -27,12 +27,8 @@ def direct_squares(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
 
     Cost: 2·T·M·N FLOPs per sample, the same as computing the gradients; M·N/2¹⁵ floats written per sample.
 
-    Args:
-        left_BTM: Of any strides; half precision whose rows do not begin on 16 bytes is copied once.
-        right_BTN: Likewise.
-
-    Returns:
-        [B] in float32; in float64 if an input is.
+    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once. Returns [B] in float32; in float64
+    if an input is.
     """
     if left_BTM.shape[:2] != right_BTN.shape[:2]:
         raise GramianError(f"left: {list(left_BTM.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
@@ -60,21 +56,12 @@ def direct_squares_twin(left_BTM: Tensor, right_BTN: Tensor) -> Tensor:
 
 @torch.no_grad()
 def direct_squares_kernel(
-    left_BTM: Tensor,
-    right_BTN: Tensor,
-    *,
-    tiles: Tiles | None = None,
-    group: int = 8,
-    descriptor: bool | None = None,
+    left_BTM: Tensor, right_BTN: Tensor, *, tiles: Tiles | None = None, group: int = 8, descriptor: bool | None = None
 ) -> Tensor:
     """`direct_squares` in Triton: one program per sample and tile of its gradient, which ends as one float.
 
-    Args:
-        left_BTM: As in `direct_squares`.
-        right_BTN: As in `direct_squares`; if the dtypes differ, both are copied to the wider.
-        tiles: By default the cheapest for the shape.
-        group: Tile rows that are walked together.
-        descriptor: Read by bulk copies (TMA), by default half precision where the device has them.
+    Operands of two dtypes are copied to the wider one. `tiles` None: the cheapest for the shape; `group`: tile rows that are
+    walked together; `descriptor`: read by bulk copies (TMA), None: half precision where the device has them.
     """
     from gramian.kernels.norms import _triton_direct_squares as triton_kernels
 
@@ -94,18 +81,8 @@ def direct_squares_kernel(
                 sums_BP,
                 operand(left_BTM, descriptor, tiles.depth, tiles.rows),
                 operand(right_BTN, descriptor, tiles.depth, tiles.columns),
-                tokens,
-                -(-rows // tiles.rows),
-                -(-columns // tiles.columns),
-                *left_BTM.stride(),
-                rows,
-                *right_BTN.stride(),
-                columns,
-                ROWS=tiles.rows,
-                COLUMNS=tiles.columns,
-                DEPTH=tiles.depth,
-                GROUP=group,
-                DESCRIPTOR=descriptor,
-                **tiles.options,
-            )
+                tokens, -(-rows // tiles.rows), -(-columns // tiles.columns),
+                *left_BTM.stride(), rows, *right_BTN.stride(), columns,
+                ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
+            )  # fmt: skip
     return sums_BP.sum(1, dtype=torch.float64).float()

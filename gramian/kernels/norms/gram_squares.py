@@ -34,16 +34,11 @@ def gram_squares(lefts: Sequence[Tensor], right_BTN: Tensor) -> tuple[Tensor, Te
 
     Cost: T(T + 128)(N + Σ M_k) FLOPs per sample, half of what two full Gram matrices take; (T/128)² floats written.
 
-    Args:
-        lefts: One to four tensors [B, T, M_k], of any strides; half precision whose rows do not begin on 16 bytes
-            is copied once.
-        right_BTN: What they share, likewise.
-
-    Returns:
-        squares [B] and diagonal [B], in float32; in float64 if an input is.
+    `lefts` are one to four tensors [B, T, M_k]. Strides may be any; half precision whose rows do not begin on 16 bytes is
+    copied once. Returns squares [B] and diagonal [B], in float32; in float64 if an input is.
     """
     if not 1 <= len(lefts) <= MOST_LEFTS:
-        raise GramianError(f"lefts: {len(lefts)} tensors, accepted are 1 to {MOST_LEFTS}")
+        raise GramianError(f"lefts: {len(lefts)} tensors, expected 1 to {MOST_LEFTS}")
     for left in lefts:
         if left.shape[:2] != right_BTN.shape[:2]:
             raise GramianError(f"lefts: {list(left.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
@@ -84,14 +79,7 @@ def gram_squares_kernel(
     """`gram_squares` in Triton: one program per sample and pair of token tiles on or above the diagonal.
 
     S_right and then Σ_k S_left of the pair accumulate in registers, are multiplied there and summed to one float; torch sums
-    these. Pairs off the diagonal count twice.
-
-    Args:
-        lefts: As in `gram_squares`.
-        right_BTN: As in `gram_squares`.
-        tiles: Square tiles; by default the cheapest for the shape.
-        group: Tile columns that are walked together.
-        descriptor: Read by bulk copies (TMA), by default half precision where the device has them.
+    these. Pairs off the diagonal count twice. `tiles` are square, `group`: tile columns; otherwise as `direct_squares_kernel`.
     """
     from gramian.kernels.norms import _triton_gram_squares as triton_kernels
 
@@ -110,21 +98,10 @@ def gram_squares_kernel(
         unused = MOST_LEFTS - len(lefts)
         with on_device(right_BTN):
             triton_kernels.gram_squares[(samples * pairs,)](
-                sums_2BP[0],
-                sums_2BP[1],
-                *given,
-                *[given[0]] * unused,
-                tokens,
-                -(-tokens // tiles.rows),
-                pairs,
+                *sums_2BP, *given, *[given[0]] * unused, tokens, -(-tokens // tiles.rows), pairs,
                 *[number for shape in shapes + [shapes[0]] * unused for number in shape],
-                LEFTS=len(lefts),
-                TILE=tiles.rows,
-                DEPTH=tiles.depth,
-                GROUP=group,
-                DESCRIPTOR=descriptor,
-                **tiles.options,
-            )
+                LEFTS=len(lefts), TILE=tiles.rows, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
+            )  # fmt: skip
     squares_B, diagonal_B = sums_2BP.sum(2, dtype=torch.float64).float()
     return squares_B, diagonal_B
 

@@ -7,17 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def token_sums(
-    partials,
-    g,
-    tokens,
-    width,
-    chunks,
-    chunk_tokens,
-    g_b,
-    g_t,
-    g_n,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    partials, g, tokens, width, chunks, chunk_tokens, g_b, g_t, g_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """One sample, one chunk of tokens, one block of columns: the sum over the tokens."""
     program = tl.program_id(0)
@@ -37,25 +27,9 @@ def token_sums(
 
 @triton.jit
 def normed_sums(
-    products,
-    sums,
-    x,
-    g,
-    eps,
-    tokens,
-    width,
-    chunks,
-    chunk_tokens,
-    x_b,
-    x_t,
-    x_n,
-    g_b,
-    g_t,
-    g_n,
-    CENTRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    products, sums, x, g, eps, tokens, width, chunks, chunk_tokens, x_b, x_t, x_n, g_b, g_t, g_n,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One sample and one chunk of tokens, all columns: Σ_t g ⊙ x̂ and Σ_t g."""
     program = tl.program_id(0)
     sample = (program // chunks).to(tl.int64)

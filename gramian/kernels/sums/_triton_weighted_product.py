@@ -9,32 +9,11 @@ from gramian.kernels._triton_tiles import grouped, load_tile
 
 @triton.jit
 def weighted_product(
-    out,
-    left,
-    right,
-    weights,
-    tokens,
-    steps_per_sample,
-    steps,
-    steps_per_part,
-    row_tiles,
-    column_tiles,
-    out_part,
-    out_row,
-    left_b,
-    left_t,
-    left_n,
-    left_width,
-    right_b,
-    right_t,
-    right_n,
-    right_width,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    out, left, right, weights, tokens, steps_per_sample, steps, steps_per_part, row_tiles, column_tiles,
+    out_part, out_row, left_b, left_t, left_n, left_width, right_b, right_t, right_n, right_width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of Σ_b c_b L_bᵀR_b over one part of the steps; a step is DEPTH tokens of one sample.
 
     The loop runs over samples and tokens as one, so that loads of the next sample are under way while this one ends.

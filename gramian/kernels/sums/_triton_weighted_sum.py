@@ -6,17 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def weighted_sum(
-    out,
-    kept,
-    weights,
-    samples,
-    width,
-    kept_b,
-    kept_n,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def weighted_sum(out, kept, weights, samples, width, kept_b, kept_n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One block of columns: Σ_b c_b g_b over all rows. A row whose weight is 0 is not read."""
     columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -32,16 +22,7 @@ def weighted_sum(
 
 
 @triton.jit
-def row_squares(
-    partials,
-    kept,
-    width,
-    chunks,
-    kept_b,
-    kept_n,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def row_squares(partials, kept, width, chunks, kept_b, kept_n, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """One row and one chunk of its columns: the sum of squares."""
     program = tl.program_id(0)
     row = (program // chunks).to(tl.int64)

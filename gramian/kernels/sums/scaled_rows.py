@@ -10,17 +10,7 @@ from gramian.kernels.launch import on_device, takes_kernel
 
 
 def scaled_rows(x_B: Tensor, weights_B: Tensor) -> Tensor:
-    """c_b x_b in the dtype of x.
-
-    Cost: one read and one write of x.
-
-    Args:
-        x_B: [B, …], of any strides; the kernel takes contiguous ones.
-        weights_B: c, [B].
-
-    Returns:
-        A new contiguous tensor like x.
-    """
+    """c_b x_b as a new contiguous tensor in the dtype of x [B, …], of any strides. Cost: one read and one write of x."""
     if takes_kernel(x_B) and weights_B.is_cuda and x_B.is_contiguous() and x_B.numel():
         return scaled_rows_kernel(x_B, weights_B)
     return scaled_rows_twin(x_B, weights_B)
@@ -35,13 +25,7 @@ def scaled_rows_twin(x_B: Tensor, weights_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def scaled_rows_kernel(x_B: Tensor, weights_B: Tensor, *, block: int = 4096) -> Tensor:
-    """`scaled_rows` in Triton: one program per block of a row.
-
-    Args:
-        x_B: contiguous.
-        weights_B: As in `scaled_rows`; taken in float32.
-        block: Elements of a program, a power of two.
-    """
+    """`scaled_rows` of a contiguous x in Triton: one program per `block` (a power of two) of a row; c is taken in float32."""
     from gramian.kernels.sums import _triton_scaled_rows as triton_kernels
 
     out_B = torch.empty_like(x_B)

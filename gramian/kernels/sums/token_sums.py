@@ -15,16 +15,7 @@ WIDEST_NORMED = 16384
 
 
 def token_sums(g_BTN: Tensor) -> Tensor:
-    """Σ_t g_bt, which is the gradient of a bias for every sample.
-
-    Cost: one read of g.
-
-    Args:
-        g_BTN: Of any strides.
-
-    Returns:
-        [B, N] in float32; in float64 if g is.
-    """
+    """Σ_t g_bt, the gradient of a bias for every sample: [B, N] in float32; in float64 if g is. Cost: one read of g."""
     return token_sums_kernel(g_BTN) if takes_kernel(g_BTN) else token_sums_twin(g_BTN)
 
 
@@ -33,16 +24,8 @@ def normed_sums(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) -> tupl
 
     x̂ = (x − mean) / √(var + eps) if centred (layer norm), else x / √(mean x² + eps) (RMS norm), over D for each token.
 
-    Cost: one read of x and of g.
-
-    Args:
-        x_BTD: The layer's input, of any strides.
-        g_BTD: The gradient of its output, of any strides.
-        eps: As in the layer.
-        centred: Layer norm rather than RMS norm.
-
-    Returns:
-        [B, D] and [B, D] in float32; in float64 if an input is.
+    x is the layer's input and g the gradient of its output, both of any strides. Cost: one read of each. Returns [B, D] and
+    [B, D] in float32; in float64 if an input is.
     """
     if x_BTD.shape != g_BTD.shape:
         raise GramianError(f"x: {list(x_BTD.shape)} beside g {list(g_BTD.shape)}, the shapes must agree")
@@ -72,11 +55,8 @@ def normed_sums_twin(x_BTD: Tensor, g_BTD: Tensor, eps: float, centred: bool) ->
 def token_sums_kernel(g_BTN: Tensor, *, chunk: int | None = None, rows: int = 8, columns: int = 512) -> Tensor:
     """`token_sums` in Triton: one program per sample, chunk of tokens and block of columns; torch sums the chunks.
 
-    Args:
-        g_BTN: As in `token_sums`.
-        chunk: Tokens that one program sums; by default such that the programs fill the device.
-        rows: Tokens read at once, a power of two.
-        columns: Columns of a program, a power of two.
+    `chunk`: tokens that one program sums; None: such that the programs fill the device. `rows` (tokens read at once) and
+    `columns` (of a program) are powers of two.
     """
     from gramian.kernels.sums import _triton_token_sums as triton_kernels
 
@@ -100,13 +80,7 @@ def normed_sums_kernel(
 ) -> tuple[Tensor, Tensor]:
     """`normed_sums` in Triton: one program per sample and chunk of tokens, whole rows in registers; torch sums the chunks.
 
-    Args:
-        x_BTD: As in `normed_sums`.
-        g_BTD: As in `normed_sums`.
-        eps: As in `normed_sums`.
-        centred: As in `normed_sums`.
-        chunk: Tokens that one program sums; by default such that the programs fill the device.
-        rows: Tokens read at once, a power of two; by default about 2048 elements.
+    `chunk` and `rows` as in `token_sums_kernel`; by default about 2048 elements are read at once.
     """
     from gramian.kernels.sums import _triton_token_sums as triton_kernels
 
@@ -121,22 +95,9 @@ def normed_sums_kernel(
     partials_BCD = x_BTD.new_empty((2, samples, chunks, width), dtype=torch.float32)
     with on_device(x_BTD):
         triton_kernels.normed_sums[(samples * chunks,)](
-            partials_BCD[0],
-            partials_BCD[1],
-            x_BTD,
-            g_BTD,
-            eps,
-            tokens,
-            width,
-            chunks,
-            chunk,
-            *x_BTD.stride(),
-            *g_BTD.stride(),
-            CENTRED=centred,
-            ROWS=rows,
-            COLUMNS=columns,
-            num_warps=min(32, max(4, rows * columns // 512)),
-        )
+            *partials_BCD, x_BTD, g_BTD, eps, tokens, width, chunks, chunk, *x_BTD.stride(), *g_BTD.stride(),
+            CENTRED=centred, ROWS=rows, COLUMNS=columns, num_warps=min(32, max(4, rows * columns // 512)),
+        )  # fmt: skip
     products_BD, sums_BD = partials_BCD.sum(2)
     return products_BD, sums_BD
 

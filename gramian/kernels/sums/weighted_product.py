@@ -37,20 +37,14 @@ def weighted_product(left_BTM: Tensor, right_BTN: Tensor, weights_B: Tensor, out
     Cost: 2·B·T·M·N FLOPs, one read of both sides per band of tiles, one write of [M, N]; where that is too few tiles to fill
     the device, up to B·T·M·N/2²⁵ more float32 [M, N] are written and summed.
 
-    Args:
-        left_BTM: Of any strides; half precision whose rows do not begin on 16 bytes is copied once.
-        right_BTN: Likewise.
-        weights_B: c, taken in float32 (in float64 if a side is).
-        out_dtype: Of the result.
-
-    Returns:
-        [M, N].
+    Strides may be any; half precision whose rows do not begin on 16 bytes is copied once. The weights c are taken in float32
+    (in float64 if a side is). Returns [M, N].
     """
     samples = len(left_BTM)
     if left_BTM.shape[:2] != right_BTN.shape[:2]:
         raise GramianError(f"left: {list(left_BTM.shape)} beside right {list(right_BTN.shape)}, B and T must agree")
     if weights_B.shape != (samples,):
-        raise GramianError(f"weights: shape {list(weights_B.shape)}, accepted is one for each of the {samples} samples")
+        raise GramianError(f"weights: shape {list(weights_B.shape)}, expected one for each of the {samples} samples")
     if takes_kernel(left_BTM, right_BTN) and weights_B.is_cuda and out_dtype in DTYPES:
         return weighted_product_kernel(left_BTM, right_BTN, weights_B, out_dtype)
     return weighted_product_twin(left_BTM, right_BTN, weights_B, out_dtype)
@@ -82,16 +76,8 @@ def weighted_product_kernel(
 ) -> Tensor:
     """`weighted_product` in Triton: one program per tile of the result and part of the tokens.
 
-    Args:
-        left_BTM: As in `weighted_product`.
-        right_BTN: As in `weighted_product`; if the dtypes differ, both are copied to the wider.
-        weights_B: As in `weighted_product`.
-        out_dtype: As in `weighted_product`.
-        tiles: By default the cheapest for the shape.
-        parts: Into how many ranges of tokens, of all samples one after another, the sum is cut; by default as many as fill
-            the device with programs of at least 16 steps.
-        group: Tile rows that are walked together.
-        descriptor: Read by bulk copies (TMA), by default half precision where the device has them.
+    `parts`: number of ranges of tokens, of all samples one after another, into which the sum is cut; None: as many as fill the
+    device with programs of at least 16 steps. Otherwise as `direct_squares_kernel`.
     """
     from gramian.kernels.sums import _triton_weighted_product as triton_kernels
 
@@ -120,22 +106,8 @@ def weighted_product_kernel(
             operand(left_BTM, descriptor, tiles.depth, tiles.rows),
             operand(right_BTN, descriptor, tiles.depth, tiles.columns),
             weights_B.to(torch.float32).contiguous(),
-            tokens,
-            steps_per_sample,
-            steps,
-            steps_per_part,
-            -(-rows // tiles.rows),
-            -(-columns // tiles.columns),
-            *out_PMN.stride()[:2],
-            *left_BTM.stride(),
-            rows,
-            *right_BTN.stride(),
-            columns,
-            ROWS=tiles.rows,
-            COLUMNS=tiles.columns,
-            DEPTH=tiles.depth,
-            GROUP=group,
-            DESCRIPTOR=descriptor,
-            **tiles.options,
-        )
+            tokens, steps_per_sample, steps, steps_per_part, -(-rows // tiles.rows), -(-columns // tiles.columns),
+            *out_PMN.stride()[:2], *left_BTM.stride(), rows, *right_BTN.stride(), columns,
+            ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, GROUP=group, DESCRIPTOR=descriptor, **tiles.options,
+        )  # fmt: skip
     return out_PMN[0] if parts == 1 else out_PMN.sum(0).to(out_dtype)

@@ -17,36 +17,18 @@ def weighted_sum(kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | No
 
     A row of weight exactly 0 adds nothing, whatever it holds; the kernel does not read it.
 
-    Cost: one read of the stored gradients, 4·N bytes written.
-
-    Args:
-        kept_BN: Of any strides.
-        weights_B: c, taken in float32 (in float64 if the gradients are).
-        out_dtype: of the result, rounded once; None: float32, or float64 if the gradients are.
-
-    Returns:
-        [N].
+    The gradients have any strides; c is taken in float32 (in float64 if they are). Returns [N] in `out_dtype`, rounded once;
+    None: float32, or float64 if the gradients are. Cost: one read of the stored gradients, 4·N bytes written.
     """
     if weights_B.shape != kept_BN.shape[:1]:
-        raise GramianError(
-            f"weights: shape {list(weights_B.shape)}, accepted is one for each of the {len(kept_BN)} rows"
-        )
+        raise GramianError(f"weights: shape {list(weights_B.shape)}, expected one for each of the {len(kept_BN)} rows")
     if takes_kernel(kept_BN) and weights_B.is_cuda and out_dtype in (None, *DTYPES):
         return weighted_sum_kernel(kept_BN, weights_B, out_dtype)
     return weighted_sum_twin(kept_BN, weights_B, out_dtype)
 
 
 def row_squares(kept_BN: Tensor) -> Tensor:
-    """‖g_b‖² of every row.
-
-    Cost: one read of the stored gradients.
-
-    Args:
-        kept_BN: Of any strides.
-
-    Returns:
-        [B] in float32; in float64 if the gradients are.
-    """
+    """‖g_b‖² of every row, [B] in float32; in float64 if the gradients are. Cost: one read of the stored gradients."""
     return row_squares_kernel(kept_BN) if takes_kernel(kept_BN) else row_squares_twin(kept_BN)
 
 
@@ -75,15 +57,7 @@ def row_squares_twin(kept_BN: Tensor) -> Tensor:
 def weighted_sum_kernel(
     kept_BN: Tensor, weights_B: Tensor, out_dtype: torch.dtype | None = None, *, rows: int = 4, columns: int = 1024
 ) -> Tensor:
-    """`weighted_sum` in Triton: one program per block of columns, which runs down the rows.
-
-    Args:
-        kept_BN: As in `weighted_sum`.
-        weights_B: As in `weighted_sum`.
-        out_dtype: As in `weighted_sum`.
-        rows: Rows read at once, a power of two.
-        columns: Columns of a program, a power of two.
-    """
+    """`weighted_sum` in Triton: one program per block of `columns`, which runs down the rows, `rows` at once (powers of 2)."""
     from gramian.kernels.sums import _triton_weighted_sum as triton_kernels
 
     samples, width = kept_BN.shape
@@ -102,10 +76,7 @@ def weighted_sum_kernel(
 def row_squares_kernel(kept_BN: Tensor, *, chunk: int = 1 << 15, columns: int = 2048) -> Tensor:
     """`row_squares` in Triton: one program per row and chunk of columns; torch sums the chunks.
 
-    Args:
-        kept_BN: As in `row_squares`.
-        chunk: Columns of a program, a multiple of `columns`.
-        columns: Columns read at once, a power of two.
+    A program has `chunk` columns and reads `columns` of them at once, a power of two that divides it.
     """
     from gramian.kernels.sums import _triton_weighted_sum as triton_kernels
 

@@ -27,19 +27,14 @@ class CholeskyAttempt:
 class Cholesky:
     """M = L Lᵀ for a symmetric M [n, n], with a way out whenever M is not quite positive definite.
 
-    The factorisation is launched at once; whether it worked is looked at on first use, so that a GPU can be handed many of
-    them before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
-    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter, and to what rounding
-    can tell from zero. Every try is in `attempts`. Cost: n³/3 FLOPs for each.
+    The factorisation is launched at once; whether it worked is checked on first use, so that many of them can be queued on a
+    GPU before anyone waits. If it failed: jitter `first_jitter`·mean|diag| on the diagonal, ten times more after every
+    failure up to `LARGEST_JITTER`, then the eigenvalue form with eigenvalues raised to the first jitter, and above rounding
+    error. Every try is in `attempts`; NaN or infinity in M is an error. Cost: n³/3 FLOPs for each.
     """
 
     def __init__(self, matrix: Tensor, first_jitter: float) -> None:
-        """Launch the plain factorisation.
-
-        Args:
-            matrix: M, symmetric, float32 or float64. It is kept until the first use.
-            first_jitter: relative to the mean diagonal.
-        """
+        """Launch the plain factorisation of a float32 or float64 matrix, which is kept until the first use."""
         self._matrix: Tensor | None = matrix
         self._first_jitter = first_jitter
         self._attempts: list[CholeskyAttempt] = []
@@ -64,11 +59,7 @@ class Cholesky:
         return found
 
     def parts(self) -> list[Tensor]:
-        """L, or eigenvalues and eigenvectors where it came to these; to be asked for before the first `solve`.
-
-        Raises:
-            GramianError: if M holds NaN or infinity.
-        """
+        """L, or eigenvalues and eigenvectors where it came to these; to be asked for before the first `solve`."""
         self._settle()
         if self._eigen is not None:
             return list(self._eigen)
@@ -118,11 +109,7 @@ class Cholesky:
         return 2 * self._lower.diagonal().log().sum()
 
     def _settle(self, good: bool | None = None) -> None:
-        """Look at the result, unless somebody has, and go on until there is one.
-
-        Raises:
-            GramianError: if M holds NaN or infinity.
-        """
+        """Check the result, once, and try further until there is one; `good`: what the check says, if it is known."""
         if self._matrix is None:
             return
         self._attempts = []

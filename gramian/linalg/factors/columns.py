@@ -1,6 +1,6 @@
 """Thin products with a stored U [n, r], a block of rows at a time: in wide precision one copy of a block, never of U.
 
-Products are written for the rows of U that lie here; three hooks say how they become those of all rows. Here all rows do.
+Products are computed on the rows of U of this process; three hooks complete them to all rows. Here all rows are local.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ class Columns:
     """A stored matrix U [n, r] of r columns, and its products."""
 
     others: RowGroup | None = None
-    """The processes that hold the other rows of U; None: all rows lie here."""
+    """The processes that store the other rows of U; None: all rows are here."""
 
     def __init__(self, stored: Stored) -> None:
-        """Keep the stored matrix: the rows of U that lie here."""
+        """Refer to the stored matrix: the rows of U of this process."""
         self.stored = stored
         self.count = stored.body.shape[1]
         self._gram: Tensor | None = None
@@ -47,7 +47,7 @@ class Columns:
         return Columns(stored)
 
     def _rows(self, y: Tensor) -> Tensor:
-        """The rows of a caller's tensor [n, …] that meet the rows of U on this process."""
+        """The rows of a caller's tensor [n, …] that belong to the rows of U on this process."""
         return y
 
     def _added(self, part: Tensor) -> Tensor:
@@ -95,10 +95,8 @@ class Columns:
     def gram(self, weights_N: Tensor | None = None, exact: bool = True) -> Tensor:
         """Uᵀ diag(weights) U, [r, r], float64, a tensor of the caller's own. 2·n·r² FLOPs.
 
-        Args:
-            weights_N: None: 1.
-            exact: multiply in float64. Else a half-precision U on a GPU goes through the tensor cores, whose float32
-                accumulators cost up to 1e-4 of an entry: no more than having been stored in half precision did.
+        Unless `exact`, a half-precision U on a GPU goes through the tensor cores, whose float32 accumulators cost up to 1e-4 of
+        an entry: no more than having been stored in half precision did.
         """
         if weights_N is not None:
             return self._summed_gram(self._rows(weights_N).double(), False)
@@ -138,7 +136,7 @@ class Columns:
         self._gram = None
 
     def squared(self) -> Tensor:
-        """U Uᵀ, [n, n], of columns that all lie here. 2·n²·r FLOPs."""
+        """U Uᵀ, [n, n], of columns whose rows are all here. 2·n²·r FLOPs."""
         source = LoadedMatrix(self.stored, self.stored.dtype)
         total = torch.zeros(self.dim, self.dim, dtype=source.dtype, device=source.device)
         for columns in pieces(self.count, self.dim):
@@ -191,7 +189,7 @@ class Columns:
 
 
 class _Product(MatrixSource):
-    """U C, of the rows that lie here."""
+    """U C, of the rows of this process."""
 
     def __init__(self, columns: Columns, c_RK: Tensor) -> None:
         self._columns, self._c_RK = columns, c_RK

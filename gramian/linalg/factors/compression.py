@@ -26,9 +26,6 @@ def compress(factor: Factor, rank: int | None = None, energy: float | None = Non
     Dense and low-rank factors become U Uᵀ with U = Q√σ, at 2·n·r·s FLOPs for s of r directions. Of diag(d) ± U Uᵀ the columns
     are compressed: where U is subtracted M grows by what is left out, and stays positive semi-definite. A diagonal is as
     small as it gets.
-
-    Raises:
-        GramianError: unless exactly one of rank and energy is given and sensible.
     """
     if isinstance(factor, DiagonalLowRank):
         low = compress(LowRank(factor.columns), rank, energy)

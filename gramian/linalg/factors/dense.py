@@ -10,36 +10,23 @@ from gramian.core.dtypes import HALF
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.eigendecomposition import eigendecompose
-from gramian.linalg.factors.factor import WIDEST_DENSE, Factor, FactorWork, Spectral
-from gramian.linalg.factors.stored import AtRest, Stored, store_symmetric
+from gramian.linalg.factors.factor import WIDEST_DENSE, Decomposable, Factor
+from gramian.linalg.factors.stored import Stored, store_symmetric
 from gramian.linalg.wide import by_columns, wide_norm
 
 
-class Dense(AtRest, Spectral):
+class Dense(Decomposable):
     """M [n, n]. Bytes: n² at rest, n² more once decomposed. Decomposition: 9n³ FLOPs; Cholesky: n³/3."""
 
     kind = "dense"
 
     def __init__(self, stored: Stored) -> None:
         """Keep the stored matrix; nothing is computed."""
-        self.stored = stored
-        self.dim = stored.body.shape[0]
-        self.work = FactorWork()
-        self._eigen: tuple[Tensor, Tensor] | None = None
-        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
-        self._largest: Tensor | None = None
+        super().__init__(stored, dim=len(stored.body), rank=len(stored.body))
 
     @classmethod
     def of(cls, matrix_NN: Tensor, storage: torch.dtype | None = None) -> "Dense":
-        """Store a symmetric matrix.
-
-        Args:
-            matrix_NN: M.
-            storage: dtype at rest; None: its own.
-
-        Raises:
-            GramianError: if it is not square or too wide.
-        """
+        """Store a symmetric matrix, `WIDEST_DENSE` wide at most; `storage`: dtype at rest, None: its own."""
         if matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1] or matrix_NN.shape[0] > WIDEST_DENSE:
             raise GramianError(
                 f"factor: expected a square matrix of side {WIDEST_DENSE} at most, got {list(matrix_NN.shape)}"
@@ -67,15 +54,9 @@ class Dense(AtRest, Spectral):
         return found
 
     @property
-    def rank(self) -> int:
-        """n: a dense matrix stores all directions."""
-        return self.dim
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the matrix and of its decompositions."""
-        eigen = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
-        return self.stored.nbytes + eigen + sum(c.nbytes for c in self._cholesky.values())
+        return self.stored.nbytes + self._factorised_nbytes
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -117,11 +98,6 @@ class Dense(AtRest, Spectral):
             return None
         return float(self._eigen[0].min()), float(self._eigen[0].max())
 
-    @property
-    def spectrum(self) -> Tensor:
-        """σ; rounding and quantisation may make them slightly negative, so they are taken as 0 at least."""
-        return self.eigenpairs()[0]
-
     def to_basis(self, y_NK: Tensor) -> Tensor:
         """Qᵀ Y."""
         return self.eigenpairs(y_NK.dtype)[1].to(y_NK).mT @ y_NK
@@ -131,7 +107,10 @@ class Dense(AtRest, Spectral):
         return self.eigenpairs(c_RK.dtype)[1].to(c_RK) @ c_RK
 
     def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """σ and Q, in float64 from the first use that multiplies in float64 on: a float32 Q is off by ε·κ there."""
+        """σ and Q, in float64 from the first use that multiplies in float64 on: a float32 Q is off by ε·κ there.
+
+        Rounding and quantisation may make σ slightly negative, so they are taken as 0 at least.
+        """
         narrow = self._eigen is not None and self._eigen[1].dtype == torch.float32 and not self.work.fallback
         if self._eigen is None or (narrow and dtype == torch.float64):
             try:
@@ -146,19 +125,12 @@ class Dense(AtRest, Spectral):
             self._eigen = (values.clamp(min=0), vectors)
         return self._eigen
 
-    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the Cholesky factorisation of M + λI; one damping is kept."""
-        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
-        if key in self._cholesky:
-            return
-        matrix = self.stored.load(dtype=key[1])
+    def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
+        """M + λI."""
+        matrix = self.stored.load(dtype=dtype)
         matrix = matrix.clone() if matrix.data_ptr() == self.stored.body.data_ptr() else matrix
         matrix.diagonal().add_(damping)
-        self._cholesky = {key: Cholesky(matrix, first_jitter)}
-
-    def pending(self) -> list[Cholesky]:
-        """Cholesky factorisations that were launched and not checked."""
-        return list(self._cholesky.values())
+        return matrix
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """n³/3 FLOPs once, then 2·n²·k."""
@@ -172,9 +144,7 @@ class Dense(AtRest, Spectral):
         """From eigenvalues where they are known and good enough, else by Cholesky in float64."""
         if self._eigen is not None and not self.work.fallback and self.working_dtype(damping) == self.dtype:
             return (self._eigen[0].double() + damping).log().sum()
-        matrix = self.stored.load(dtype=torch.float64).clone()
-        matrix.diagonal().add_(damping)
-        return Cholesky(matrix, 1e-12).logdet()
+        return Cholesky(self._system(damping, torch.float64), 1e-12).logdet()
 
     def moved(self, move: Callable[[Tensor], Tensor], home: torch.device | None = None) -> "Dense":
         """The same matrix with its tensors moved."""

@@ -15,29 +15,10 @@ class Diagonal(Spectral):
 
     def __init__(self, values_N: Tensor) -> None:
         """Store d [n]; nothing is computed."""
-        self.values_N = values_N
-        self.dim = len(values_N)
+        self.values_N, self.dim, self.rank = values_N, len(values_N), len(values_N)
+        self.dtype = self.storage_dtype = values_N.dtype
+        self.device = values_N.device
         self.work = FactorWork()
-
-    @property
-    def rank(self) -> int:
-        """n: a diagonal stores all directions."""
-        return self.dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of d and of results."""
-        return self.values_N.dtype
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Dtype of d."""
-        return self.values_N.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of d."""
-        return self.values_N.device
 
     @property
     def nbytes(self) -> int:

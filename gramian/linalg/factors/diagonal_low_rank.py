@@ -14,33 +14,24 @@ from torch import Tensor
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.dense import Dense
-from gramian.linalg.factors.factor import WIDEST_DENSE, Clip, Factor, FactorWork
+from gramian.linalg.factors.factor import WIDEST_DENSE, AtRest, Clip
 from gramian.linalg.factors.rational_power import rational_power
-from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
+from gramian.linalg.factors.stored import MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
 
 CG_STEPS = 1000
 CG_TOLERANCE = 1e-12
 
 
-class DiagonalLowRank(AtRest, Factor):
+class DiagonalLowRank(AtRest):
     """M = diag(d) + sign·U Uᵀ, positive semi-definite. Bytes: n·r + n at rest, r² once used."""
 
     def __init__(self, values_N: Tensor, columns: Stored | Columns, sign: int) -> None:
-        """Store d and U; nothing is computed.
-
-        Args:
-            values_N: d, all of it.
-            columns: U [n, r].
-            sign: +1 or -1.
-        """
+        """Store d, all of it, and U [n, r]; `sign` is +1 or -1. Nothing is computed."""
         self.values_N, self.sign = values_N, sign
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
-        self.stored = self.columns.stored
         self.kind = "diagonal minus low rank" if sign < 0 else "diagonal plus low rank"
-        self.dim = len(values_N)
-        self.work = FactorWork()
-        self._small: dict[float, Cholesky] = {}
+        super().__init__(self.columns.stored, len(values_N), self.columns.count)
         self._whole: Dense | None = None
 
     @classmethod
@@ -69,15 +60,10 @@ class DiagonalLowRank(AtRest, Factor):
         return cls(_row_sums(columns), columns, -1)
 
     @property
-    def rank(self) -> int:
-        """Number of columns of U."""
-        return self.columns.count
-
-    @property
     def nbytes(self) -> int:
         """d, U and the small system."""
         whole = 0 if self._whole is None else self._whole.nbytes
-        return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self._small.values()) + whole
+        return self.values_N.nbytes + self.columns.nbytes + sum(c.nbytes for c in self.pending()) + whole
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -117,11 +103,7 @@ class DiagonalLowRank(AtRest, Factor):
         return top + norm
 
     def eigenvalues(self) -> Tensor:
-        """All eigenvalues, from the matrix written out. 9·n³ FLOPs.
-
-        Raises:
-            GramianError: if the side is wider than `WIDEST_DENSE`.
-        """
+        """All eigenvalues, from the matrix written out, of sides up to `WIDEST_DENSE`. 9·n³ FLOPs."""
         values: Tensor = torch.linalg.eigvalsh(self.to_dense().double())
         return values.clamp(min=0).to(self.dtype)
 
@@ -235,17 +217,13 @@ class DiagonalLowRank(AtRest, Factor):
 
     def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
         """Launch the factorisation of S; one damping is kept."""
-        if damping not in self._small:
-            self._small = {damping: self._system(damping, first_jitter)}
+        if (damping, torch.float64) not in self._cholesky:
+            self._cholesky = {(damping, torch.float64): self._system(damping, first_jitter)}
 
     def _system(self, damping: float, first_jitter: float) -> Cholesky:
         small = self.columns.gram(1.0 / (self.values_N.double() + damping)) * self.sign
         small.diagonal().add_(1.0)
         return Cholesky(small, first_jitter)
-
-    def pending(self) -> list[Cholesky]:
-        """Cholesky factorisations that were launched and not checked."""
-        return list(self._small.values())
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-12) -> Tensor:
         """Woodbury. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k, in float64."""
@@ -256,7 +234,7 @@ class DiagonalLowRank(AtRest, Factor):
     def _solve(self, y_NK: Tensor, damping: float, keep: bool) -> Tensor:
         if keep:
             self.prepare_solve(damping, 1e-12)
-        system = self._small[damping] if keep else self._system(damping, 1e-12)
+        system = self._cholesky[damping, torch.float64] if keep else self._system(damping, 1e-12)
         d_N1 = (self.values_N.double() + damping).to(y_NK.device)[:, None]
         scaled = y_NK / d_N1
         inner = system.solve(self.columns.transposed_times(scaled).to(self.device)).to(scaled)

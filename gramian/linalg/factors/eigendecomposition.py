@@ -1,4 +1,4 @@
-"""Symmetric eigendecomposition that does not give up at the first refusal."""
+"""Symmetric eigendecomposition that tries other precisions and devices where one fails."""
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
     Tried in turn: where and as the matrix is, in float64, in float64 on the CPU; on the CPU at once where it would take more
     than half of a GPU's free memory. Cost: about 9 n³ FLOPs and 3 n² numbers.
 
-    Args:
-        matrix_NN: symmetric, [n, n].
-
     Returns:
         σ [n], Q [n, n] in the matrix's dtype and on its device, and the name of what worked ("float32 on cuda").
 
@@ -55,11 +52,7 @@ def eigendecompose(matrix_NN: Tensor) -> tuple[Tensor, Tensor, str]:
 
 
 def singular_pairs(matrix_NN: Tensor) -> tuple[Tensor, Tensor]:
-    """σ [n], ascending, and Q [n, n] of a positive semi-definite matrix, by another algorithm than `eigendecompose`.
-
-    Raises:
-        GramianError: if this one fails too.
-    """
+    """σ [n], ascending, and Q [n, n] of a positive semi-definite matrix, by another algorithm than `eigendecompose`."""
     try:
         _, values, transposed = torch.linalg.svd(matrix_NN.to(device="cpu", dtype=torch.float64))
     except RuntimeError as error:

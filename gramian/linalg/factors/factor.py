@@ -19,6 +19,7 @@ from torch import Tensor
 from gramian.core.dtypes import HALF
 from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
+from gramian.linalg.factors.stored import Stored
 from gramian.linalg.wide import exact_float32, tensor_float32
 
 WIDEST_DENSE = 16_384
@@ -65,6 +66,14 @@ class Factor(ABC):
     """Name of the representation."""
     dim: int
     """Side n of M."""
+    rank: int
+    """Stored directions: an upper bound of the rank of what is not diagonal."""
+    dtype: torch.dtype
+    """Dtype of results: float64 where stored so, else float32."""
+    storage_dtype: torch.dtype
+    """Dtype in which M is stored."""
+    device: torch.device
+    """Device on which M is stored."""
     work: FactorWork
     _bound: float | None = None
     _trace: float | None = None
@@ -72,26 +81,6 @@ class Factor(ABC):
     """Trace that was computed before the factor moved, and not read from the device yet."""
 
     # ---- what each representation answers --------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """Stored directions: an upper bound of the rank of what is not diagonal."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of results: float64 where stored so, else float32."""
-
-    @property
-    @abstractmethod
-    def storage_dtype(self) -> torch.dtype:
-        """Dtype in which M is stored."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Device on which M is stored."""
 
     @property
     @abstractmethod
@@ -166,11 +155,7 @@ class Factor(ABC):
     # ---- what follows ----------------------------------------------------------------------------------------------
 
     def to_dense(self) -> Tensor:
-        """M written out, [n, n], for tests and small sides.
-
-        Raises:
-            GramianError: if the side is wider than `WIDEST_DENSE`.
-        """
+        """M written out, [n, n], for tests and sides up to `WIDEST_DENSE`."""
         if self.dim > WIDEST_DENSE:
             raise GramianError(f"to_dense: the side is {self.dim} wide; expected at most {WIDEST_DENSE}")
         return self.dense()
@@ -298,6 +283,53 @@ class Spectral(Factor):
             return 0.0
         top = float(self.spectrum.max()) if len(self.spectrum) else 0.0
         return (top + damping) / max_condition
+
+
+class AtRest(Factor):
+    """A factor that stores one matrix, and solves by a Cholesky factorisation of a system that it makes of it."""
+
+    def __init__(self, stored: Stored, dim: int, rank: int) -> None:
+        self.stored, self.dim, self.rank = stored, dim, rank
+        self.dtype, self.storage_dtype, self.device = stored.dtype, stored.body.dtype, stored.body.device
+        self.work = FactorWork()
+        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
+        """The system at one damping, in the dtype of its algebra."""
+
+    def pending(self) -> list[Cholesky]:
+        """Cholesky factorisations that were launched and not checked."""
+        return list(self._cholesky.values())
+
+
+class Decomposable(AtRest, Spectral):
+    """A factor at rest whose eigenpairs are computed on first use."""
+
+    _eigen: tuple[Tensor, Tensor] | None = None
+    _largest: Tensor | None = None
+
+    @abstractmethod
+    def eigenpairs(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """σ and the matrix of the basis, exact enough for products in this dtype."""
+
+    @abstractmethod
+    def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
+        """The damped matrix that a solve factorises, as a new tensor."""
+
+    @property
+    def spectrum(self) -> Tensor:
+        """σ of the eigenpairs."""
+        return self.eigenpairs()[0]
+
+    @property
+    def _factorised_nbytes(self) -> int:
+        """Bytes of the decompositions."""
+        return sum(part.nbytes for part in (*(self._eigen or ()), *self._cholesky.values()))
+
+    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
+        """Launch the Cholesky factorisation of the damped system; one damping is kept."""
+        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
+        if key in self._cholesky:
+            return
+        self._cholesky = {key: Cholesky(self._system(*key), first_jitter)}
 
 
 def fetch_traces(factors: Sequence[Factor]) -> dict[int, float]:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from gramian.linalg.factors.cholesky import Cholesky, CholeskyAttempt
 from gramian.linalg.factors.dense import Dense
-from gramian.linalg.factors.diagonal_low_rank import DiagonalLowRank
-from gramian.linalg.factors.factor import Factor
-from gramian.linalg.factors.low_rank import LowRank
+from gramian.linalg.factors.factor import AtRest, Decomposable, Factor
 
 What = Literal["solve", "eigen"]
 
@@ -28,35 +26,24 @@ def flops(factor: Factor, what: What) -> float:
     return side(factor) ** 3 * (9.0 if what == "eigen" else 1 / 3)
 
 
-def decompose(factor: Dense | LowRank, dtype: torch.dtype) -> None:
-    """Find eigenpairs for products in this dtype."""
-    if isinstance(factor, Dense):
-        factor.eigenpairs(dtype)
-    else:
-        factor.eigenpairs()
-
-
 def prepare_power(
-    factor: Dense | LowRank, p: float, damping: float, max_condition: float | None, dtype: torch.dtype
+    factor: Decomposable, p: float, damping: float, max_condition: float | None, dtype: torch.dtype
 ) -> None:
     """Find the eigenpairs that `power` of a Y of this dtype will use."""
     lowest = max(damping, factor._floor(damping, max_condition))
-    decompose(factor, torch.promote_types(factor.working_dtype(lowest, p), dtype))
+    factor.eigenpairs(torch.promote_types(factor.working_dtype(lowest, p), dtype))
 
 
 def forget_system(factor: Factor) -> None:
     """Free an earlier Cholesky factorisation."""
-    if isinstance(factor, DiagonalLowRank):
-        factor._small = {}
-    else:
-        assert isinstance(factor, Dense | LowRank)
-        factor._cholesky = {}
+    assert isinstance(factor, AtRest)
+    factor._cholesky = {}
 
 
 def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
     """Export the last factorisation: its tensors, and its JSON-able record."""
     if what == "eigen":
-        assert isinstance(factor, Dense | LowRank) and factor._eigen is not None
+        assert isinstance(factor, Decomposable) and factor._eigen is not None
         return list(factor._eigen), {"decomposed": factor.work.decomposed, "fallback": factor.work.fallback}
     (system,) = factor.pending()
     return system.parts(), {"attempts": [[attempt.jitter, attempt.result] for attempt in system.attempts]}
@@ -65,13 +52,10 @@ def made(factor: Factor, what: What) -> tuple[list[Tensor], dict[str, Any]]:
 def take(factor: Factor, what: What, damping: float, tensors: list[Tensor], about: dict[str, Any]) -> None:
     """Import a factorisation that another rank computed."""
     if what == "eigen":
-        assert isinstance(factor, Dense | LowRank)
+        assert isinstance(factor, Decomposable)
         factor._eigen = (tensors[0], tensors[1])
         factor.work.decomposed, factor.work.fallback = about["decomposed"], about["fallback"]
         return
     system = Cholesky.of_parts(tensors, [CholeskyAttempt(*attempt) for attempt in about["attempts"]])
-    if isinstance(factor, DiagonalLowRank):
-        factor._small = {damping: system}
-    else:
-        assert isinstance(factor, Dense | LowRank)
-        factor._cholesky = {(damping, tensors[0].dtype): system}
+    assert isinstance(factor, AtRest)
+    factor._cholesky = {(damping, tensors[0].dtype): system}

@@ -14,12 +14,12 @@ from gramian.core.errors import GramianError
 from gramian.linalg.factors.cholesky import Cholesky
 from gramian.linalg.factors.columns import Columns
 from gramian.linalg.factors.eigendecomposition import eigendecompose, singular_pairs
-from gramian.linalg.factors.factor import FactorWork, Spectral
-from gramian.linalg.factors.stored import AtRest, MatrixSource, Stored, store_columns
+from gramian.linalg.factors.factor import Decomposable
+from gramian.linalg.factors.stored import MatrixSource, Stored, store_columns
 from gramian.linalg.wide import by_columns
 
 
-class LowRank(AtRest, Spectral):
+class LowRank(Decomposable):
     """M = U Uᵀ, U [n, r]. Bytes: n·r at rest and r² once used. First use: 2·n·r² + r³/3 (Cholesky) or + 9r³ (eigen) FLOPs."""
 
     kind = "low rank"
@@ -27,39 +27,20 @@ class LowRank(AtRest, Spectral):
     def __init__(self, columns: Stored | Columns) -> None:
         """Store the columns U; nothing is computed."""
         self.columns = Columns(columns) if isinstance(columns, Stored) else columns
-        self.stored, self.dim = self.columns.stored, self.columns.dim
-        self.work = FactorWork()
-        self._eigen: tuple[Tensor, Tensor] | None = None
-        self._cholesky: dict[tuple[float, torch.dtype], Cholesky] = {}
-        self._largest: Tensor | None = None
+        super().__init__(self.columns.stored, self.columns.dim, self.columns.count)
 
     @classmethod
     def of(cls, columns_NR: Tensor | MatrixSource, storage: torch.dtype | None = None, scale: float = 1.0) -> "LowRank":
-        """A factor U Uᵀ of the columns U.
-
-        Args:
-            columns_NR: U, one column per direction (token).
-            storage: dtype at rest; None: its own.
-            scale: what U is meant to be multiplied by.
-
-        Raises:
-            GramianError: if it is not a matrix.
-        """
+        """A factor U Uᵀ of the columns scale·U, one per direction (token); `storage`: dtype at rest, None: its own."""
         if not isinstance(columns_NR, Tensor | MatrixSource) or len(columns_NR.shape) != 2:
             raise GramianError(f"factor: expected columns of shape [n, r], got {list(columns_NR.shape)}")
         stored = store_columns(columns_NR, storage or columns_NR.dtype)
         return cls(stored if scale == 1.0 else stored.scaled(scale))
 
     @property
-    def rank(self) -> int:
-        """Number of columns of U."""
-        return self.columns.count
-
-    @property
     def nbytes(self) -> int:
         """U and the small decompositions."""
-        eigen = sum(t.nbytes for t in self._eigen) if self._eigen is not None else 0
-        return self.columns.nbytes + eigen + sum(c.nbytes for c in self._cholesky.values())
+        return self.columns.nbytes + self._factorised_nbytes
 
     @property
     def quantisation_error(self) -> Tensor:
@@ -100,11 +81,6 @@ class LowRank(AtRest, Spectral):
         values = self._eigen[0]
         return (float(values.min()) if self.complete else 0.0), float(values.max())
 
-    @property
-    def spectrum(self) -> Tensor:
-        """σ of the directions that rounding lets one tell from zero."""
-        return self.eigenpairs()[0]
-
     def to_basis(self, y_NK: Tensor) -> Tensor:
         """Wᵀ(UᵀY) with W = Vσ^(-1/2)."""
         return self.eigenpairs()[1].to(y_NK).mT @ self.columns.transposed_times(y_NK)
@@ -113,10 +89,11 @@ class LowRank(AtRest, Spectral):
         """U(WC)."""
         return self.columns.times(self.eigenpairs()[1].to(c_RK) @ c_RK)
 
-    def eigenpairs(self) -> tuple[Tensor, Tensor]:
+    def eigenpairs(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """σ [s] and W [r, s], s ≤ r: directions whose σ is rounding error of K are left out.
 
-        Both are in float64, as K is: what rounding W to float32 does to Y in the span of U is multiplied by σ/λ.
+        Both are in float64 for every dtype of products, as K is: what rounding W to float32 does to Y in the span of U is
+        multiplied by σ/λ.
         """
         if self._eigen is None:
             gram = self.columns.take_gram()
@@ -135,19 +112,11 @@ class LowRank(AtRest, Spectral):
             self._eigen = (values, vectors / values.sqrt())
         return self._eigen
 
-    def prepare_solve(self, damping: float, first_jitter: float, dtype: torch.dtype = torch.float32) -> None:
-        """Launch the Cholesky factorisation of K + λI; one damping is kept."""
-        key = (damping, torch.promote_types(self.working_dtype(damping), dtype))
-        if key in self._cholesky:
-            return
+    def _system(self, damping: float, dtype: torch.dtype) -> Tensor:
+        """K + λI."""
         gram = self.columns.take_gram(exact=not self.coarse(damping))
         gram.diagonal().add_(damping)
-        gram = gram.to(key[1])
-        self._cholesky = {key: Cholesky(gram, first_jitter)}
-
-    def pending(self) -> list[Cholesky]:
-        """Cholesky factorisations that were launched and not checked."""
-        return list(self._cholesky.values())
+        return gram.to(dtype)
 
     def solve(self, y_NK: Tensor, damping: float, first_jitter: float = 1e-6) -> Tensor:
         """(Y − U(K + λI)⁻¹UᵀY)/λ. 2·n·r² + r³/3 FLOPs once, then 4·n·r·k."""

@@ -15,11 +15,7 @@ from gramian.linalg.factors.low_rank import LowRank
 
 
 def merge(left: Factor, right: Factor, alpha: float, beta: float) -> Factor:
-    """The factor α·left + β·right.
-
-    Raises:
-        GramianError: if the sides differ, or the sum of the two representations is none of ours.
-    """
+    """The factor α·left + β·right of factors with equal sides; a sum without a representation of ours is an error."""
     if left.dim != right.dim:
         raise GramianError(f"merge: sides of {left.dim} and {right.dim}; expected equal ones")
     if isinstance(left, Dense):

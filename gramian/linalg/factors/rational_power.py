@@ -23,19 +23,11 @@ class Rational:
 
 @lru_cache(maxsize=64)
 def rational_power(q: float, low: float, high: float) -> Rational:
-    """Fit x^q on [low, high].
+    """Fit x^q, -1 < q < 0, on [low, high], low > 0.
 
     The integral x^q = (sin πs/π) ∫ t^(-s)/(x+t) dt, s = -q, is smooth in log t, so poles spread evenly there serve every x
     of the interval; the constant stands for the poles beyond them and a pole at 0 for those before. The weights are the
     least-squares solution of the relative error on a grid, every term scaled to 1.
-
-    Args:
-        q: exponent, -1 < q < 0.
-        low: lower end, positive.
-        high: upper end.
-
-    Returns:
-        The approximation and its error.
     """
     bottom, top = np.log(low), np.log(max(high, low * 1.0001))
     shifts = np.concatenate([[0.0], np.exp(np.linspace(bottom - MARGIN, top + MARGIN, POLES))])

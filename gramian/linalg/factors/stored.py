@@ -134,34 +134,10 @@ class RowGroup(Protocol):
         """The entry-wise maximum over all processes that hold rows."""
 
 
-class AtRest:
-    """Dtypes and device of a factor that stores one matrix."""
-
-    stored: Stored
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of results: float64 if stored so, else float32."""
-        return self.stored.dtype
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """Dtype in which the matrix is stored."""
-        return self.stored.body.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which the matrix is stored."""
-        return self.stored.body.device
-
-
 def store_columns(matrix_NR: Tensor | MatrixSource, dtype: torch.dtype, others: RowGroup | None = None) -> Stored:
-    """Store with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
+    """Store U with one scale per column: the largest entry of each becomes 2¹⁰, powers of two, so scaling is exact.
 
-    Args:
-        matrix_NR: U, or the rows of it that lie here.
-        dtype: of the body.
-        others: who holds the other rows; scales and the error are then those of all of U.
+    Where `others` store the other rows of U, scales and the error are those of all of U.
     """
     source = _Whole(matrix_NR) if isinstance(matrix_NR, Tensor) else matrix_NR
     if dtype not in HALF:

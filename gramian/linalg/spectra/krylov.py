@@ -46,21 +46,18 @@ def lengths(vectors_BN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Ritz:
-    """T = S diag(θ) Sᵀ, θ ascending.
-
-    Attributes:
-        values_M: θ.
-        vectors_MM: S.
-        couplings_M: ‖Cs‖, the part of a residual that more products can reduce.
-        losses_M: bounds of the rest: ‖(H − T)s‖, and what restarts left behind.
-        asymmetry: ‖H − T‖_F.
-    """
+    """T = S diag(θ) Sᵀ, θ ascending."""
 
     values_M: Tensor
+    """Θ."""
     vectors_MM: Tensor
+    """S."""
     couplings_M: Tensor
+    """‖Cs‖, the part of a residual that more products can reduce."""
     losses_M: Tensor
+    """Bounds of the rest: ‖(H − T)s‖, and what restarts left behind."""
     asymmetry: float
+    """‖H − T‖_F."""
 
 
 class KrylovBasis:
@@ -68,7 +65,7 @@ class KrylovBasis:
 
     Attributes:
         size: m, vectors whose products are known.
-        scale: largest ‖Mq‖ met, at most ‖M‖.
+        scale: largest ‖Mq‖ seen, at most ‖M‖.
     """
 
     _next_BN: Tensor
@@ -94,7 +91,7 @@ class KrylovBasis:
 
     @property
     def rounding(self) -> float:
-        """Length of a residual that cannot be told from zero."""
+        """Length below which a residual may be zero."""
         return self._operator.rounding * self.scale
 
     @property

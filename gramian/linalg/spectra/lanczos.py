@@ -26,41 +26,38 @@ MISSED = 1e-6
 
 @dataclass(frozen=True)
 class LanczosSpectrum:
-    """Some eigenvalues of a symmetric map, and how well they are known.
-
-    Attributes:
-        eigenvalues: [k], float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; for
-            "BE" all of them descending.
-        residual_bounds: [k], at least ‖Mx − θx‖ for every Ritz pair: an eigenvalue of M lies within it. Rounding counted.
-        eigenvectors: [n, k], orthonormal, where asked for.
-        converged: no bound exceeds tol·‖M‖ plus rounding.
-        complete: what is orthogonal to the eigenvectors was searched and holds no eigenvalue that is wanted more: repeated
-            eigenvalues are there as often as they should be.
-        iterations: blocks of products; `matvecs`: products.
-        restarts: how often the basis was cut down.
-        breakdowns: how often a Krylov space was exhausted, and a random vector went on.
-        smallest: smallest Ritz value met; `largest`: the largest. The spectrum reaches at least that far on both sides,
-            whatever was asked for: a `smallest` below zero by more than `rounding` proves a negative eigenvalue.
-        rounding: length below which a residual is rounding.
-        asymmetry: ‖H − T‖_F / ‖M‖: what the products lack to be those of one symmetric matrix. Rounding, unless the map changes
-            from call to call.
-        basis_bytes: of the basis and the block that follows it, the memory that grows with n·m.
-    """
+    """Some eigenvalues of a symmetric map, and how well they are known."""
 
     eigenvalues: Tensor
+    """[k], float64, most wanted first: descending for "LA", ascending for "SA", by magnitude for "LM"; for "BE" all of them
+    descending."""
     residual_bounds: Tensor
+    """[k], at least ‖Mx − θx‖ for every Ritz pair: an eigenvalue of M lies within it. Rounding counted."""
     eigenvectors: Tensor | None
+    """[n, k], orthonormal, where asked for."""
     converged: bool
+    """No bound exceeds tol·‖M‖ plus rounding."""
     complete: bool
+    """What is orthogonal to the eigenvectors was searched and holds no eigenvalue that is wanted more: repeated eigenvalues
+    are there as often as they should be."""
     iterations: int
+    """Blocks of products; `matvecs`: products."""
     matvecs: int
     restarts: int
+    """How often the basis was cut down."""
     breakdowns: int
+    """How often a Krylov space was exhausted, and a random vector went on."""
     smallest: float
+    """Smallest Ritz value seen; `largest`: the largest. The spectrum reaches at least that far on both sides, whatever was
+    asked for: a `smallest` below zero by more than `rounding` proves a negative eigenvalue."""
     largest: float
     rounding: float
+    """Length below which a residual is rounding."""
     asymmetry: float
+    """‖H − T‖_F / ‖M‖: what the products lack to be those of one symmetric matrix. Rounding, unless the map changes from call
+    to call."""
     basis_bytes: int
+    """Of the basis and the block that follows it, the memory that grows with n·m."""
 
 
 def lanczos(
@@ -99,12 +96,9 @@ def lanczos(
             more the faster.
         block_size: b, columns of a product.
         search_copies: False ends with the first Krylov space, which sees b copies of a repeated eigenvalue at most.
-        eigenvectors: hand them back.
+        eigenvectors: return them.
         basis_device: where the basis is kept; by default on the operator's device.
         generator: of the random vectors; by default a fresh one with seed 0. The global one is never touched.
-
-    Raises:
-        GramianError: if an argument makes no sense, or a product is not finite.
     """
     check_operator(operator)
     check_counts(k=k, block_size=block_size)

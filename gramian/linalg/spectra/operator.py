@@ -29,11 +29,7 @@ class Operator(ABC):
         """M Y, [n, k]."""
 
     def matvec(self, y_N: Tensor) -> Tensor:
-        """M y, [n].
-
-        Raises:
-            GramianError: unless y is [n].
-        """
+        """M y, [n]."""
         check_vector(y_N, self.dim)
         return self.matmat(y_N[:, None])[:, 0]
 
@@ -55,11 +51,7 @@ class Operator(ABC):
 
     @property
     def working_dtype(self) -> torch.dtype:
-        """Of the vectors that a recurrence keeps: float32 where products are half precision, else that of products.
-
-        Raises:
-            GramianError: unless products are floating-point and real.
-        """
+        """Dtype of the vectors that a recurrence keeps: float32 where products are half precision, else that of products."""
         if not self.dtype.is_floating_point:
             raise GramianError(
                 f"{type(self).__name__}: products are {self.dtype}; expected real floating-point numbers"
@@ -68,15 +60,11 @@ class Operator(ABC):
 
     @property
     def rounding(self) -> float:
-        """Length, relative to ‖M‖, below which what a recurrence leaves of a product cannot be told from zero."""
+        """Length, relative to ‖M‖, below which what a recurrence leaves of a product may be zero."""
         return float(torch.finfo(self.dtype).eps + 20 * torch.finfo(self.working_dtype).eps)
 
     def checked_matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y where and as products are made, from a Y of any device and dtype.
-
-        Raises:
-            GramianError: if the product has another shape than Y, or is not finite.
-        """
+        """M Y where and as products are made, from a Y of any device and dtype; it must have Y's shape and be finite."""
         product_NK = self.matmat(y_NK.to(device=self.device, dtype=self.dtype))
         if product_NK.shape != y_NK.shape:
             raise GramianError(
@@ -94,33 +82,21 @@ def parts(rows: int, n: int, device: torch.device) -> list[slice]:
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuse arguments that are not integers of at least 1.
-
-    Raises:
-        GramianError: naming the first one.
-    """
+    """Raise GramianError for the first argument that is not an integer of at least 1."""
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise GramianError(f"{name}: is {value!r}; expected a whole number, 1 or more")
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuse what is no finite real number.
-
-    Raises:
-        GramianError: naming the first one.
-    """
+    """Raise GramianError for the first argument that is not a finite real number."""
     for name, value in numbers.items():
         if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
             raise GramianError(f"{name}: is {value!r}; expected a finite number")
 
 
 def check_operator(operator: Any) -> None:
-    """Refuse what is no operator.
-
-    Raises:
-        GramianError: saying what it is.
-    """
+    """Raise GramianError unless the argument is an operator."""
     if not isinstance(operator, Operator):
         raise GramianError(
             f"operator: is of type {type(operator).__name__}; expected an Operator such as DenseOperator(matrix)"
@@ -128,11 +104,7 @@ def check_operator(operator: Any) -> None:
 
 
 def check_vector(y: Any, n: int, columns: bool = False) -> None:
-    """Refuse what is no tensor [n], or with columns [n, k].
-
-    Raises:
-        GramianError: saying what it is.
-    """
+    """Raise GramianError unless the argument is a tensor [n], or with columns [n, k]."""
     if not isinstance(y, Tensor) or y.dim() != 1 + columns or len(y) != n:
         raise GramianError(f"vector: {seen(y)}; expected {f'[{n}, k]' if columns else f'[{n}]'}")
 
@@ -143,27 +115,19 @@ def seen(value: Any) -> str:
 
 
 def basis_device_of(operator: Operator, given: Any) -> torch.device:
-    """The device that stores a basis: the given one, or the operator's for None.
-
-    Raises:
-        GramianError: if it is no device that holds numbers here.
-    """
+    """The device that stores a basis: the given one, which must be usable here, or the operator's for None."""
     if given is None:
         return torch.device(operator.device)
     try:
-        held = torch.zeros(1, device=given)
-        held.cpu()
+        probe = torch.zeros(1, device=given)
+        probe.cpu()
     except (AssertionError, RuntimeError, TypeError) as error:
         raise GramianError(f'basis_device: is {given!r}; expected a device such as "cpu"') from error
-    return held.device
+    return probe.device
 
 
 def seeded(operator: Operator, given: Any = None) -> torch.Generator:
-    """The given generator; of those who bring none seed 0 on the operator's device: the global one is never touched.
-
-    Raises:
-        GramianError: if it is no generator.
-    """
+    """The given generator; for None a new one with seed 0 on the operator's device: the global one is never touched."""
     if isinstance(given, torch.Generator):
         return given
     if given is not None:
@@ -172,24 +136,16 @@ def seeded(operator: Operator, given: Any = None) -> torch.Generator:
 
 
 class DenseOperator(Operator):
-    """A symmetric matrix that is there."""
+    """A symmetric matrix in memory."""
 
     def __init__(self, matrix_NN: Tensor) -> None:
-        """Take it as it is.
-
-        Raises:
-            GramianError: unless it is square.
-        """
+        """Store the matrix, which must be square; nothing is copied."""
         if not isinstance(matrix_NN, Tensor) or matrix_NN.dim() != 2 or matrix_NN.shape[0] != matrix_NN.shape[1]:
             raise GramianError(f"matrix: {seen(matrix_NN)}; expected a square one")
         self.matrix_NN = matrix_NN
         self.dim, self.dtype, self.device = len(matrix_NN), matrix_NN.dtype, matrix_NN.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """M Y, in the matrix' dtype and on its device.
-
-        Raises:
-            GramianError: unless Y is [n, k].
-        """
+        """M Y, in the matrix's dtype and on its device."""
         check_vector(y_NK, self.dim, columns=True)
         return self.matrix_NN @ y_NK.to(self.matrix_NN)

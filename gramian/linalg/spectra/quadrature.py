@@ -33,46 +33,35 @@ from gramian.linalg.spectra.trace import Distribution, Estimate, random_blocks
 
 @dataclass(frozen=True)
 class SmoothDensity:
-    """A spectrum as a function, ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n.
-
-    Attributes:
-        grid: [points], evenly spaced, to 4σ beyond the nodes on both sides.
-        density: [points], of integral 1.
-        standard_error: [points], of the probes.
-        kernel_width: σ of the Gaussian kernel; what is closer than that is not told apart.
-    """
+    """A spectrum as a function, ρ(t) = mean over probes of Σ_i w_i N(t; θ_i, σ²)/n."""
 
     grid: Tensor
+    """[points], evenly spaced, to 4σ beyond the nodes on both sides."""
     density: Tensor
+    """[points], of integral 1."""
     standard_error: Tensor
+    """[points], of the probes."""
     kernel_width: float
+    """Σ of the Gaussian kernel; what is closer than that is not resolved."""
 
 
 @dataclass(frozen=True)
 class SpectralDensity:
-    """The spectrum of a symmetric map as a measure: Gauss rules of random probes.
-
-    Attributes:
-        dim: n.
-        nodes_PS: θ, float64, ascending for every probe. Where a Krylov space is exhausted before s steps, its last node is
-            repeated.
-        weights_PS: ‖z‖²U_1i², float64, that add up to n in the mean over probes; 0 for repeated nodes.
-        matvecs: products that they took.
-        rounding: below this a node cannot be told from zero.
-    """
+    """The spectrum of a symmetric map as a measure: Gauss rules of random probes."""
 
     dim: int
+    """N."""
     nodes_PS: Tensor
+    """Θ, float64, ascending for every probe. Where a Krylov space is exhausted before s steps, its last node is repeated."""
     weights_PS: Tensor
+    """‖z‖²U_1i², float64, that add up to n in the mean over probes; 0 for repeated nodes."""
     matvecs: int
+    """Products that they took."""
     rounding: float
+    """Below this a node may be zero."""
 
     def samples(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """zᵀ f(M) z for every probe, [p]; f works on float64 tensors, element by element.
-
-        Raises:
-            GramianError: if f does not return a real number for every node, or one that is not finite.
-        """
+        """zᵀ f(M) z for every probe, [p]; f works on float64 tensors, element by element, real and finite on the nodes."""
         if not callable(f):
             raise GramianError(f"f: {seen(f)}; expected a function of a tensor, element by element")
         values_PS = f(self.nodes_PS)
@@ -92,18 +81,11 @@ class SpectralDensity:
 
         The standard error is that of the probes alone. The error of Gauss' rule is not in it: small for smooth f, gone with
         more steps.
-
-        Raises:
-            GramianError: as `samples`.
         """
         return Estimate.of(self.samples(f), self.matvecs)
 
     def log_det(self, damping: float) -> Estimate:
-        """log det(M + λI) = tr log(M + λI). Gauss' rule errs upwards here.
-
-        Raises:
-            GramianError: for a λ that is no number, or if a node shows that M + λI is not positive definite beyond rounding.
-        """
+        """log det(M + λI) = tr log(M + λI), positive definite beyond rounding. Gauss' rule errs upwards here."""
         check_numbers(damping=damping)
         lowest = float(self.nodes_PS.min()) + damping
         if not lowest > self.rounding:
@@ -120,9 +102,6 @@ class SpectralDensity:
             kernel_width: σ; by default the distance from the lowest to the highest node over the number of steps, and a
                 thousandth of the node where there is but one.
             points: of the grid.
-
-        Raises:
-            GramianError: if an argument is no number, or the kernel falls through the grid.
         """
         check_counts(points=points)
         low, high = float(self.nodes_PS.min()), float(self.nodes_PS.max())
@@ -173,9 +152,6 @@ def spectral_density(
         block_size: probes at a time; by default as many as keep the bases within 2³⁰ bytes, and one at least.
         basis_device: where the bases are kept; by default on the operator's device.
         generator: of the probes; by default a fresh one with seed 0. The global one is never touched.
-
-    Raises:
-        GramianError: if an argument makes no sense, or a product is not finite.
     """
     check_operator(operator)
     n, dtype = operator.dim, operator.working_dtype
@@ -208,11 +184,7 @@ def log_det(
     distribution: Distribution = "rademacher",
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """log det(M + λI), as `spectral_density(…).log_det(λ)`; keep the density where several λ are asked for.
-
-    Raises:
-        GramianError: as those two.
-    """
+    """log det(M + λI), as `spectral_density(…).log_det(λ)`; keep the density where several λ are asked for."""
     check_numbers(damping=damping)
     density = spectral_density(operator, probes, steps, distribution=distribution, generator=generator)
     return density.log_det(damping)

@@ -31,18 +31,16 @@ class Estimate:
 
     Samples that agree do not show that there is nothing to err about: one off-diagonal pair gives equal ones with probability
     2^(1−p). Their error is 0 only once chance, at most ¾^(p−1), is ruled out.
-
-    Attributes:
-        value: the estimate.
-        standard_error: s/√p, of the probes alone; infinite for one sample, and for less than 12 that agree.
-        samples: p; 0 where nothing was left to chance.
-        matvecs: products that it took.
     """
 
     value: float
+    """The estimate."""
     standard_error: float
+    """S/√p, of the probes alone; infinite for one sample, and for less than 12 that agree."""
     samples: int
+    """P; 0 where nothing was left to chance."""
     matvecs: int
+    """Products that it took."""
 
     @staticmethod
     def of(samples_P: Tensor, matvecs: int, exact: float = 0.0) -> "Estimate":
@@ -64,9 +62,6 @@ class Estimate:
 
         Where all samples agree it is endless while chance could have made them (¾^(p−1) exceeds the rate), then a point; and
         a point where nothing was random.
-
-        Raises:
-            GramianError: unless the rate lies between 0 and 1.
         """
         check_numbers(error_rate=error_rate)
         if not 0 < error_rate < 1:
@@ -109,9 +104,6 @@ def stochastic_trace(
         distribution: of the entries of probes; S is Gaussian.
         block_size: columns of a product.
         generator: of the probes; by default a fresh one with seed 0. The global one is never touched.
-
-    Raises:
-        GramianError: if an argument makes no sense, or a product is not finite.
     """
     if method not in ("hutch++", "hutchinson"):
         raise GramianError(f'method: is {method!r}; expected "hutch++" or "hutchinson"')
@@ -145,9 +137,6 @@ def random_blocks(
     """Random blocks [n, b] with E[z zᵀ] = I, `count` columns in all, on the operator's device.
 
     The columns do not depend on the block size.
-
-    Raises:
-        GramianError: if an argument makes no sense.
     """
     check_counts(probes=count, block_size=block_size)
     _check_distribution(distribution)

@@ -124,11 +124,7 @@ class TrafficSide:
 
     def stored(self, reduction: str, rank: int = 0, storage_bytes: int = 2) -> int:
         """Bytes of the stored factor on a process."""
-        entries = {
-            "gram": self.total * self.features(rank),
-            "gather": self.total * self.width,
-            "dense": self.width**2,
-        }
+        entries = {"gram": self.total * self.features(rank), "gather": self.total * self.width, "dense": self.width**2}
         return storage_bytes * entries[reduction]
 
     def _ring(self, size: int) -> int:
