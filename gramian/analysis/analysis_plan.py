@@ -1,6 +1,5 @@
 """Memory of an analysis, from shapes alone: K-FAC's own plan, and the bases of Lanczos and of the quadrature."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from gramian.curvature import KFACNaturalGradient
 from gramian.curvature.memory.curvature_plan import CurvatureRow
 from gramian.linalg import WIDEST_DENSE
 from gramian.plan.budget import Budget
+from gramian.train.build.snapshot_budget import available_memory
 
 WORK = 6
 """Float64 vectors of parameter length beside a basis: a product, its residual and temporaries."""
@@ -96,12 +96,6 @@ def _free(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (OSError, ValueError):
+        return available_memory()
+    except (OSError, KeyError, ValueError):  # not Linux
         return None

@@ -32,20 +32,12 @@ def collect(
     seed: int,
     update: Callable[[int, int], None],
 ) -> float:
-    """Make the factors of all batches, equal to those of one pass over all rows; the model is not changed.
+    """Refresh the factors by all batches, equal to those of one pass over all rows; the model is not changed.
 
-    Cost: a forward and a backward of every batch, without weight gradients.
-
-    Args:
-        kfac: its factors are refreshed.
-        model: measured in evaluation mode, as products with the Gauss-Newton matrix are.
-        batches: with "labels" [B, positions] that are not shifted.
-        fisher: "empirical", or "mc" and "true", whose labels are drawn from the model.
-        seed: of the draws, which are keyed by row and position, so any split into batches draws the same.
-        update: called with (batches done, batches in total).
-
-    Returns:
-        The mean cross entropy of the data's own labels, in nats per term.
+    The model is measured in evaluation mode, as products with the Gauss-Newton matrix are, on "labels" [B, positions] that are
+    not shifted. Labels that `fisher` "mc" and "true" draw are keyed by row and position, so any split into batches is the same.
+    Returns the mean cross entropy of the data's own labels, in nats per term. Cost: a forward and a backward of every batch,
+    without weight gradients.
 
     Raises:
         GramianError: if labels do not fit, the factors are not finite, or a gradient reaches a parameter past its layer.

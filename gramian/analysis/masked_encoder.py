@@ -56,16 +56,9 @@ class MaskedHead(nn.Module):
 
 
 def mask(windows_BT: Tensor, token: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace some tokens of every window by the mask token.
+    """Replace a share of every window's tokens, at least one, by the mask token's id; where T > 2, never one at an end.
 
-    Args:
-        windows_BT: ids, with one token at each end that is never masked, where T > 2.
-        token: the mask token's id.
-        share: of the tokens between the ends to mask, at least one.
-        seed: of the choice.
-
-    Returns:
-        Ids [B, T], masked positions [B, M] in ascending order, and the ids that stood there [B, M].
+    Returns ids [B, T], masked positions [B, M] in ascending order, and the ids that stood there [B, M].
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = windows_BT.shape

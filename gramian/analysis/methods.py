@@ -16,11 +16,7 @@ FISHERS = {
 
 
 def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
-    """Write methods.md, as in `write_methods(result, "methods.md")`.
-
-    Args:
-        result: of `analyse`, or as read from curvature.json.
-        path: of the file.
+    """Write the Methods page of a result of `analyse` or curvature.json, as in `write_methods(result, "methods.md")`.
 
     Raises:
         GramianError: if it cannot be written.

@@ -131,9 +131,7 @@ def _tokenizer(path: str) -> Any:
         found = AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, split_special_tokens=True
         )
-    if len(found) <= len(
-        set(found.all_special_ids)
-    ):  # transformers makes an empty one for a folder without a tokenizer
+    if len(found) <= len(set(found.all_special_ids)):  # made by transformers for a folder without a tokenizer
         raise GramianError(f"{MODEL}: {path} has no tokenizer; expected its files beside the model")
     return found
 

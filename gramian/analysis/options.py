@@ -36,11 +36,7 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check every option.
-
-        Raises:
-            GramianError: naming the option.
-        """
+        """Refuse an option that does not fit, naming it."""
         if self.fisher not in FISHERS:
             raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
         for name, value in (("damping", self.damping), ("samples", 1.0 if self.samples is None else self.samples)):

@@ -46,14 +46,7 @@ def available() -> bool:
 
 
 def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
-    """Write the pictures of a result.
-
-    Args:
-        result: of `analyse`, with "kfac" at least.
-        folder: an existing one.
-
-    Returns:
-        The files.
+    """Write the pictures of a result of `analyse`, with "kfac" at least, into a folder, and return the files.
 
     Raises:
         GramianError: if a file cannot be written.
@@ -70,9 +63,8 @@ def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
             try:
                 picture(result).savefig(path)
             except OSError as problem:
-                raise GramianError(
-                    f"{path}: cannot be written ({problem.strerror}); expected a folder with room"
-                ) from None
+                why = f"cannot be written ({problem.strerror}); expected a folder with room"
+                raise GramianError(f"{path}: {why}") from None
             paths.append(path)
     return paths
 
@@ -174,12 +166,11 @@ def _depth(result: Mapping[str, Any]) -> Figure:
     last = max(inside, default=-1)
     outside: list[tuple[int, str]] = []
     damping = metrics["model"]["damping"]
-    for axis, key, label in zip(
-        axes.flat,
-        ("entropy_rank", "condition_number"),
-        ("effective rank (exp of the entropy)", f"condition number of F + {damping:g}·I"),
-        strict=True,
-    ):
+    shown = {
+        "entropy_rank": "effective rank (exp of the entropy)",
+        "condition_number": f"condition number of F + {damping:g}·I",
+    }
+    for axis, (key, label) in zip(axes.flat, shown.items(), strict=True):
         outside = []
         for number, (role, layers) in enumerate(groups.items()):
             colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
@@ -196,9 +187,8 @@ def _depth(result: Mapping[str, Any]) -> Figure:
             axis.set_yscale("log")
         _plain_ticks(axis, drawn)
         axis.set_ylabel(label)
-        ticks = [(b, str(b)) for b in _some(sorted(set(inside)))] + [
-            (at, name.replace("_", "\n")) for at, name in outside
-        ]
+        ticks = [(b, str(b)) for b in _some(sorted(set(inside)))]
+        ticks += [(at, name.replace("_", "\n")) for at, name in outside]
         axis.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
         axis.margins(x=0.04)
     axes.flat[-1].set_xlabel("block" + (", and layers outside the blocks" if outside else ""))

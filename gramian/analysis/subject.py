@@ -49,11 +49,7 @@ class Subject:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check that there are batches with labels.
-
-        Raises:
-            GramianError: naming what is missing.
-        """
+        """Refuse batches without labels, naming what is missing."""
         if not self.batches:
             raise GramianError("batches: is empty; expected at least one batch")
         for batch in self.batches:
@@ -79,12 +75,8 @@ class Subject:
 def from_config(config: Config, device: torch.device, dtype: str | None, tokens: int, rows: int | None) -> Subject:
     """Make a subject of a config's model, with the weights of its run if there is one, and windows of its training data.
 
-    Args:
-        config: of the run.
-        device: where the analysis runs.
-        dtype: "fp32" or "fp64"; None: fp64 for a run in float64, else fp32.
-        tokens: about how many to read; windows are evenly spaced over the data.
-        rows: windows of one pass; None: as many as have `PASS` tokens.
+    The dtype is "fp32" or "fp64", by default that of a run in float64, else fp32. About `tokens` are read, in windows evenly
+    spaced over the data, `rows` of them in one pass (default: as many as have `PASS` tokens).
 
     Raises:
         GramianError: naming the field.
@@ -127,11 +119,7 @@ def pieces(chosen: Int64s, rows: int | None, length: int) -> list[Int64s]:
 
 
 def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
-    """Load the model, and describe the origin of its weights.
-
-    Raises:
-        GramianError: if the folder holds a run of another config, or checkpoints that cannot be read.
-    """
+    """Load the model, and describe the origin of its weights; a run of another config in the folder is refused."""
     folder = Path(config.run.folder)
     if not is_run(folder) or not any(folder.glob("checkpoints/*")):
         return build_model(config, vocabulary), "fresh" if config.model.path is None or config.model.fresh else "loaded"

@@ -3,8 +3,6 @@
 Exit codes: 0 success, 1 the check or the run failed, 2 bad input. Failures and bad input are one line on standard error.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

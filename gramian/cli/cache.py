@@ -15,7 +15,11 @@ from gramian.cli.terminal import make_console, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
+    from gramian.cli.terminal import Update
     from gramian.distill.cache.manifest import Manifest
+    from gramian.parallel.process_grid import ProcessGrid
+    from gramian.train.config.config import Config
+    from gramian.train.loop.precision import Precision
 
 add_arguments = add_config_arguments
 
@@ -31,22 +35,29 @@ def run(arguments: argparse.Namespace) -> int:
     check_device(config)
     console, started = make_console(quiet=not is_first_process()), time.perf_counter()
     with world(config.run.device == "cpu", False) as where:
-        from gramian.data import load_windows
-        from gramian.distill.cache.builder import build_cache
         from gramian.distill.teacher.teacher_origin import write_origin
-        from gramian.train.build.build_teacher import cache_folder, cache_options, live_teacher, teacher_fingerprint
+        from gramian.train.build.build_teacher import cache_folder, teacher_fingerprint
         from gramian.train.loop.precision import resolve_precision, set_globals
 
         set_globals(config.precision, config.run.deterministic)
-        training, _ = load_windows(config.data)
-        options = cache_options(config, training.vocabulary)
-        teacher = live_teacher(config, where, resolve_precision(config.precision, where.device), training)
         with progress_bar(console, "teacher") as update:
-            manifest = build_cache(cache_folder(config), teacher, training, options, where, update)
+            manifest = write_cache(config, where, resolve_precision(config.precision, where.device), update)
         if where.rank == 0:
             write_origin(cache_folder(config), teacher_fingerprint(config.teacher.path))
         show(console, _summary(manifest, str(cache_folder(config)), time.perf_counter() - started))
     return 0
+
+
+def write_cache(config: Config, where: ProcessGrid, numbers: Precision, update: Update) -> Manifest:
+    """Compute the teacher's signal for the training windows of a config and write what its cache folder lacks. Collective."""
+    from gramian.data import load_windows
+    from gramian.distill.cache.builder import build_cache
+    from gramian.train.build.build_teacher import cache_folder, cache_options, live_teacher
+
+    training, _ = load_windows(config.data)
+    options = cache_options(config, training.vocabulary)
+    teacher = live_teacher(config, where, numbers, training)
+    return build_cache(cache_folder(config), teacher, training, options, where, update)
 
 
 def _summary(manifest: Manifest, folder: str, seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,36 +22,30 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive_integer(text: str) -> int:
     """Parse an integer of at least 1."""
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer of at least 1")
-    return count
+    return _integer(text, 1, math.inf, "of at least 1")
 
 
 def seed_number(text: str) -> int:
     """Parse an integer from 0 to 2**63 - 1."""
+    return _integer(text, 0, 2**63 - 1, "from 0 to 2**63 - 1")
+
+
+def _integer(text: str, least: int, most: float, expected: str) -> int:
     try:
-        seed = int(text)
+        number = int(text)
     except ValueError:
-        seed = -1
-    if not 0 <= seed < 2**63:
-        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer from 0 to 2**63 - 1")
-    return seed
+        number = least - 1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected an integer {expected}")
+    return number
 
 
 def check_target(
     command: str, arguments: argparse.Namespace, usages: Mapping[str, str], foreign: Mapping[str, Sequence[str]]
 ) -> None:
-    """Check TARGET, and that no option of another target is given.
+    """Check TARGET of a command, and that no option of another target is given.
 
-    Args:
-        command: "verify" or "profile".
-        arguments: with `target`.
-        usages: {target: its usage}.
-        foreign: {target: names of arguments that it does not have}.
+    `usages` is {target: its usage}, `foreign` is {target: names of arguments that it does not have}.
 
     Raises:
         GramianError: naming the argument, and what is expected.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramian.cli.command_errors import RunFailed, is_out_of_memory, refuse_torchrun
 from gramian.cli.config_arguments import positive_integer
-from gramian.cli.terminal import make_console, make_table, progress_bar, show
+from gramian.cli.terminal import Update, in_parts, make_console, make_table, progress_bar, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -117,11 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Check the arguments that need no model, and make the settings of the analysis.
-
-    Raises:
-        GramianError: naming the first argument that does not fit.
-    """
+    """Check the arguments that need no model, and make the settings of the analysis."""
     for name, choices in (("device", ("cpu", "cuda")), ("dtype", ("fp32", "fp64"))):
         value = getattr(arguments, name)
         if value is not None and value not in choices:
@@ -181,19 +177,15 @@ def _device(asked: str | None, configured: str) -> torch.device:
 
 
 @contextmanager
-def _stage(console: Console, name: str) -> Iterator[Callable[[int, int], None]]:
+def _stage(console: Console, name: str) -> Iterator[Update]:
     """Show the progress of a stage as a bar on a terminal, as `PARTS` lines elsewhere."""
-    started, parts = time.perf_counter(), 1
+    started = time.perf_counter()
 
-    def report(done: int, total: int) -> None:
-        nonlocal parts
-        update(done, total)
-        if not console.is_terminal and PARTS * done >= parts * total and done < total:
-            parts = PARTS * done // total + 1
-            show(console, f"{name}: {done:,} of {total:,}, {time.perf_counter() - started:.0f} s")
+    def line(done: int, total: int, _: str) -> None:
+        show(console, f"{name}: {done:,} of {total:,}, {time.perf_counter() - started:.0f} s")
 
     with progress_bar(console, name) as update:
-        yield report
+        yield update if console.is_terminal else in_parts(PARTS, line)
     show(console, f"{name}: {time.perf_counter() - started:.0f} s")
 
 
@@ -252,7 +244,16 @@ def _layer_table(result: Mapping[str, Any]) -> RenderableType:
         if name in shown:
             layer, found = record[name], metrics["layers"][name]
             size = f"{layer['out_dim']:,} × {layer['in_dim']:,}"
-            table.add_row(short[name], kind(layer), size, *_cells(found, total))
+            table.add_row(
+                short[name],
+                kind(layer),
+                size,
+                f"{found['trace']:.3g}",
+                f"{found['trace'] / total:.1%}",
+                f"{found['max_eigenvalue']:.3g}",
+                f"{found['entropy_rank']:,.0f}",
+                f"{found['condition_number']:.2g}",
+            )
     rest = [name for name in record if name not in shown]
     if rest:
         kinds = ", ".join(dict.fromkeys(kind(record[name]) for name in rest))
@@ -260,18 +261,8 @@ def _layer_table(result: Mapping[str, Any]) -> RenderableType:
         top = max(metrics["layers"][name]["max_eigenvalue"] for name in rest)
         size = f"{sum(record[name]['out_dim'] * record[name]['in_dim'] for name in rest):,}"
         table.add_section()
-        table.add_row(f"{len(rest)} others", kinds, size, f"{trace:.3g}", f"{trace / total:.1%}", f"{top:.3g}")
+        table.add_row(f"{len(rest)} other blocks", kinds, size, f"{trace:.3g}", f"{trace / total:.1%}", f"{top:.3g}")
     return table
-
-
-def _cells(found: Mapping[str, Any], total: float) -> list[str]:
-    return [
-        f"{found['trace']:.3g}",
-        f"{found['trace'] / total:.1%}",
-        f"{found['max_eigenvalue']:.3g}",
-        f"{found['entropy_rank']:,.0f}",
-        f"{found['condition_number']:.2g}",
-    ]
 
 
 def _model_table(result: Mapping[str, Any]) -> RenderableType:
@@ -280,22 +271,19 @@ def _model_table(result: Mapping[str, Any]) -> RenderableType:
 
     model, ggn = result["kfac"]["metrics"]["model"], result.get("ggn")
     table = make_table("whole model", f">{estimate_name(result)}", *[">Gauss-Newton"] * bool(ggn))
-    rows = {
-        "trace": (_number(model["trace"]), ggn and _plus_minus(ggn["trace"])),
-        "largest eigenvalue": (_number(model["max_eigenvalue"]), ggn and _largest(ggn["extremes"])),
-        "participation ratio": (_number(model["participation_ratio"]), ggn and _number(ggn["participation_ratio"])),
-        f"effective dimension, λ = {model['damping']:g}": (
-            _number(model["effective_dimension"]),
-            ggn and _plus_minus(ggn["effective_dimension"]),
-        ),
-        "effective rank": (_number(model["entropy_rank"]), "" if ggn else None),
-        f"condition number, λ = {model['damping']:g}": (_number(model["condition_number"]), "" if ggn else None),
-    }
+    damped = f", λ = {model['damping']:g}"
+    rows = [
+        ("trace", "trace", ggn and _plus_minus(ggn["trace"])),
+        ("largest eigenvalue", "max_eigenvalue", ggn and _largest(ggn["extremes"])),
+        ("participation ratio", "participation_ratio", ggn and _number(ggn["participation_ratio"])),
+        (f"effective dimension{damped}", "effective_dimension", ggn and _plus_minus(ggn["effective_dimension"])),
+        ("effective rank", "entropy_rank", ""),
+        (f"condition number{damped}", "condition_number", ""),
+    ]
     if "pac_bayes" in model:
-        name = f"√(trace/n), n = {_number(result['settings']['samples'])}; no bound"
-        rows[name] = (_number(model["pac_bayes"]), "" if ggn else None)
-    for name, (kfac, exact) in rows.items():
-        table.add_row(name, kfac, *([exact] if exact is not None else []))
+        rows.append((f"√(trace/n), n = {_number(result['settings']['samples'])}; no bound", "pac_bayes", ""))
+    for name, key, exact in rows:
+        table.add_row(name, _number(model[key]), *[exact] * bool(ggn))
     if "hessian" in result:
         ends = result["hessian"]["extremes"]
         table.add_row("Hessian, both ends", f"{ends['smallest']:.4g} … {ends['largest']:.4g}")

@@ -22,21 +22,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("target", metavar="RUN_DIR | CONFIG.toml", help="a run folder, or a config whose run there is")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with a config")
-    parser.add_argument("--prompt", metavar="TEXT", help="continue this text instead")
-    parser.add_argument(
-        "--tokens", type=positive_integer, default=200, metavar="N", help="tokens of the text (default: 200)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="of the text (default: 0.8)")
-    parser.add_argument("--seed", type=seed_number, default=0, metavar="SEED", help="of the text (default: 0)")
-    parser.add_argument(
-        "--stride", type=positive_integer, metavar="N", help="of the sliding protocol (default: half a window)"
-    )
-    parser.add_argument(
-        "--windows", type=positive_integer, metavar="N", help="of each protocol, from the first on (default: all)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the numbers too")
+    add = parser.add_argument
+    add("target", metavar="RUN_DIR | CONFIG.toml", help="a run folder, or a config whose run there is")
+    add("overrides", nargs="*", metavar="section.key=value", help="with a config")
+    add("--prompt", metavar="TEXT", help="continue this text instead")
+    add("--tokens", type=positive_integer, default=200, metavar="N", help="tokens of the text (default: 200)")
+    add("--temperature", type=float, default=0.8, metavar="T", help="of the text (default: 0.8)")
+    add("--seed", type=seed_number, default=0, metavar="SEED", help="of the text (default: 0)")
+    add("--stride", type=positive_integer, metavar="N", help="of the sliding protocol (default: half a window)")
+    add("--windows", type=positive_integer, metavar="N", help="of each protocol, from the first on (default: all)")
+    add("--json", metavar="FILE", help="write the numbers too")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, cast
 from gramian.cli.command_errors import RunFailed
 from gramian.cli.config_arguments import add_config_arguments, positive_integer
 from gramian.cli.terminal import make_console, make_table, show
+from gramian.core.byte_amounts import format_bytes
 from gramian.core.errors import GramianError
+from gramian.plan.budget import Budget
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,21 +34,11 @@ GPUS_PER_HOST = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_config_arguments(parser)
-    parser.add_argument(
-        "--gpus", type=positive_integer, metavar="N", help="how many to plan for (default: those of this machine)"
-    )
-    parser.add_argument(
-        "--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)"
-    )
-    parser.add_argument(
-        "--gpus-per-host",
-        type=positive_integer,
-        metavar="N",
-        help="processes that share a host's memory (default: at most 8)",
-    )
-    parser.add_argument(
-        "--host-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of a host (default: what is available here)"
-    )
+    add = parser.add_argument
+    add("--gpus", type=positive_integer, metavar="N", help="how many to plan for (default: those of this machine)")
+    add("--gpu-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of one (default: as much as those here have)")
+    add("--gpus-per-host", type=positive_integer, metavar="N", help="processes that share a host (default: at most 8)")
+    add("--host-memory", type=_gigabytes, metavar="GB", help="10⁹ bytes of a host (default: what is available here)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,9 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunFailed(f"plan: {host.refusal}")
     show(console, decision.why)
     if curvature is not None:
-        line, fits = _with_curvature(decision.held(decision.strategy), curvature.total(place.device), decision.usable)
-        if not fits:
-            raise RunFailed(f"plan: {line}")
+        run_bytes, budget = decision.bytes_of(decision.strategy), Budget(decision.usable)
+        total = curvature.total(place.device)
+        line = f"with [kfac]: {format_bytes(run_bytes)} + {format_bytes(total)} of {budget}"
+        if not budget.fits(run_bytes + total):
+            raise RunFailed(f"plan: {line}; would fit: kfac.memory_budget = {decision.usable - run_bytes}")
         show(console, line)
     return 0
 
@@ -106,18 +100,9 @@ def _host(
     if available is None and not place.simulated:
         available = available_memory()
         if place.device == "cpu":  # where the run itself is
-            available = max(0, available - decision.held(decision.strategy))
+            available = max(0, available - decision.bytes_of(decision.strategy))
     processes = min(place.gpus, arguments.gpus_per_host or GPUS_PER_HOST)
     return plan_host(copy, config.checkpoint.snapshots, processes, sharded, available)
-
-
-def _with_curvature(held: int, curvature: int, usable: int) -> tuple[str, bool]:
-    """Describe what a run and its curvature take together, and say whether that fits."""
-    from gramian.core.byte_amounts import format_bytes
-
-    fits = held + curvature <= usable
-    line = f"with [kfac]: {format_bytes(held)} + {format_bytes(curvature)} of {format_bytes(usable)}"
-    return line if fits else f"{line}; would fit: kfac.memory_budget = {usable - held}", fits
 
 
 @dataclass(frozen=True)
@@ -143,8 +128,6 @@ class _Place:
         )
 
     def __str__(self) -> str:
-        from gramian.core.byte_amounts import format_bytes
-
         if self.device == "cpu":
             return f"the CPU of this machine, {format_bytes(self.memory)} of memory"
         what = "1 GPU" if self.gpus == 1 else f"{self.gpus:,} GPUs"
@@ -181,16 +164,15 @@ def _machine_memory() -> int:
 
 
 def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) -> list[str]:
-    from gramian.core.byte_amounts import format_bytes
-
     shape, windows = needs.shape, needs.windows(place.gpus)
     name = "GPT" if config.model.kind == "gpt" else str(config.model.path)
-    kept = "kept" if not needs.checkpoint_blocks else f"recomputed in segments of {needs.checkpoint_blocks}"
+    segments = needs.checkpoint_blocks
+    activations = f"recomputed in segments of {segments}" if segments else "kept"
     lines = [
         f"{name}: {shape.layers:,} blocks, width {shape.width:,}, vocabulary {shape.vocabulary:,}, "
         f"{shape.parameters:,} parameters",
         f"{needs.precision}, {needs.optimizer}, micro-batches of {windows:,} × {needs.length:,} tokens, "
-        f"{needs.batch:,} × {needs.length:,} in a step, activations {kept}",
+        f"{needs.batch:,} × {needs.length:,} in a step, activations {activations}",
         f"planned for {place}, of which {format_bytes(decision.usable)} can be used",
     ]
     if place.device == "cpu" and config.run.device != "cpu":
@@ -200,7 +182,6 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
 
 def _private(needs: Needs, place: _Place) -> list[str]:
     """Describe the cost of the row proof beside its row of the table, and what the table leaves out."""
-    from gramian.core.byte_amounts import format_bytes
     from gramian.plan.proof_cost import plan_proof
     from gramian.privacy.audit.independence import numberings
 
@@ -245,8 +226,6 @@ def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -
 
 def _table(decision: Decision) -> RenderableType:
     """A row per part, a column per strategy."""
-    from gramian.core.byte_amounts import format_bytes
-
     table = make_table()
     table.add_column("part", no_wrap=True)
     table.add_column("arithmetic")
@@ -258,8 +237,8 @@ def _table(decision: Decision) -> RenderableType:
     table.add_section()
     total = decision.rows[-1]
     table.add_row(*total.cells())
-    fits = ("fits" if held <= decision.usable else "too much" for held in total.held)
-    table.add_row("", f"of {format_bytes(decision.usable)}", *fits)
+    budget = Budget(decision.usable)
+    table.add_row("", f"of {budget}", *("fits" if budget.fits(size) else "too much" for size in total.sizes))
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -60,6 +60,20 @@ def verdict_text(passed: bool) -> Text:
     from rich.text import Text
 
     return Text("ok", style="green") if passed else Text("FAILED", style="bold red")
+
+
+def in_parts(parts: int, line: Callable[[int, int, str], None]) -> Update:
+    """Report progress by at most `parts` calls of `line(done, total, text)`, where the output is not a terminal."""
+    reached = 0
+
+    def update(done: int, total: int, text: str = "", /) -> None:
+        nonlocal reached
+        part = done * parts // max(1, total)
+        if part > reached and done < total:
+            line(done, total, text)
+        reached = part
+
+    return update
 
 
 @contextmanager

@@ -34,12 +34,7 @@ class Progress:
     """Prints the progress of one run."""
 
     def __init__(self, console: Console, config: Config) -> None:
-        """Prepare the bar.
-
-        Args:
-            console: visible on the first process, quiet on all others.
-            config: of the run.
-        """
+        """Prepare the bar on a console, which is quiet on all processes but the first."""
         from rich import progress
 
         self._console = console

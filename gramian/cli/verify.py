@@ -33,6 +33,7 @@ FOREIGN = {
     "resume": ("tp", "profile"),
 }
 """{target: arguments that it does not have}."""
+ERRORS = "Errors: norm of the difference over norm of the reference"
 KILLS = 4
 """Runs that `verify resume` kills."""
 NAMED = 3
@@ -94,22 +95,17 @@ def _kfac(arguments: argparse.Namespace) -> _Suite:
     def layout(where: ProcessGrid) -> ModelLayout:
         return ModelLayout(where, arguments.fsdp, arguments.tp)
 
-    errors = "Errors: norm of the difference over norm of the reference, per layer"
+    measured = profile if arguments.profile else _no_profile
+    errors, oracle = f"{ERRORS}, per layer", "the dense float64 oracle on the CPU"
     if started_by_torchrun() or arguments.fsdp or arguments.tp:
         return _Suite(
             lambda where: kfac_processes.plan(layout(where)),
-            lambda where: (
-                f"K-FAC on {_machine()} {layout(where)}, against one process: the dense float64 oracle on the CPU"
-            ),
+            lambda where: f"K-FAC on {_machine()} {layout(where)}, against one process: {oracle}",
             f"{errors}; of bound: over the error that the record declares.",
-            profile if arguments.profile else _no_profile,
+            measured,
         )
-    return _Suite(
-        lambda where: kfac_matrix.plan(),
-        lambda where: f"K-FAC on {_machine()} against the dense float64 oracle on the CPU",
-        f"{errors}. s.e.: standard errors.",
-        profile if arguments.profile else _no_profile,
-    )
+    title = f"K-FAC on {_machine()} against {oracle}"
+    return _Suite(lambda where: kfac_matrix.plan(), lambda where: title, f"{errors}. s.e.: standard errors.", measured)
 
 
 def _clipping(arguments: argparse.Namespace) -> _Suite:
@@ -132,7 +128,7 @@ def _distill(arguments: argparse.Namespace) -> _Suite:
     return _Suite(
         distill_matrix.plan,
         lambda where: f"Distillation on {_machine(where)} against eager float64 on the CPU",
-        "Errors: norm of the difference over norm of the reference.",
+        f"{ERRORS}.",
     )
 
 

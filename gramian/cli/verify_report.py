@@ -36,14 +36,9 @@ def report_checks(
 def conclude(
     console: Console, target: str, failed: Mapping[str, str], outcomes: Sequence[VerifyOutcome], total: int
 ) -> None:
-    """Print the failed checks and the number that passed; after a crash of a collective check the rest did not run.
+    """Print the checks that failed on any process, {title: what is wrong}, and how many of all planned ones passed here.
 
-    Args:
-        console: of the command.
-        target: of the command.
-        failed: {title of a check: what is wrong} on any process.
-        outcomes: of this process.
-        total: planned checks.
+    After a crash of a collective check the rest did not run.
 
     Raises:
         RunFailed: if a check failed.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from gramian.core.errors import GramianError
 from gramian.models.initial_weights import check_shape, draw_matrices
 from gramian.models.residual_stream import segment_size, through_blocks
-from gramian.models.token_sampling import draw, evaluation_mode, refuse_to_sample
+from gramian.models.token_sampling import sample_tokens
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,8 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Map token ids [B, T], T <= context, to logits [B, T, V] for the token that follows each position.
 
-        Args:
-            tokens_BT: token ids.
-            documents_BT: index of each token's document; attention is then limited to the token's own document, and positions
-                restart with each document. Default: a row is one document.
+        `documents_BT` is the index of each token's document; attention is then limited to the token's own document, and
+        positions restart with each document. Default: a row is one document.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -149,15 +147,9 @@ class GPT(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the input of the head, and the residual stream after some layers.
+        """Compute the input of the head [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
 
-        Args:
-            tokens_BT: token ids.
-            documents_BT: as in `forward`.
-            layers: layers whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
-
-        Returns:
-            The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        `layers` are those whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
         """
         length = tokens_BT.shape[1]
         if length > self.config.context:
@@ -194,25 +186,14 @@ def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def generate(model: GPT, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-    """Sample a continuation, one full forward pass per token.
-
-    Args:
-        model: the model; its training mode is restored afterwards.
-        prompt_T: token ids [T], T >= 1.
-        length: number of tokens to add.
-        temperature: divisor of the logits, above 0.
-        seed: seed of the draws.
-
-    Returns:
-        Token ids [T + length], the prompt first.
+    """Sample a continuation of token ids [T], one full forward pass per token; arguments as for `generate_text_tokens`.
 
     Example:
         >>> generate(model, torch.tensor([1, 2, 3]), length=20, temperature=0.8)
     """
-    refuse_to_sample(prompt_T, length, temperature)
-    generator, tokens_T = torch.Generator().manual_seed(seed), prompt_T
-    with evaluation_mode(model):
-        for _ in range(length):
-            logits_BTV = model(tokens_T[-model.config.context :].unsqueeze(0))
-            tokens_T = torch.cat([tokens_T, draw(logits_BTV[0, -1], temperature, generator).to(tokens_T)])
-    return tokens_T
+
+    def next_logits(tokens_T: Tensor) -> Tensor:
+        logits_BTV: Tensor = model(tokens_T[-model.config.context :].unsqueeze(0))
+        return logits_BTV[0, -1]
+
+    return sample_tokens(model, prompt_T, length, temperature, seed, next_logits)

@@ -14,15 +14,9 @@ from gramian.core.errors import GramianError
 def load_huggingface(
     path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path"
 ) -> nn.Module:
-    """Load a model with the folder's weights, or with new ones.
+    """Load a model with the folder's weights, or with `fresh` ones drawn from `seed`.
 
-    Args:
-        path: the folder.
-        fresh: draw new weights.
-        vocabulary: minimum number of token ids.
-        length: minimum length of its context.
-        seed: seed of new weights.
-        field: config key that errors name.
+    It must have at least `vocabulary` token ids and a context of `length` tokens; errors name the config key `field`.
 
     Raises:
         GramianError: naming the field that does not fit.
@@ -35,11 +29,7 @@ def load_huggingface(
                 model = causal.from_config(shape)
         else:
             model, report = causal.from_pretrained(
-                path,
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
+                path, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
             )
             missing = sorted(report["missing_keys"])
     if missing:  # the library draws them without a seed

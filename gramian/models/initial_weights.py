@@ -14,14 +14,9 @@ from gramian.core.errors import GramianError
 def draw_matrices(model: nn.Module, seed: int, layers: int, residual: tuple[str, ...]) -> None:
     """Draw every matrix of a model from N(0, 0.02²) as GPT-2 does, as a function of `seed` alone.
 
-    Values are drawn in float32 on the CPU, so they are the same on every device and in every dtype. Matrices that write into
-    the residual stream are scaled by 1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
-
-    Args:
-        model: the model; parameters on the meta device are skipped.
-        seed: seed of the generator.
-        layers: number of blocks.
-        residual: endings of the names of matrices that write into the residual stream.
+    Values are drawn in float32 on the CPU, so they are the same on every device and in every dtype; parameters on the meta
+    device are skipped. Matrices that write into the residual stream, whose names end in one of `residual`, are scaled by
+    1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

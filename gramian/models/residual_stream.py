@@ -19,17 +19,14 @@ def through_blocks(
     layers: Sequence[int] = (),
     size: int = 0,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the blocks in order.
+    """Run the blocks in order: the stream after the last one, and {layer: stream} of the wanted layers.
 
     Args:
         blocks: the blocks.
         call: `call(block, x)` returns the stream after a block.
         x_BTD: the stream before the first block.
-        layers: layers whose stream is returned: 0 is before the first block, l is after block l, counted from 1.
+        layers: wanted layers: 0 is before the first block, l is after block l, counted from 1.
         size: blocks per segment whose activations are recomputed in the backward pass; 0: all activations are stored.
-
-    Returns:
-        The stream after the last block, and {layer: stream}.
 
     Raises:
         GramianError: for a layer that does not exist.

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gramian.core.errors import GramianError
 from gramian.models import goose, gpt
-from gramian.models.token_sampling import draw, evaluation_mode, refuse_to_sample
+from gramian.models.token_sampling import refuse_to_sample, sample_tokens
 
 
 def generate_text_tokens(
@@ -52,13 +51,14 @@ def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature
         raise GramianError(
             f"length: got {length} after a prompt of {len(prompt_T)}; expected at most {limit} tokens in all"
         )
-    generator = torch.Generator().manual_seed(seed)
-    tokens_T, unread_T, cache = prompt_T, prompt_T, None
-    with evaluation_mode(model):
-        for _ in range(length):
-            found = model(input_ids=unread_T.unsqueeze(0), past_key_values=cache, use_cache=True)
-            cache = getattr(found, "past_key_values", None)
-            drawn_T = draw(found.logits[0, -1], temperature, generator).to(tokens_T)
-            tokens_T = torch.cat([tokens_T, drawn_T])
-            unread_T = tokens_T if cache is None else drawn_T
-    return tokens_T
+    cache = None
+
+    def next_logits(tokens_T: Tensor) -> Tensor:
+        nonlocal cache
+        unread_T = tokens_T if cache is None else tokens_T[-1:]
+        found = model(input_ids=unread_T.unsqueeze(0), past_key_values=cache, use_cache=True)
+        cache = getattr(found, "past_key_values", None)
+        logits_V: Tensor = found.logits[0, -1]
+        return logits_V
+
+    return sample_tokens(model, prompt_T, length, temperature, seed, next_logits)

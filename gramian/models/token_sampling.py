@@ -1,6 +1,6 @@
-"""Sampling of the next token from logits, shared by all models."""
+"""Sampling of a text token by token, shared by all models."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +9,27 @@ from torch import Tensor, nn
 from gramian.core.errors import GramianError
 
 
-def draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def sample_tokens(
+    model: nn.Module,
+    prompt_T: Tensor,
+    length: int,
+    temperature: float,
+    seed: int,
+    next_logits: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Continue a prompt by tokens drawn from `next_logits(tokens_T)` [V], with the model in evaluation mode.
+
+    Arguments and result are those of `gramian.models.generate_text_tokens`.
+    """
+    refuse_to_sample(prompt_T, length, temperature)
+    generator, tokens_T = torch.Generator().manual_seed(seed), prompt_T
+    with evaluation_mode(model):
+        for _ in range(length):
+            tokens_T = torch.cat([tokens_T, _draw(next_logits(tokens_T), temperature, generator).to(tokens_T)])
+    return tokens_T
+
+
+def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     """Draw one id [1] with probabilities softmax(logits / temperature), on the CPU, so that a seed is device-independent."""
     probabilities_V = (logits_V.float() / temperature).softmax(dim=-1).cpu()
     return torch.multinomial(probabilities_V, 1, generator=generator)

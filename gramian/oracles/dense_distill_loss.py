@@ -34,23 +34,10 @@ def reference(
     kept_NK: Tensor | None = None,
     num_terms: float | None = None,
 ) -> DistillReference:
-    """kd_weight · T² · D + ce_weight · CE, each summed over targets that are not −100, over num_terms.
+    """kd_weight · T² · D + ce_weight · CE, each summed over targets that are not −100, over num_terms (default: their number).
 
-    Args:
-        hidden_ND: hidden states of the student.
-        weight_VD: its head.
-        targets_N: class ids, or −100 for none.
-        teacher_NV: the teacher's logits.
-        temperature: T.
-        kd_weight: factor of D.
-        ce_weight: factor of the cross entropy.
-        direction: "forward", "reverse" or "jsd".
-        beta: weight of the teacher in "jsd".
-        kept_NK: ids that are separate outcomes; all remaining ids are one outcome. None: every id is separate.
-        num_terms: divisor; None: the number of targets that are not −100.
-
-    Returns:
-        On the CPU in float64.
+    D is the divergence of student and teacher in a direction: "forward", "reverse", or "jsd" with weight `beta` of the teacher.
+    Ids in `kept_NK` are separate outcomes and all remaining ids are one; None: every id is separate. On the CPU in float64.
     """
     hidden, weight = (t.detach().cpu().double().requires_grad_() for t in (hidden_ND, weight_VD))
     teacher, targets = teacher_NV.detach().cpu().double(), targets_N.cpu()

@@ -27,15 +27,9 @@ class ReferenceTokens(NamedTuple):
 
 
 def layer_tokens(model: nn.Module, backward: Callable[[], None], layers: Sequence[str]) -> dict[str, ReferenceTokens]:
-    """Run `backward` and record the inputs and output gradients of the named layers.
+    """Run forward and backward once by `backward` and record {layer: tokens of all its calls}, float64, in their order.
 
-    Args:
-        model: the module; its layers must be called as modules, in eager mode, without checkpointing.
-        backward: runs forward and backward once.
-        layers: names of modules whose input and output have features last.
-
-    Returns:
-        {layer: tokens of all its calls}, float64, in the order of the calls.
+    The named layers have features last in input and output, and are called as modules, in eager mode, without checkpointing.
     """
     modules = dict(model.named_modules())
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
@@ -69,15 +63,8 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """A [M, M] and G [O, O], one outer product after another.
 
-    Args:
-        tokens: both sides.
-        terms: N.
-        coefficient: c, of one term in the loss that was differentiated (loss scale included).
-        bias: whether a last input of 1 is part of A.
-        weights_T: weights of the terms in the loss; tokens of weight 0 are left out of both sides. None: 1.
-
-    Returns:
-        A and G.
+    `terms` is N and `coefficient` c, of one term in the loss that was differentiated (loss scale included); `bias` says whether
+    a last input of 1 is part of A. Tokens of weight 0 are left out of both sides; None: all weights are 1.
     """
     a_TI, g_TO = tokens
     A = a_TI.new_zeros(a_TI.shape[1] + bias, a_TI.shape[1] + bias)
@@ -130,21 +117,9 @@ def natural(
     damping_G: float | None = None,
     max_condition: float | None = None,
 ) -> Tensor:
-    """(F + damping)^p Y.
+    """(F + damping)^p Y [O, M] of a gradient with the bias as last column.
 
-    Args:
-        A: inputs' side.
-        G: outputs' side.
-        Y_OM: the gradient, bias as last column.
-        p: power.
-        mode: "factored", "pi" or "joint".
-        damping: λ.
-        damping_A: λ_A of factored damping; None: λ.
-        damping_G: λ_G of factored damping; None: λ.
-        max_condition: κ of the clip; None: no clip.
-
-    Returns:
-        [O, M].
+    `mode` is "factored" with λ_A and λ_G (None: λ), "pi" or "joint"; `max_condition` is κ of the clip, None: no clip.
     """
     if mode == "joint":
         F = torch.kron(G, A)

@@ -56,13 +56,8 @@ def copy_bytes(
 ) -> int:
     """Host memory of one copy of a run's state on the process with the largest share.
 
-    Args:
-        shapes: shapes of the parameters, a tied one once.
-        itemsize: bytes of a stored number.
-        states: numbers that the optimizer stores per parameter.
-        shards: number of processes over which FSDP2 shards the rows of every parameter.
-        pinned: whether the state is on a GPU.
-        factors: bytes of the stored K-FAC factors.
+    The parameters have these shapes, a tied one once, and `states` numbers of `itemsize` bytes each in the optimizer; FSDP2
+    shards their rows over `shards` processes. `pinned`: the state is on a GPU. `factors`: bytes of the stored K-FAC factors.
     """
     found = [tuple(shape) for shape in shapes]
     order = sorted(found, key=lambda shape: len(shape) < 2)  # the optimizer's order: matrices first
@@ -125,14 +120,9 @@ class HostPlan:
 
 
 def plan_host(copy: int, wish: int, processes: int, sharded: bool, available: int | None) -> HostPlan:
-    """Plan `checkpoint.snapshots` copies, or as many as fit, but at least `LEAST`.
+    """Plan `checkpoint.snapshots` copies (`wish`) of `copy` bytes on each process of a host, or as many as fit, at least two.
 
-    Args:
-        copy: bytes of one copy on a process.
-        wish: `checkpoint.snapshots`.
-        processes: processes on the host.
-        sharded: whether every process writes its own part of a checkpoint.
-        available: bytes of the host; None: unknown.
+    `sharded`: every process writes its own part of a checkpoint. `available`: bytes of the host; None: unknown.
     """
     usable = Budget.of_memory(available).limit
     writers = processes if sharded else 1

@@ -18,15 +18,9 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def choose(tokens: int, rows: int, columns: int) -> Literal["rank1", "direct", "gram"]:
-    """The cheapest exact algorithm for one layer at one shape.
+    """The cheapest exact algorithm for T tokens per sample and a weight of M rows and N columns.
 
-    Args:
-        tokens: T, tokens per sample.
-        rows: M.
-        columns: N.
-
-    Returns:
-        "rank1" for a single token (‖g‖²‖a‖²), else the cheaper of "direct" and "gram".
+    "rank1" for a single token (‖g‖²‖a‖²), else the cheaper of "direct" and "gram".
     """
     if tokens == 1:
         return "rank1"

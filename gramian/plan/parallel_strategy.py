@@ -43,12 +43,12 @@ class StrategyRow:
     what: str
     arithmetic: str
     """The product that gives the bytes, before sharding."""
-    held: tuple[int, ...]
+    sizes: tuple[int, ...]
     """Bytes on a GPU, for each strategy of the table."""
 
     def cells(self) -> tuple[str, ...]:
         """The part, its arithmetic, and the bytes of each strategy."""
-        return (self.what, self.arithmetic, *(format_bytes(held) if held else "-" for held in self.held))
+        return (self.what, self.arithmetic, *(format_bytes(size) if size else "-" for size in self.sizes))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Remedy:
     gpus: int
     gpu_memory: int
     wish: Wish
-    held: int
+    size: int
     """Bytes on a GPU after the change."""
 
 
@@ -92,9 +92,9 @@ class Decision:
     remedies: tuple[Remedy, ...] = ()
     """Changes that would fit; empty if the decision fits."""
 
-    def held(self, strategy: Strategy) -> int:
+    def bytes_of(self, strategy: Strategy) -> int:
         """Bytes on a GPU under a strategy."""
-        return self.rows[-1].held[self.columns.index(strategy)]
+        return self.rows[-1].sizes[self.columns.index(strategy)]
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,13 @@ class _Way:
 
 
 def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Decision:
-    """Choose the fastest strategy that fits.
+    """Choose the fastest strategy that fits; where none does, the decision has the changes that would.
 
     Args:
         needs: model and run.
         gpus: number of GPUs, with one process on each.
         gpu_memory: bytes of one GPU.
         wish: "ddp" or "fsdp2" demands a layout for the student, whether it fits or not; "auto": any that fits.
-
-    Returns:
-        The decision; where nothing fits, with the changes that would.
 
     Raises:
         GramianError: if `gpus` or `gpu_memory` is not positive.
@@ -140,7 +137,7 @@ def decide(needs: Needs, gpus: int, gpu_memory: int, wish: Wish = "auto") -> Dec
         return Decision(chosen.strategy, chosen.student, True, why, columns, rows, usable)
     least = min(ways, key=lambda way: way.total)
     remedies = tuple(_remedies(needs, gpus, gpu_memory, wish, least.total))
-    what = ", or ".join(f"{remedy.change} ({format_bytes(remedy.held)})" for remedy in remedies)
+    what = ", or ".join(f"{remedy.change} ({format_bytes(remedy.size)})" for remedy in remedies)
     why = f"{least.strategy} needs {format_bytes(least.total)}, {budget} can be used; would fit: {what}"
     if wish == "auto":
         return Decision(None, None, False, f"nothing fits: {why}", columns, rows, usable, remedies)
@@ -275,9 +272,8 @@ def _remedies(needs: Needs, gpus: int, gpu_memory: int, wish: Wish, least: int) 
 
     found = []
     if wish != "auto" and fits(needs, wish="auto"):
-        found.append(
-            Remedy("parallel.strategy=auto", needs, gpus, gpu_memory, "auto", fewest_bytes(needs, wish="auto"))
-        )
+        fewest = fewest_bytes(needs, wish="auto")
+        found.append(Remedy("parallel.strategy=auto", needs, gpus, gpu_memory, "auto", fewest))
     size = largest_fitting(1, windows - 1, lambda size: fits(smaller(size)))
     if size:
         found.append(remedy(f"data.micro_batch={size}", smaller(size)))

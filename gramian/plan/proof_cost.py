@@ -9,8 +9,8 @@ With B samples and N tokens of a backward, the largest layer input or output gra
 | copies of tokens and targets | device | 16·N |
 | fingerprints of every tensor, of three runs | host | 3 · 40·B · tensors |
 
-A gradient of all weights, which is held beside them in part 1, is in the plan of the step already: no parameter has another
-one then. So is a forward's activations.
+A gradient of all weights, which part 1 stores beside them, is in the plan of the step already: no parameter has another one
+then. So are the activations of a forward.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from gramian.plan.plan_table import PlanTable
+
 
 @dataclass(frozen=True)
 class Cover:
@@ -40,10 +42,8 @@ class Coverage(Mapping[str, Cover]):
 
     def __str__(self) -> str:
         """One row per parameter."""
-        rows = [("parameter", "status", "layer", "algorithm", "uses")]
-        rows += [(n, c.status, c.kind, c.algorithm, str(c.uses)) for n, c in self._covers.items()]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        rows = [(n, c.status, c.kind, c.algorithm, str(c.uses)) for n, c in self._covers.items()]
+        return str(PlanTable(("parameter", "status", "layer", "algorithm", "uses"), rows))
 
     def __repr__(self) -> str:
         """Counts by status."""

@@ -8,16 +8,9 @@ from gramian.verify.checks import VerifyOutcome
 
 
 def agree(where: ProcessGrid, outcomes: Sequence[VerifyOutcome]) -> dict[str, str]:
-    """Collect the failures of all processes; the result is the same on each.
+    """Collect the failures of all processes, {title of a check: what is wrong}; the result is the same on each.
 
     Call it after the process group is destroyed: only then do processes return that were waiting for a crashed one.
-
-    Args:
-        where: this process.
-        outcomes: of its checks.
-
-    Returns:
-        {title of a check: what is wrong}, in the order of the first process that reports it.
     """
     mine = {outcome.check.title: outcome.problem for outcome in outcomes if not outcome.passed}
     if where.size == 1:

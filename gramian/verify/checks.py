@@ -3,8 +3,6 @@
 A check computes and returns plain data; the command line prints it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,18 +86,13 @@ def run_checks(
     on_progress: Callable[[int, VerifyCheck], None] = lambda done, check: None,
     stop_at_crash: bool = False,
 ) -> list[VerifyOutcome]:
-    """Run every check; one that raises has failed, and the rest still run.
+    """Run checks in order; one that raises has failed, and the rest still run.
 
-    Args:
-        checks: in the order in which they run.
-        on_progress: called before each check with the number of finished ones.
-        stop_at_crash: end after a check that raises: collective checks would wait for each other.
-
-    Returns:
-        One outcome per check that ran.
+    `on_progress` is called before each check with the number of finished ones. `stop_at_crash` ends after a check that raises:
+    collective checks would wait for each other. Returns one outcome per check that ran.
     """
     outcomes = []
-    with _one_thread():
+    with torch_threads(1):  # on small matrices several wait for each other, ten times as long on a busy machine
         for done, check in enumerate(checks):
             on_progress(done, check)
             seen: list[Comparison] = []
@@ -107,7 +100,7 @@ def run_checks(
             try:
                 for comparison in check.measure():
                     seen.append(comparison)
-            except Exception as problem:
+            except Exception as problem:  # whatever a broken library raises is the outcome of its check
                 crash = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
             outcomes.append(VerifyOutcome(check, tuple(seen), crash))
             if crash and stop_at_crash:
@@ -116,18 +109,18 @@ def run_checks(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: with small matrices several only wait for each other, ten times as long on a busy machine."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Set torch's number of CPU threads, and restore it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """‖value − reference‖ / ‖reference‖ in float64 on the CPU; absolute where the reference is zero.
+def relative_error(value: Tensor, reference: Tensor, size: float | None = None) -> float:
+    """‖value − reference‖ / size in float64 on the CPU, by default with the size ‖reference‖; absolute where that is zero.
 
     Raises:
         ValueError: if the shapes differ.
@@ -135,5 +128,5 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     if value.shape != reference.shape:
         raise ValueError(f"shape {list(value.shape)} against {list(reference.shape)} of the reference")
     value, reference = value.detach().cpu().double(), reference.detach().cpu().double()
-    size = float(torch.linalg.vector_norm(reference))
+    size = float(torch.linalg.vector_norm(reference)) if size is None else size
     return float(torch.linalg.vector_norm(value - reference)) / (size or 1.0)

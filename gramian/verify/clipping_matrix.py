@@ -6,8 +6,6 @@ of all processes, in float64 on the CPU: nothing of the library takes part in it
 Legend: B samples, C the clip norm.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from gramian.oracles.single_sample import per_sample_gradients
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy import PrivacyEngine
 from gramian.privacy.clipping.step_timing import Stopwatch
-from gramian.verify.checks import Comparison, VerifyCheck
+from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.clipping_subjects import SUBJECTS, ClippingSubject, loss_of, loss_terms
 from gramian.verify.model_layouts import gathered, spread
 
@@ -61,9 +59,6 @@ CASES = tuple(
 )
 
 
-# ---- the reference ---------------------------------------------------------------------------------------------------
-
-
 @cache
 def _gradients(name: str, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Gradients {parameter: [B, ...]} of the samples of all processes, at weights and inputs rounded to the dtype."""
@@ -71,14 +66,6 @@ def _gradients(name: str, samples: int, dtype: torch.dtype) -> dict[str, Tensor]
     x, y = subject.batch(samples, dtype)
     exact = (x.double() if x.is_floating_point() else x, y)
     return per_sample_gradients(subject.model(dtype).double(), loss_of, exact)
-
-
-def _clip_norm(gradients: dict[str, Tensor]) -> float:
-    """A clip norm C that clips about half of the samples."""
-    return float(clip(gradients, 1.0).norms_B.quantile(0.5)) * 0.97
-
-
-# ---- the library -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,10 +89,16 @@ class _Bench:
         """Reference gradients of all samples."""
         return _gradients(self.subject.name, sum(self.counts), self.dtype)
 
-    def rows(self, counts: Sequence[int]) -> slice:
+    @property
+    def limit(self) -> float:
+        """A clip norm C that clips about half of the samples."""
+        return float(clip(self.gradients, 1.0).norms_B.quantile(0.5)) * 0.97
+
+    @property
+    def rows(self) -> slice:
         """Slice of this process's samples."""
-        start = sum(counts[: self.where.rank])
-        return slice(start, start + counts[self.where.rank])
+        start = sum(self.counts[: self.where.rank])
+        return slice(start, start + self.counts[self.where.rank])
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """All samples, on the device."""
@@ -113,7 +106,7 @@ class _Bench:
         return x.to(self.where.device), y.to(self.where.device)
 
     @contextmanager
-    def private(self, limit: float, **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, PrivacyEngine]]:
+    def private(self, **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, PrivacyEngine]]:
         """Make a private model without noise, placed on the processes."""
         model = spread(self.subject.model(self.dtype).to(self.where.device), self.where)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
@@ -126,7 +119,7 @@ class _Bench:
                 optimizer=optimizer,
                 data_loader=DataLoader(TensorDataset(torch.zeros(64, 1)), batch_size=1),
                 noise_multiplier=0.0,
-                max_grad_norm=limit,
+                max_grad_norm=self.limit,
                 poisson_sampling=False,
                 expected_batch=EXPECTED_BATCH,
                 sample_rate=0.1,
@@ -143,29 +136,28 @@ class _Bench:
 
     def sums(self) -> Iterator[Comparison]:
         """A step's gradients and every sample's norm, in all cases."""
-        limit = _clip_norm(self.gradients)
-        want = clip(self.gradients, limit)
-        x, y = self.batch()
-        mine = self.rows(self.counts)
+        want = clip(self.gradients, self.limit)
+        (x, y), mine = self.batch(), self.rows
         for case in self.cases:
             options = {"clipping": case.mode, "norm_algorithm": case.algorithm, "loss_reduction": case.reduction}
-            with self.private(limit, **options) as (model, optimizer, engine):
+            with self.private(**options) as (model, optimizer, engine):
                 loss = loss_of(model, x[mine], y[mine], case.reduction)
                 engine.backward(loss) if case.mode == "two_pass" else loss.backward()
-                norms = _error(_last_norms(engine), want.norms_B[mine], float(want.norms_B[mine].norm()))
+                if engine.last is None:
+                    raise RuntimeError("the backward left no norms")
+                norms = relative_error(engine.last.norms_B, want.norms_B[mine])
                 optimizer.step()
                 yield from _compare(model, want, case.label)
             yield Comparison("norms", case.label, norms)
 
     def accumulated(self) -> Iterator[Comparison]:
         """Several backwards before a step, in one of which the last process has no samples."""
-        limit = _clip_norm(self.gradients)
-        want = clip(self.gradients, limit)
-        (x, y), mine = self.batch(), self.rows(self.counts)
+        want = clip(self.gradients, self.limit)
+        (x, y), mine = self.batch(), self.rows
         alone = self.where.size == 1
         cut = mine.start + 1 if alone or self.where.rank < self.where.size - 1 else mine.stop
         for mode in dict.fromkeys(case.mode for case in self.cases):
-            with self.private(limit, clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
+            with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
                 for part in (slice(mine.start, cut), slice(cut, mine.stop)):
                     if part.start < part.stop or not alone:  # of several processes each runs every backward
                         engine.backward(loss_of(model, x[part], y[part]))
@@ -174,37 +166,29 @@ class _Bench:
 
     def single(self) -> Iterator[Comparison]:
         """Batches of one sample, whose summed gradient is clipped."""
-        limit = _clip_norm(self.gradients)
-        (x, y), mine = self.batch(), self.rows(self.counts)
-        with self.private(limit, clipping="keep", max_physical_batch=1) as (model, optimizer, _):
+        (x, y), mine = self.batch(), self.rows
+        with self.private(clipping="keep", max_physical_batch=1) as (model, optimizer, _):
             for i in range(max(self.counts)):
                 at = min(mine.start + i, mine.stop)
                 part = slice(at, min(at + 1, mine.stop))
                 if part.start < part.stop:
                     loss_of(model, x[part], y[part]).backward()
             optimizer.step()
-            yield from _compare(model, clip(self.gradients, limit), "one at a time")
+            yield from _compare(model, clip(self.gradients, self.limit), "one at a time")
 
     def nonfinite(self) -> Iterator[Comparison]:
         """The first sample of the first process is NaN and is left out."""
-        limit = _clip_norm(self.gradients)
-        want = clip({name: g[1:] for name, g in self.gradients.items()}, limit)
-        (x, y), mine = self.batch(), self.rows(self.counts)
+        want = clip({name: g[1:] for name, g in self.gradients.items()}, self.limit)
+        (x, y), mine = self.batch(), self.rows
         weights = torch.ones(len(x), dtype=self.dtype, device=self.where.device)
         weights[0] = float("nan")
         for mode in dict.fromkeys(case.mode for case in self.cases):
-            with self.private(limit, clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
+            with self.private(clipping=mode, loss_reduction="sum") as (model, optimizer, engine):
                 engine.backward((loss_terms(model, x[mine], y[mine]) * weights[mine]).sum())
                 counted = engine.nonfinite
                 optimizer.step()
                 yield from _compare(model, want, mode)
             yield Comparison("samples left out", mode, float(abs(counted - (self.where.rank == 0))))
-
-
-def _last_norms(engine: PrivacyEngine) -> Tensor:
-    if engine.last is None:
-        raise RuntimeError("the backward left no norms")
-    return engine.last.norms_B
 
 
 def _compare(model: nn.Module, want: ClippedSum, case: str) -> Iterator[Comparison]:
@@ -215,15 +199,8 @@ def _compare(model: nn.Module, want: ClippedSum, case: str) -> Iterator[Comparis
         name = name.removeprefix("module.")
         if p.grad is None:
             raise RuntimeError(f"{name} has no gradient after a step")
-        yield Comparison(
-            name, case, _error(gathered(p.grad).double() * EXPECTED_BATCH, want.totals[name], want.sizes[name])
-        )
-
-
-def _error(value: Tensor, reference: Tensor, size: float) -> float:
-    if value.shape != reference.shape:
-        raise ValueError(f"shape {list(value.shape)} against {list(reference.shape)} of the reference")
-    return float((value.detach().cpu().double() - reference).norm()) / (size or 1.0)
+        total = gathered(p.grad).double() * EXPECTED_BATCH
+        yield Comparison(name, case, relative_error(total, want.totals[name], want.sizes[name]))
 
 
 def plan(
@@ -232,16 +209,9 @@ def plan(
     cases: Sequence[ClippingCase] = CASES,
     stopwatch: Stopwatch | None = None,
 ) -> list[VerifyCheck]:
-    """Plan every check of clipping, model by model. The checks are collective; nothing is computed yet.
+    """Plan every check of clipping, model by model; nothing is computed yet.
 
-    Args:
-        where: this process.
-        models: names in `SUBJECTS`.
-        cases: options to check; fewer make the run shorter.
-        stopwatch: collects the times of all private steps; None: nothing is timed.
-
-    Returns:
-        Checks, to be run by `run_checks`, in the same order on every process.
+    The checks are collective, in the same order on every process. A stopwatch collects the times of all private steps.
     """
     found: list[VerifyCheck] = []
     for name in models:

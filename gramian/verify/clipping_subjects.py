@@ -3,8 +3,6 @@
 Legend: B samples, T tokens, D width, V classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gramian.verify.check_models import perturbed, tiny_gpt
+from gramian.verify.check_models import draw_batch, perturbed, tiny_gpt
 
 
 class _Text(nn.Module):
@@ -116,13 +114,8 @@ class ClippingSubject:
 
     def batch(self, samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Draw inputs and labels, the same every time."""
-        generator = torch.Generator().manual_seed(2)
-        if self.ids:
-            x = torch.randint(self.ids, (samples, *self.shape), generator=generator)
-        else:
-            x = torch.randn(samples, *self.shape, generator=generator, dtype=torch.float64).to(dtype)
-        per_token = self.ids == self.classes
-        return x, torch.randint(self.classes, (samples, *self.shape) if per_token else (samples,), generator=generator)
+        x, y = draw_batch(samples, self.shape, self.ids, self.classes)
+        return (x if self.ids else x.to(dtype)), y
 
 
 SUBJECTS = {

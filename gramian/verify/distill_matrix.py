@@ -3,8 +3,6 @@
 Legend: N tokens, D width, V vocabulary, K ids kept.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

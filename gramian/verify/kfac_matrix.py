@@ -5,8 +5,6 @@ Each check compares factors or natural gradients of the library with those of `K
 Legend: B samples, T tokens, O outputs, M inputs with the bias, V classes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,27 +105,26 @@ class _Bench:
 
     def factors(self) -> Iterator[Comparison]:
         """A and G under every policy."""
-        model, x, y = self.library()
-        for policy in self.policies:
-            kfac = make_kfac(policy=policy)
-            _capture(kfac, model, x, y)
-            yield from compare_factors(kfac, self.reference.blocks, policy)
+        return self._factors(self.reference)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
         """(F + damping)^p ∇ under every policy and power, with the clip and without."""
-        yield from self._natural([case for case in self.cases if case.mode == mode], self.reference)
+        return self._natural([case for case in self.cases if case.mode == mode], self.reference)
 
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax, and its natural gradient."""
-        model, x, y = self.library()
         reference = KFACReference(self.subject, exact_head=True)
-        for policy in self.policies:
-            kfac = make_kfac(policy=policy, kfac_true_fisher_head=True)
-            _capture(kfac, model, x, y)
-            yield from compare_factors(kfac, reference.blocks, policy)
+        yield from self._factors(reference, kfac_true_fisher_head=True)
         for comparison in self._natural(self.extremes, reference, kfac_true_fisher_head=True):
             if comparison.layer in (self.subject.head, "token_embedding"):
                 yield comparison
+
+    def _factors(self, reference: KFACReference, **options: Any) -> Iterator[Comparison]:
+        model, x, y = self.library()
+        for policy in self.policies:
+            kfac = make_kfac(policy=policy, **options)
+            _capture(kfac, model, x, y)
+            yield from compare_factors(kfac, reference.blocks, policy)
 
     def _natural(self, cases: Sequence[KFACCase], reference: KFACReference, **options: Any) -> Iterator[Comparison]:
         model, x, y = self.library()
@@ -270,13 +267,7 @@ def plan(
 ) -> list[VerifyCheck]:
     """Plan every check of K-FAC, model by model; nothing is computed yet.
 
-    Args:
-        device: where the library runs; None: the GPU if there is one. The oracle runs on the CPU.
-        models: names in `SUBJECTS`.
-        cases: options to check; fewer make the run shorter.
-
-    Returns:
-        Checks, to be run by `run_checks`.
+    The library runs on `device`, by default a GPU if there is one, the oracle on the CPU. Fewer cases make the run shorter.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[VerifyCheck] = []

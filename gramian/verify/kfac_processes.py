@@ -7,8 +7,6 @@ labels, subsets and float32, which the oracle does not cover, are compared with 
 Legend: N loss terms of all processes, W processes with samples of their own.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -76,12 +74,6 @@ class _Bench:
     cases: tuple[ProcessCase, ...]
     alone: Any
     """A process group of this process alone; None: there is one process."""
-
-    @classmethod
-    def of(cls, name: str, layout: ModelLayout, cases: tuple[ProcessCase, ...], alone: Any) -> _Bench:
-        """Make the checks of a model with samples for all processes."""
-        samples = sum(_samples(layout.data))
-        return cls(replace(SUBJECTS[name], samples=samples), layout, cases, alone)
 
     @cached_property
     def reference(self) -> KFACReference:
@@ -151,11 +143,9 @@ class _Bench:
 
     def exact_head(self) -> Iterator[Comparison]:
         """The head's G from the softmax."""
-        model, reference = self.model(), KFACReference(self.subject, exact_head=True)
-        for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
-            kfac = make_kfac(kfac_distributed_reduce=reduction, kfac_true_fisher_head=True)
-            self.capture(kfac, model, counts)
-            yield from compare_factors(kfac, reference.blocks, _label(reduction, how))
+        reference = KFACReference(self.subject, exact_head=True)
+        for case, kfac in self._together(kfac_true_fisher_head=True):
+            yield from compare_factors(kfac, reference.blocks, case)
 
     def half_precision(self) -> Iterator[Comparison]:
         """Factors stored in half precision, in units of their bound: √r times the error that the record declares.
@@ -195,20 +185,24 @@ class _Bench:
 
     def subset(self) -> Iterator[Comparison]:
         """All processes together choose the tokens with the smallest keys, as one process does."""
-        model = self.model()
-        for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
-            together = make_kfac(kfac_distributed_reduce=reduction, max_tokens=SUBSET)
-            self.capture(together, model, counts)
-            one = self._alone(max_tokens=SUBSET)
-            yield from compare_kfac(together, one, _label(reduction, how))
+        for case, together in self._together(max_tokens=SUBSET):
+            yield from compare_kfac(together, self._alone(max_tokens=SUBSET), case)
 
     def float32(self) -> Iterator[Comparison]:
         """A float32 model with factors in float32."""
-        model, one = self.model(torch.float32), self._alone(torch.float32, woodbury_dtype="fp32")
+        one = self._alone(torch.float32, woodbury_dtype="fp32")
+        for case, together in self._together(torch.float32, woodbury_dtype="fp32"):
+            yield from compare_kfac(together, one, case)
+
+    def _together(
+        self, dtype: torch.dtype = torch.float64, **options: Any
+    ) -> Iterator[tuple[str, KFACNaturalGradient]]:
+        """K-FAC of all processes under every split of the samples and every reduction, with the name of the case."""
+        model = self.model(dtype)
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
-            together = make_kfac(kfac_distributed_reduce=reduction, woodbury_dtype="fp32")
-            self.capture(together, model, counts, dtype=torch.float32)
-            yield from compare_kfac(together, one, _label(reduction, how))
+            kfac = make_kfac(kfac_distributed_reduce=reduction, **options)
+            self.capture(kfac, model, counts, dtype=dtype)
+            yield _label(reduction, how), kfac
 
     def _alone(self, dtype: torch.dtype = torch.float64, **options: Any) -> KFACNaturalGradient:
         """K-FAC of one process on all samples."""
@@ -232,22 +226,17 @@ def _samples(processes: int) -> list[int]:
 def plan(
     layout: ModelLayout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[ProcessCase] = CASES
 ) -> list[VerifyCheck]:
-    """Plan every check of K-FAC on several processes, model by model. The checks are collective; nothing is computed yet.
+    """Plan every check of K-FAC on several processes, model by model; nothing is computed yet.
 
-    Args:
-        layout: of the processes.
-        models: names in `SUBJECTS`; with tensor parallelism, those in `LINEARS` alone.
-        cases: options to check; fewer make the run shorter.
-
-    Returns:
-        Checks, to be run by `run_checks`, in the same order on every process.
+    The checks are collective, in the same order on every process. Tensor parallelism checks the models in `LINEARS` alone.
     """
     alone, _ = dist.new_subgroups(group_size=1) if layout.where.size > 1 else (None, None)
     found = []
     for name in models:
         if layout.tensor_parallel and name not in LINEARS:
             continue
-        bench = _Bench.of(name, layout, tuple(cases), alone)
+        subject = replace(SUBJECTS[name], samples=sum(_samples(layout.data)))
+        bench = _Bench(subject, layout, tuple(cases), alone)
         check: Callable[..., VerifyCheck] = partial(VerifyCheck, name)
         found += [check("factors A and G", TOLERANCE, bench.factors)]
         for mode in dict.fromkeys(case.mode for case in cases):

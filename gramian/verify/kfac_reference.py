@@ -6,8 +6,6 @@ layer on one-hot rows and a convolution one on patches; nothing of the library t
 Legend: B samples, T tokens, I inputs (M with the bias), O outputs, V classes, N loss terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -95,10 +93,8 @@ class KFACReference:
     def __init__(self, subject: KFACSubject, labels: Tensor | None = None, exact_head: bool = False) -> None:
         """Build the model and its batch.
 
-        Args:
-            subject: model and batch.
-            labels: replace the batch's own; positions that are `IGNORE` have no term.
-            exact_head: compute the head's G from its softmax instead of its gradients.
+        `labels` replace the batch's own; positions that are `IGNORE` have no term. `exact_head` computes the head's G from its
+        softmax instead of its gradients.
         """
         self.model = subject.model(torch.device("cpu"))
         self.x, own = subject.batch(torch.device("cpu"))

@@ -3,8 +3,6 @@
 Legend: B samples, T tokens, V classes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gramian.verify.check_models import perturbed, tiny_gpt
+from gramian.verify.check_models import draw_batch, perturbed, tiny_gpt
 
 IGNORE = -100
 """Label of a position without a loss term."""
@@ -25,11 +23,14 @@ class KFACSubject:
 
     name: str
     build: Callable[[], nn.Module]
-    draw: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
-    """Draws inputs and labels of a number of samples."""
+    shape: tuple[int, ...]
+    """Shape of one sample."""
     samples: int
     head: str
     """The layer that returns the logits."""
+    classes: int
+    ids: int = 0
+    """Number of token ids; 0: inputs are normal numbers."""
     causal: bool = False
     """Whether position t predicts the label of t+1 in a Hugging Face style batch."""
 
@@ -39,8 +40,8 @@ class KFACSubject:
 
     def batch(self, device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Draw inputs and labels, the same every time."""
-        x, y = self.draw(torch.Generator().manual_seed(2), self.samples)
-        return x.to(device, dtype) if x.is_floating_point() else x.to(device), y.to(device)
+        x, y = draw_batch(self.samples, self.shape, self.ids, self.classes)
+        return x.to(device) if self.ids else x.to(device, dtype), y.to(device)
 
 
 def _mlp() -> nn.Module:
@@ -63,27 +64,18 @@ def _deep_linear() -> nn.Module:
     return nn.Sequential(*(nn.Linear(i, o, bias=False) for i, o in itertools.pairwise(widths)))
 
 
-def _real(*shape: int, classes: int) -> Callable[[torch.Generator, int], tuple[Tensor, Tensor]]:
-    def draw(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
-        return x, torch.randint(classes, (samples,), generator=generator)
-
-    return draw
-
-
-def _text(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(24, (2, samples, 5), generator=generator)
-    return ids[0], ids[1]
-
-
 SUBJECTS = {
     subject.name: subject
     for subject in (
-        KFACSubject("mlp", _mlp, _real(7, classes=5), samples=6, head="4"),
-        KFACSubject("gpt", lambda: tiny_gpt(1, tied=False), _text, samples=3, head="head", causal=True),
-        KFACSubject("tied gpt", lambda: tiny_gpt(1, tied=True), _text, samples=3, head="head", causal=True),
-        KFACSubject("conv net", _convnet, _real(3, 5, 5, classes=4), samples=3, head="5"),
-        KFACSubject("deep linear", _deep_linear, _real(6, classes=4), samples=5, head="3"),
+        KFACSubject("mlp", _mlp, (7,), samples=6, head="4", classes=5),
+        KFACSubject(
+            "gpt", lambda: tiny_gpt(1, tied=False), (5,), samples=3, head="head", classes=24, ids=24, causal=True
+        ),
+        KFACSubject(
+            "tied gpt", lambda: tiny_gpt(1, tied=True), (5,), samples=3, head="head", classes=24, ids=24, causal=True
+        ),
+        KFACSubject("conv net", _convnet, (3, 5, 5), samples=3, head="5", classes=4),
+        KFACSubject("deep linear", _deep_linear, (6,), samples=5, head="3", classes=4),
     )
 }
 

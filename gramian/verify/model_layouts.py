@@ -1,7 +1,5 @@
 """Placement of a model on the processes of a check, as a user would do it: DDP, FSDP2, tensor-parallel linears, or both."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -71,11 +69,9 @@ class ModelLayout:
         return " × ".join(parts) or f"DDP over {self.data}"
 
     def place(self, model: nn.Module, linears: Mapping[str, str] | None) -> nn.Module:
-        """Place a model on this grid.
+        """Place an unsharded model of this process's device on this grid.
 
-        Args:
-            model: unsharded, on this process's device.
-            linears: {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: none is.
+        `linears` are {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: none is.
         """
         if linears is None:
             return _sharded(model) if self.fsdp else DistributedDataParallel(model)

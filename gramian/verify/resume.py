@@ -50,9 +50,8 @@ class Kill:
     """Seconds to wait after that."""
 
     def __str__(self) -> str:
-        return (
-            f"killed at {'step' if self.at == 'step' else 'a save from step'} {self.step} + {self.delay * 1e3:.0f} ms"
-        )
+        moment = "step" if self.at == "step" else "a save from step"
+        return f"killed at {moment} {self.step} + {self.delay * 1e3:.0f} ms"
 
 
 def shortened(config: Config, fsdp: bool = False) -> Config:
@@ -78,16 +77,9 @@ def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
 
 
 def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = None) -> bool:
-    """Run `gramian train` into a folder, in new processes.
+    """Run `gramian train` into a folder, in new processes, which are started as torchrun would if there are several.
 
-    Args:
-        config: of the run; its folder is replaced.
-        folder: of the run.
-        processes: number of processes, started as torchrun would; 1: without torchrun.
-        kill: when to kill all of them; None: never.
-
-    Returns:
-        True if the run reached its end, False if it was killed before.
+    Returns True if the run reached its end, False if all processes were killed before, at the moment of `kill`.
 
     Raises:
         GramianError: if it ended by itself with an exit code other than 0.
@@ -150,17 +142,9 @@ def check_resume(
     processes: int = 1,
     on_progress: Callable[[int, str], None] = lambda done, name: None,
 ) -> dict[str, list[str]]:
-    """Train once without a kill, and once with each.
+    """Train once without a kill, and once with each: {kill: differences from the run that was not killed}.
 
-    Args:
-        config: of the runs.
-        folder: parent of the run folders.
-        kills: one run for each.
-        processes: of every run.
-        on_progress: called with the number of finished runs and the name of the next.
-
-    Returns:
-        {kill: differences from the run that was not killed}.
+    The runs are in folders below `folder`; `on_progress` is called with the number of finished runs and the name of the next.
     """
     on_progress(0, "not killed")
     train(config, folder / "whole", processes)
@@ -201,18 +185,11 @@ def _kill(workers: Sequence[Any]) -> None:
 
 
 def _reached(folder: Path, kill: Kill) -> bool:
-    lines = _lines(folder / "metrics.jsonl")
-    if lines < kill.step:
-        return False
-    return kill.at == "step" or any(folder.glob("checkpoints/.tmp-*"))
-
-
-def _lines(path: Path) -> int:
     try:
-        with open(path, "rb") as file:
-            return file.read().count(b"\n")
+        lines = (folder / "metrics.jsonl").read_bytes().count(b"\n")
     except OSError:
-        return 0
+        lines = 0
+    return lines >= kill.step and (kill.at == "step" or any(folder.glob("checkpoints/.tmp-*")))
 
 
 def _child(argv: list[str], rank: int, processes: int, port: int, log: str) -> None:

@@ -17,9 +17,10 @@ from gramian.analysis.spectrum_curves import PER_DECADE, kfac_density
 from gramian.core.errors import GramianError
 from gramian.curvature import GGNOperator, HessianOperator
 from gramian.linalg import lanczos
-from gramian.oracles import dense_capacity, dense_curvature, dense_kfac
+from gramian.oracles import dense_kfac
 from tests.analysis.subjects import SETTINGS, joined, tiny
 from tests.kit.memory import measured
+from tests.oracles import dense_capacity, dense_curvature
 
 LAYERS = {"blocks.0": True, "blocks.1": True, "head": False}
 

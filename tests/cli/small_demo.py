@@ -8,7 +8,7 @@ from gramian.train.config.config_sections import DoctorSection, ModelSection
 
 
 def small(**changes: Any) -> DemoPlan:
-    told: dict[str, Any] = {
+    options: dict[str, Any] = {
         "teacher": ModelSection(layers=2, width=32, heads=2),
         "student": ModelSection(layers=1, width=16, heads=2),
         "teacher_steps": 24,
@@ -20,4 +20,4 @@ def small(**changes: Any) -> DemoPlan:
         "scored_windows": 20,
         "sample_tokens": 20,
     }
-    return DemoPlan(**(told | changes))
+    return DemoPlan(**(options | changes))

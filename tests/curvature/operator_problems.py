@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gramian.curvature import EmpiricalFisherOperator, GGNOperator, HessianOperator
 from gramian.linalg.spectra.operator import Operator
 from gramian.models import GPT, GPTConfig
-from gramian.oracles import dense_curvature
 from tests.curvature.small import Net
+from tests.oracles import dense_curvature
 
 IGNORE = -100
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import gramian
 from gramian.curvature import diagonal_average, fisher_average
-from gramian.oracles import dense_uses
 from tests.curvature.problems import assert_close, kfac
 from tests.curvature.small import loss_of, one_line
 from tests.curvature.uses import KINDS, TASKS, data, flat, moved, names_of, network, task, written_out
 from tests.kit.matrix import FULL
+from tests.oracles import dense_uses
 
 pytestmark = pytest.mark.oracle
 WEIGHTS = (1.0, 3.0)

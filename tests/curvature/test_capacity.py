@@ -18,7 +18,6 @@ from gramian.curvature import Block
 from gramian.curvature.blocks.block_specs import Spec
 from gramian.curvature.spectrum import capacity, side_spectra
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.oracles import dense_capacity
 from tests.curvature import test_memory
 from tests.curvature.loopback import Loopback, on_threads
 from tests.curvature.problems import PROBLEMS, narrow
@@ -28,6 +27,7 @@ from tests.curvature.splits import refresh as refresh_split
 from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed
 from tests.linalg.matrices import normal, positive, probabilities
+from tests.oracles import dense_capacity
 
 RANKS = ("participation_ratio", "entropy_rank", "stable_rank")
 KEYS = ("trace", "frobenius", "max_eigenvalue", *RANKS, "log_det", "effective_dimension", "condition_number")

@@ -10,9 +10,10 @@ from torch import Tensor
 import gramian
 from gramian.core.errors import GramianError
 from gramian.curvature.blocks.block import Block
-from gramian.oracles import dense_capacity, dense_ekfac, dense_kfac, single_sample
+from gramian.oracles import dense_kfac, single_sample
 from tests.curvature.problems import IGNORE, PROBLEMS, Problem, assert_close, cross_entropy, kfac, normal
 from tests.kit.matrix import FULL
+from tests.oracles import dense_capacity, dense_ekfac
 
 pytestmark = pytest.mark.oracle
 

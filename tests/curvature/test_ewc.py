@@ -6,10 +6,10 @@ from torch import nn
 
 import gramian
 from gramian.curvature import EWCPenalty
-from gramian.oracles import dense_uses
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal, seeded
 from tests.curvature.small import loss_of, one_line, words
 from tests.curvature.uses import KINDS, TASKS, flat, moved, names_of, network, task, written_out
+from tests.oracles import dense_uses
 
 pytestmark = pytest.mark.oracle
 STRENGTHS = (3.0, 0.5)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 import gramian
 from gramian.curvature import Influence, influence_scores
 from gramian.curvature.uses.influence import products
-from gramian.oracles import dense_uses, single_sample
+from gramian.oracles import single_sample
 from gramian.taps.gradients import Outer
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal
 from tests.curvature.small import loss_of, one_line, words
 from tests.curvature.uses import KINDS, TASKS, data, flat, gradient_of, names_of, network, task, written_out
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES
+from tests.oracles import dense_uses
 from tests.statistics.problems import problem
 
 pytestmark = pytest.mark.oracle

@@ -8,10 +8,11 @@ from torch import nn
 
 import gramian
 from gramian.curvature import Laplace
-from gramian.oracles import dense_kfac, dense_uses
+from gramian.oracles import dense_kfac
 from tests.curvature.problems import TOLERANCE, assert_close, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, flat, names_of, network, task, written_out
+from tests.oracles import dense_uses
 
 pytestmark = pytest.mark.oracle
 N, TAU = 50.0, 0.7

@@ -18,10 +18,10 @@ from gramian.curvature import (
     KFACOperator,
     ShiftedOperator,
 )
-from gramian.oracles import dense_curvature
 from tests.curvature.operator_problems import IGNORE, OPERATORS, PROBLEMS, close, dense, hessian, probe
 from tests.curvature.small import net, one_line, refresh, words
 from tests.kit.matrix import sample
+from tests.oracles import dense_curvature
 
 SLOW = [("hessian", "gpt"), ("hessian", "hugging_face")]
 """A backward for each of hundreds of parameters."""

@@ -11,10 +11,11 @@ import gramian
 from gramian.curvature import fisher_overlap, gradient_conflict, subspace_overlap
 from gramian.curvature.uses import overlap
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
-from gramian.oracles import dense_kfac, dense_uses
+from gramian.oracles import dense_kfac
 from tests.curvature.problems import TOLERANCE, kfac, normal, seeded
 from tests.curvature.small import one_line
 from tests.curvature.uses import KINDS, TASKS, data, flat, gradient_of, names_of, network, task, written_out
+from tests.oracles import dense_uses
 
 pytestmark = pytest.mark.oracle
 KIND_PAIRS = [

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.oracles import dense_uses
 from tests.curvature.problems import kfac, seeded
 from tests.curvature.small import FEW, MANY, WORDS, Net, loss_of, words
+from tests.oracles import dense_uses
 
 TASKS = (11, 12)
 """Seeds of the data of two tasks."""

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gramian
-from gramian.oracles import single_sample
 from tests.dist import bodies
 from tests.dist.worlds import CASE_NAMES, assert_same_bits, gradients, mine, plain_gradients, wrap
 from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
+from tests.oracles import sample_statistics
 from tests.statistics.problems import assert_norms, assert_tensors, problem
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
@@ -147,7 +147,7 @@ def test_a_graph_that_dynamo_cuts_into_buckets(rank: int, world_size: int) -> No
     for _ in range(2):
         with gramian.per_sample_norms(model, "sum") as norms:
             model(x).square().sum().backward()
-        expected = single_sample.per_sample_norms(bare, lambda model, x: model(x).square().sum(), (x,))
+        expected = sample_statistics.per_sample_norms(bare, lambda model, x: model(x).square().sum(), (x,))
         assert_norms(norms.values, expected, 1e-9)
 
 

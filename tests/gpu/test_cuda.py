@@ -10,6 +10,7 @@ import gramian
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.oracles import single_sample
 from tests.kit.models import CASES
+from tests.oracles import sample_statistics
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +36,7 @@ def on_gpu(case, dtype, batch=5):
 def oracle(case, batch=5):
     """Float64 on the CPU."""
     data = case.make_batch(batch, torch.float64, torch.Generator().manual_seed(7))
-    return single_sample.per_sample_norms(case.make(torch.float64), partial(case.loss, reduction="sum"), data)
+    return sample_statistics.per_sample_norms(case.make(torch.float64), partial(case.loss, reduction="sum"), data)
 
 
 def relative(values, expected):
@@ -141,9 +142,9 @@ def test_statistics_on_the_gpu_match_the_float64_loop():
         case.loss(model, *data, reduction="mean").backward()
     cpu = case.make_batch(5, torch.float64, torch.Generator().manual_seed(7))
     loss = partial(case.loss, reduction="sum")
-    expected = single_sample.diagonal_fisher(case.make(torch.float64), loss, cpu)
+    expected = sample_statistics.diagonal_fisher(case.make(torch.float64), loss, cpu)
     for name, value in seen[fisher].items():
         torch.testing.assert_close(value.cpu() * 5, expected[name], rtol=1e-9, atol=1e-15)
-    reference = single_sample.noise_scale(single_sample.per_sample_gradients(case.make(torch.float64), loss, cpu))
+    reference = sample_statistics.noise_scale(single_sample.per_sample_gradients(case.make(torch.float64), loss, cpu))
     assert seen[noise].unbiased == pytest.approx(reference.simple, rel=1e-8)
     assert all(entry.nonfinite == 0 for entry in seen[health].values())

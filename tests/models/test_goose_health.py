@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gramian.core.errors import GramianError
 from gramian.models import Goose, GooseConfig
-from gramian.models.goose import SpikeHealth, measure_spikes, record_spikes
+from gramian.models.goose import measure_spikes, record_spikes
 from gramian.models.goose.spike_health import spikes_of
 
 TINY = GooseConfig(vocabulary=17, context=12, layers=2, width=16)
@@ -66,7 +66,6 @@ def test_a_fresh_model_is_healthy() -> None:
 def test_table_and_json_hold_all_sites() -> None:
     health = measure_spikes(Goose(TINY), [tokens_BT()])
     assert len(health.table().splitlines()) == 1 + 12
-    assert SpikeHealth.from_json(health.to_json()) == health
     assert health.entropy == pytest.approx(
         sum(s.entropy * s.channels for s in health.sites) / sum(s.channels for s in health.sites)
     )

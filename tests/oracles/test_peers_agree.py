@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gramian.oracles import single_sample
 from tests.kit.models import CASES, Case
+from tests.oracles import sample_statistics
 from tests.oracles.peers import backpack_norms, opacus_norms, torch_func_gradients
 
 pytestmark = [
@@ -90,10 +91,10 @@ def test_every_gradient_of_the_loop_equals_torch_func(case: Case) -> None:
 @pytest.mark.parametrize("case", _cases(OPACUS_AGREES, OPACUS_DIFFERS))
 def test_norms_of_the_loop_equal_opacus(case: Case) -> None:
     model, loss, batch = _problem(case)
-    _assert_equal(case, single_sample.per_sample_norms(model, loss, batch), opacus_norms(model, loss, batch))
+    _assert_equal(case, sample_statistics.per_sample_norms(model, loss, batch), opacus_norms(model, loss, batch))
 
 
 @pytest.mark.parametrize("case", _cases(BACKPACK_AGREES, BACKPACK_DIFFERS))
 def test_norms_of_the_loop_equal_backpack(case: Case) -> None:
     model, loss, batch = _problem(case)
-    _assert_equal(case, single_sample.per_sample_norms(model, loss, batch), backpack_norms(model, loss, batch))
+    _assert_equal(case, sample_statistics.per_sample_norms(model, loss, batch), backpack_norms(model, loss, batch))

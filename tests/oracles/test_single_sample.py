@@ -13,15 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 from gramian.oracles import single_sample
-from gramian.oracles.single_sample import (
-    dense_fisher,
-    diagonal_fisher,
-    noise_scale,
-    per_sample_gradients,
-    per_sample_norms,
-)
+from gramian.oracles.single_sample import per_sample_gradients
 from tests.kit.models import CASES, Batch, Case
 from tests.kit.processes import distributed
+from tests.oracles.sample_statistics import dense_fisher, diagonal_fisher, noise_scale, per_sample_norms
 
 pytestmark = pytest.mark.oracle
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -18,7 +18,7 @@ GB = 10**9
 
 
 def part(decision: Decision, what: str, column: int = 0) -> int:
-    return next(row.held[column] for row in decision.rows if row.what == what)
+    return next(row.sizes[column] for row in decision.rows if row.what == what)
 
 
 # ---- the matrix ------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_with_a_teacher(student: Needs, gpus: int, memory: int, strategy: str | 
 def test_a_cached_teacher_takes_nothing() -> None:
     with_teacher, without = decide(replace(SMALL, teacher=BIG), 1, 30 * GB), decide(SMALL, 1, 30 * GB)
     assert with_teacher.strategy == "cache only"
-    assert with_teacher.held("cache only") == without.held("one")
+    assert with_teacher.bytes_of("cache only") == without.bytes_of("one")
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_the_table_adds_up_and_shows_where_the_bytes_come_from() -> None:
     decision = decide(RUN, 8, 80 * GB)
     assert decision.columns == ("ddp", "fsdp2")
     for column in range(2):
-        assert sum(row.held[column] for row in decision.rows[:-1]) == decision.rows[-1].held[column]
+        assert sum(row.sizes[column] for row in decision.rows[:-1]) == decision.rows[-1].sizes[column]
     assert part(decision, "weights") == SEVEN.parameters * 4
     assert part(decision, "weights", 1) == SEVEN.parameters * 4 / 8
     assert part(decision, "optimizer", 1) == SEVEN.parameters
@@ -168,13 +168,13 @@ def test_every_decision_keeps_its_word(
     if decision.fits:
         assert decision.strategy is not None
         chosen = decision.columns.index(decision.strategy)
-        assert decision.rows[-1].held[chosen] <= decision.usable
-        assert all(held > decision.usable for held in decision.rows[-1].held[:chosen])
+        assert decision.rows[-1].sizes[chosen] <= decision.usable
+        assert all(size > decision.usable for size in decision.rows[-1].sizes[:chosen])
         assert decision.remedies == ()
         return
-    assert all(held > decision.usable for held in decision.rows[-1].held)
+    assert all(size > decision.usable for size in decision.rows[-1].sizes)
     assert decision.remedies
     for remedy in decision.remedies:
         taken = decide(remedy.needs, remedy.gpus, remedy.gpu_memory, remedy.wish)
         assert taken.fits, remedy.change
-        assert remedy.held <= taken.usable
+        assert remedy.size <= taken.usable

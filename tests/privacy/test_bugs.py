@@ -28,7 +28,6 @@ from torch.utils.data import SubsetRandomSampler
 import gramian
 from gramian.kernels.norms import direct_squares, gram_squares
 from gramian.oracles.clipped_sum import clipped_sum
-from gramian.oracles.single_sample import per_sample_norms
 from gramian.parallel.process_grid import ProcessGrid
 from gramian.privacy.clipping import gradient_sums
 from gramian.privacy.clipping.gradient_sums import GradientSums
@@ -41,6 +40,7 @@ from tests.kernels import interpreted, test_chacha, test_direct_squares, test_gr
 from tests.kit.matrix import FULL, sample
 from tests.kit.mutations import RED, Edit, Mutation, Swap, package_identity, turns_red
 from tests.kit.processes import run_on_ranks
+from tests.oracles.sample_statistics import per_sample_norms
 from tests.privacy import (
     test_accounting,
     test_clipping,

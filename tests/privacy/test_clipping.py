@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import gramian
 from gramian.oracles.clipped_sum import clip, clipped_sum
-from gramian.oracles.single_sample import per_sample_norms
 from gramian.privacy.clipping.clip_factors import SLACK
 from gramian.privacy.options import Tuning
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
+from tests.oracles.sample_statistics import per_sample_norms
 from tests.privacy.problems import assert_sums, clip_norm, gradients, largest_error, private, reduced, wanted, weights
 from tests.statistics.problems import Problem, assert_norms, problem
 

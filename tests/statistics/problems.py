@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gramian.oracles import single_sample
 from gramian.statistics import LayerHealth, NoiseScaleResult
 from tests.kit.models import CASES, Batch, Case, squared_error
+from tests.oracles import sample_statistics
 
 # Models that treat every token alone, so that the gradient of one token's loss is defined by a pass over that token.
 INDEPENDENT_TOKENS = (
@@ -60,9 +61,9 @@ class Problem:
         """(1/N) Σ_i g_i ⊙ g_i."""
         return {name: g[index].square().mean(0) for name, g in self.gradients.items()}
 
-    def noise(self, index: slice | Sequence[int] = slice(None)) -> single_sample.ReferenceNoiseScale:
+    def noise(self, index: slice | Sequence[int] = slice(None)) -> sample_statistics.ReferenceNoiseScale:
         """Unbiased moments."""
-        return single_sample.noise_scale({name: g[index] for name, g in self.gradients.items()})
+        return sample_statistics.noise_scale({name: g[index] for name, g in self.gradients.items()})
 
 
 @lru_cache(maxsize=256)
@@ -86,7 +87,7 @@ def token_fisher(name: str, samples: int) -> dict[str, Tensor]:
     axes = 2 if p.case.loss is squared_error else 1
     tokens = tuple(t.flatten(0, axes).unflatten(0, (-1, *[1] * axes)) for t in p.batch)
     count = len(tokens[0]) // samples
-    squares = single_sample.diagonal_fisher(p.model(), partial(p.case.loss, reduction="sum"), tokens)
+    squares = sample_statistics.diagonal_fisher(p.model(), partial(p.case.loss, reduction="sum"), tokens)
     return {key: s / count**2 / samples for key, s in squares.items()}
 
 
@@ -163,7 +164,7 @@ def assert_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor], toler
 
 
 def assert_noise(
-    actual: NoiseScaleResult, expected: single_sample.ReferenceNoiseScale, samples: int, tolerance: float
+    actual: NoiseScaleResult, expected: sample_statistics.ReferenceNoiseScale, samples: int, tolerance: float
 ) -> None:
     """Both moments within a tolerance relative to E‖g‖², from which they are differences; ratios follow from them."""
     mean_square = expected.squared_gradient + expected.trace_covariance

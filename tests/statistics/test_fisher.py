@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.oracles import single_sample
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
+from tests.oracles import sample_statistics
 from tests.statistics.problems import INDEPENDENT_TOKENS, assert_tensors, problem, token_fisher
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
@@ -73,7 +73,7 @@ def test_per_token_every_use_is_squared_by_itself() -> None:
     with gramian.observe(model, fisher) as seen:
         p.backward(model, p.batch)
     tokens = tuple(t.flatten(0, 1)[:, None] for t in p.batch)
-    squares = single_sample.diagonal_fisher(_Unrolled(p.model()), partial(p.case.loss, reduction="sum"), tokens)
+    squares = sample_statistics.diagonal_fisher(_Unrolled(p.model()), partial(p.case.loss, reduction="sum"), tokens)
     for local in ("weight", "bias"):
         uses = sum(squares[f"uses.{use}.{local}"] for use in range(3)) / 6**2 / 3
         assert_tensors({local: seen[fisher][f"shared.{local}"]}, {local: uses}, p.tolerance)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.oracles import single_sample
 from tests.kit.matrix import FULL, sample
 from tests.kit.models import CASES
+from tests.oracles import sample_statistics
 from tests.statistics.problems import assert_noise, problem
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
@@ -111,7 +111,7 @@ def test_units_replace_samples() -> None:
     with gramian.observe(model, noise, loss_reduction="sum", sample_ids=ids) as seen:
         p.backward(model, p.batch, "sum")
     units = {key: g[:3] + g[3:] for key, g in p.gradients.items()}
-    assert_noise(seen[noise], single_sample.noise_scale(units), 3, p.tolerance)
+    assert_noise(seen[noise], sample_statistics.noise_scale(units), 3, p.tolerance)
 
 
 def _estimate(

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.oracles import single_sample
 from gramian.taps.gradients import outer
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
+from tests.oracles import sample_statistics
 from tests.statistics.problems import assert_norms, problem
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
@@ -241,7 +241,7 @@ def test_tied_uses_that_cancel_are_not_lost() -> None:
 
     with gramian.per_sample_norms(model, "sum") as norms:
         loss(model, ids_BT, x_BTD, nudge).backward()
-    exact = single_sample.per_sample_norms(model.double(), loss, (ids_BT, x_BTD.double(), nudge.double()))
+    exact = sample_statistics.per_sample_norms(model.double(), loss, (ids_BT, x_BTD.double(), nudge.double()))
     # x + nudge is rounded to float32 before anything is captured: 2⁻²⁴ ‖x‖ of a result of ‖nudge‖.
     assert_norms(norms.values, exact, 1e-3)
     assert float(exact.max()) < 1e-3
@@ -285,7 +285,7 @@ def test_the_epsilon_of_a_norm_layer_counts(kind: str) -> None:
 
     with gramian.per_sample_norms(model, "sum", audit=False) as norms:
         loss(model, x_BTD).backward()
-    assert_norms(norms.values, single_sample.per_sample_norms(model, loss, (x_BTD,)), 1e-9)
+    assert_norms(norms.values, sample_statistics.per_sample_norms(model, loss, (x_BTD,)), 1e-9)
 
 
 def test_only_trained_parameters_count() -> None:

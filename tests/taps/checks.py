@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.oracles import single_sample
 from tests.kit.models import Batch, Case
+from tests.oracles import sample_statistics
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Relative, by the dtype the model computes in."""
@@ -37,7 +37,7 @@ def wave(model: nn.Module, *inputs: Any, reduction: str = "mean") -> Tensor:
 def loop_norms(model: nn.Module, loss: Callable[..., Tensor], batch: tuple[Any, ...]) -> Tensor:
     """Norms of the single-sample loop on a float64 copy: [B]."""
     batch = torch.utils._pytree.tree_map(lambda t: t.double() if _is_real(t) else t, batch)
-    return single_sample.per_sample_norms(deepcopy(model).double(), partial(loss, reduction="sum"), batch)
+    return sample_statistics.per_sample_norms(deepcopy(model).double(), partial(loss, reduction="sum"), batch)
 
 
 def assert_norms(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import gramian
 from gramian.core.errors import GramianError
-from gramian.oracles import single_sample
 from gramian.taps import Withheld, hub_of
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
+from tests.oracles import sample_statistics
 from tests.taps.checks import assert_exact, assert_norms, assert_same_bits, gradients, loop_norms, problem, wave
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
@@ -473,7 +473,7 @@ def test_captures_of_different_objects_share_one_tap_and_one_backward() -> None:
     for norms in (alone, outer, inner):
         assert_norms(norms.values, expected)
     assert counting.uses == observers
-    diagonal = single_sample.diagonal_fisher(model, partial(loss, reduction="sum"), batch)
+    diagonal = sample_statistics.diagonal_fisher(model, partial(loss, reduction="sum"), batch)
     for name, found in seen[fisher].items():
         torch.testing.assert_close(found, diagonal[name] / 4, rtol=1e-9, atol=1e-15)
 

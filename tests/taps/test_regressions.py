@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.oracles import single_sample
+from tests.oracles import sample_statistics
 
 
 def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def squares(model: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def assert_exact(model: nn.Module, *inputs: Tensor) -> None:
-    expected = single_sample.per_sample_norms(model, squares, inputs)
+    expected = sample_statistics.per_sample_norms(model, squares, inputs)
     with gramian.per_sample_norms(model, "sum") as norms:
         squares(model, *inputs).backward()
     torch.testing.assert_close(norms.values, expected, rtol=1e-9, atol=0)
@@ -255,7 +255,7 @@ class Checkpointed(nn.Module):
 def test_checkpointed_forwards_of_different_batches_may_run_backward_in_any_order(order: str) -> None:
     model = Checkpointed().double()
     a, b = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(4, 5, 3, dtype=torch.float64)
-    expected = torch.cat([single_sample.per_sample_norms(model, squares, (x,)) for x in (a, b)])
+    expected = torch.cat([sample_statistics.per_sample_norms(model, squares, (x,)) for x in (a, b)])
     with gramian.per_sample_norms(model, "sum") as norms:
         losses = {"a": squares(model, a), "b": squares(model, b)}
         if order == "sum":
@@ -414,7 +414,7 @@ def test_an_instance_whose_forward_was_replaced_is_an_unknown_layer() -> None:
     x = torch.randn(4, 3, dtype=torch.float64)
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
     plain.load_state_dict(model.state_dict())
-    expected = single_sample.per_sample_norms(plain, lambda m, x: m[1](2 * m[0](x)).square().sum(), (x,))
+    expected = sample_statistics.per_sample_norms(plain, lambda m, x: m[1](2 * m[0](x)).square().sum(), (x,))
     with gramian.per_sample_norms(model, "sum") as norms:
         squares(model, x).backward()
     torch.testing.assert_close(norms.values, expected, rtol=1e-9, atol=0)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gramian.cli.command_errors import RunFailed, refuse_torchrun
 from gramian.cli.config_arguments import seed_number
-from gramian.cli.terminal import Update, make_console, progress_bar, show
+from gramian.cli.terminal import make_console, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -26,9 +24,6 @@ if TYPE_CHECKING:
 
     from gramian.cli.demo.demo_plan import DemoPlan
     from gramian.cli.demo.demo_result import Result
-
-PARTS = 4
-"""Progress lines of a stage where the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +67,7 @@ def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
     again = "the same command goes on from there"
     try:
         with world(False, False) as where:
-            result = run_demo(chosen, out, where, _Screen(console))
+            result = run_demo(chosen, out, where, console)
         write_result(result, out)
     except Stopped as problem:
         raise RunFailed(f"demo: {problem}" + (f"; {again}" if "interrupted" in str(problem) else "")) from None
@@ -81,48 +76,6 @@ def _run(chosen: DemoPlan, out: Path, console: Console) -> Result:
     except OSError as problem:
         raise RunFailed(f"demo: {problem.filename or out / FILE}: {problem.strerror}") from None
     return result
-
-
-# ---- progress ------------------------------------------------------------------------------------------------------------
-
-
-class _Screen:
-    """Shows each stage as a bar on a terminal, as a few lines elsewhere, and prints what it found."""
-
-    def __init__(self, console: Console) -> None:
-        self._console, self._started = console, time.perf_counter()
-
-    @contextmanager
-    def stage(self, number: int, name: str) -> Iterator[Update]:
-        """Print a title, and a bar or lines below it."""
-        from gramian.cli.demo.pipeline import STAGES
-
-        elapsed = time.perf_counter() - self._started
-        show(self._console, f"[{number}/{STAGES}] {name}  (after {elapsed:.0f} s)")
-        if self._console.is_terminal:
-            with progress_bar(self._console, "     ") as update:
-                yield update
-        else:
-            yield self._lines()
-
-    def _lines(self) -> Update:
-        reached = 0
-
-        def update(done: int, total: int, text: str = "", /) -> None:
-            nonlocal reached
-            part = done * PARTS // max(1, total)
-            if part > reached and done < total:
-                self.print_line(f"{done:,} of {total:,}  {text}")
-            reached = part
-
-        return update
-
-    def print_line(self, text: str) -> None:
-        """Print a line below a stage's title."""
-        show(self._console, f"      {text}")
-
-
-# ---- the report ----------------------------------------------------------------------------------------------------------
 
 
 def _report(result: Result, out: Path) -> Iterator[RenderableType]:

@@ -67,12 +67,7 @@ class DemoRuns:
 
 
 def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
-    """Make the configs of the three runs.
-
-    Args:
-        plan: sizes and steps.
-        out: its folder; runs lie in `teacher`, `distilled` and `ce-only` below it, the cache in `teacher-cache`.
-    """
+    """Make the configs of the three runs, in `teacher`, `distilled` and `ce-only` below a folder, with `teacher-cache`."""
     teaching = replace(plan.teaching, path=str(out / "teacher"), cache=str(out / "teacher-cache"))
     teacher = _config(plan, out / "teacher", plan.teacher, plan.teacher_steps)
     alone = _config(plan, out / "ce-only", plan.student, plan.student_steps)

@@ -117,11 +117,7 @@ def verdict(result: Result) -> str:
 
 
 def write_result(result: Result, out: Path) -> Path:
-    """Write `demo.json` atomically.
-
-    Returns:
-        Its path.
-    """
+    """Write `demo.json` atomically, and return its path."""
     path = out / FILE
     content = {"format": FORMAT, **msgspec.to_builtins(result), "gain": result.gain, "verdict": verdict(result)}
     replace_text(path, msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n")

@@ -7,28 +7,28 @@ from its last shard.
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from gramian.cli.cache import write_cache
 from gramian.cli.demo.demo_plan import DemoPlan, DemoRuns, hashes_of, runs_of
 from gramian.cli.demo.demo_result import Cached, Checked, DemoRow, Result, Sample
 from gramian.cli.demo.score import score, work
-from gramian.cli.terminal import Update
+from gramian.cli.terminal import Update, in_parts, progress_bar, show
 from gramian.core.errors import GramianError
 from gramian.core.version import VERSION
 from gramian.data import load_tokenizer, load_windows
-from gramian.distill.cache.builder import build_cache
 from gramian.distill.teacher.live_teacher import LiveTeacher
 from gramian.models.text_generation import generate_text_tokens
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.train.build import build_teacher
 from gramian.train.build.build_model import build_model
+from gramian.train.build.build_teacher import cache_folder
 from gramian.train.build.run_parts import build
 from gramian.train.config.config import Config
 from gramian.train.doctor.check import Check
@@ -40,55 +40,40 @@ from gramian.train.loop.precision import Precision, resolve_precision, set_globa
 from gramian.train.loop.trainer import Trainer
 from gramian.train.state.run_folder import RunFolder, read_lines
 from gramian.train.state.saved_run import load_run
+from gramian.verify.checks import torch_threads
 
 PROMPT = "def "
 TEMPERATURE = 0.8
 """Sampling temperature of the texts."""
-STAGES = 7
+PARTS = 4
+"""Progress lines of a stage where the output is not a terminal."""
+STAGE_NAMES = {
+    "doctor": "doctor",
+    "teacher": "teacher",
+    "cache": "cache of the teacher",
+    "alone": "student, CE only",
+    "distilled": "student, distilled",
+    "evaluation": "evaluation",
+    "texts": "texts",
+}
+"""{stage or run: its printed name}."""
 
 
 class Stopped(Exception):
     """A stage that did not reach its end; the message says which and why."""
 
 
-class Screen(Protocol):
-    """Shows progress and results of stages."""
-
-    def stage(self, number: int, name: str) -> AbstractContextManager[Update]:
-        """Begin a stage; the context's value shows its progress."""
-
-    def print_line(self, text: str) -> None:
-        """Print one line on what a stage found."""
-
-
-def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, screen: Screen) -> Result:
-    """Run all stages and return what they found.
-
-    Args:
-        plan: sizes and steps.
-        out: the folder; it exists.
-        world: one process.
-        screen: shows progress.
+def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, console: Console) -> Result:
+    """Run all stages on one process, in a folder that exists, and return what they found.
 
     Raises:
         GramianError: if the folder is in use, or holds runs of other settings.
         Stopped: if a check failed, or a run was ended by its guard or by a signal.
     """
     runs = runs_of(plan, out)
-    with _threads(plan.threads), ExitStack() as open_folders:
+    with torch_threads(plan.threads), ExitStack() as open_folders:
         folders = {name: open_folders.enter_context(_open_folder(config)) for name, config in vars(runs).items()}
-        return _Demo(plan, runs, folders, world, screen).run()
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Set torch's number of CPU threads, and restore it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        return _Demo(plan, runs, folders, world, console).run()
 
 
 @contextmanager
@@ -111,8 +96,9 @@ class _Demo:
     runs: DemoRuns
     folders: dict[str, RunFolder]
     world: ProcessGrid
-    screen: Screen
+    console: Console
     seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
     def run(self) -> Result:
         config = self.runs.alone
@@ -127,7 +113,10 @@ class _Demo:
         self._train(4, "alone")
         self._train(5, "distilled")
         with self._stage(6, "evaluation") as update:
-            models = {name: self._model(name, numbers) for name in ("teacher", "alone", "distilled")}
+            models = {
+                name: load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
+                for name in ("teacher", "alone", "distilled")
+            }  # of the best checkpoints
             rows = self._score(models, numbers, update)
         with self._stage(7, "texts") as update:
             samples = []
@@ -149,10 +138,20 @@ class _Demo:
 
     @contextmanager
     def _stage(self, number: int, name: str) -> Iterator[Update]:
+        """Print a title, and below it a bar on a terminal, a few lines elsewhere."""
         started = time.perf_counter()
-        with self.screen.stage(number, STAGE_NAMES[name]) as update:
-            yield update
+        heading = f"[{number}/{len(STAGE_NAMES)}] {STAGE_NAMES[name]}  (after {started - self.began:.0f} s)"
+        show(self.console, heading)
+        if self.console.is_terminal:
+            with progress_bar(self.console, "     ") as update:
+                yield update
+        else:
+            yield in_parts(PARTS, lambda done, total, text: self._print(f"{done:,} of {total:,}  {text}"))
         self.seconds[name] = time.perf_counter() - started
+
+    def _print(self, text: str) -> None:
+        """Print a line below a stage's title."""
+        show(self.console, f"      {text}")
 
     # ---- the doctor ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class _Demo:
         width = max(len(check.name) for check in checks)
         for check in checks:
             bound = "" if check.threshold == "-" else f" ({check.threshold})"
-            self.screen.print_line(f"ok  {check.name:<{width}}  {check.measured}{bound}")
+            self._print(f"ok  {check.name:<{width}}  {check.measured}{bound}")
         return [Checked(check.name, check.measured, check.threshold, check.ok, check.hint) for check in checks]
 
     # ---- training --------------------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ class _Demo:
                 )
             assert trainer.best is not None
             best = trainer.best["loss"]
-            self.screen.print_line(
+            self._print(
                 f"{sum(p.numel() for p in parts.model.parameters()):,} parameters, {steps} steps in "
                 f"{training_seconds(folder.path):.0f} s, best validation loss {best:.3f}; {folder.path}"
             )
@@ -202,13 +201,9 @@ class _Demo:
     # ---- the cache -------------------------------------------------------------------------------------------------------
 
     def _cache(self, numbers: Precision, update: Update) -> Cached:
-        config = self.runs.distilled
-        training, _ = load_windows(config.data)
-        options = build_teacher.cache_options(config, training.vocabulary)
-        teacher = build_teacher.live_teacher(config, self.world, numbers, training)
-        folder = build_teacher.cache_folder(config)
-        manifest = build_cache(
-            folder, teacher, training, options, self.world, lambda done, total: update(done, total, "windows")
+        config, folder = self.runs.distilled, cache_folder(self.runs.distilled)
+        manifest = write_cache(
+            config, self.world, numbers, lambda done, total, text="", /: update(done, total, "windows")
         )
         cache = Cached(
             str(folder),
@@ -217,17 +212,13 @@ class _Demo:
             manifest.bytes_per_token,
             max(manifest.errors.worst.values(), default=0.0),
         )
-        self.screen.print_line(
+        self._print(
             f"{cache.windows:,} windows of {cache.length} tokens, {cache.bytes / 2**20:,.0f} MiB, "
             f"largest error of a logit {cache.largest_logit_error:.2g}; {folder}"
         )
         return cache
 
     # ---- results ---------------------------------------------------------------------------------------------------------
-
-    def _model(self, name: str, numbers: Precision) -> nn.Module:
-        """Load the best checkpoint of a run."""
-        return load_run(self.folders[name].path).model.to(device=self.world.device, dtype=numbers.weights)
 
     def _score(self, models: dict[str, nn.Module], numbers: Precision, update: Update) -> dict[str, DemoRow]:
         rows: dict[str, DemoRow] = {}
@@ -261,18 +252,6 @@ class _Demo:
         tokens_T = generate_text_tokens(model, prompt_T, self.plan.sample_tokens, TEMPERATURE, self.plan.seed)
         text = tokenizer.decode(tokens_T.tolist()).expandtabs(4)
         return "".join(c if c == "\n" or " " <= c <= "~" else "?" for c in text)
-
-
-STAGE_NAMES = {
-    "doctor": "doctor",
-    "teacher": "teacher",
-    "cache": "cache of the teacher",
-    "alone": "student, CE only",
-    "distilled": "student, distilled",
-    "evaluation": "evaluation",
-    "texts": "texts",
-}
-"""{stage or run: its printed name}."""
 
 
 def training_seconds(folder: Path) -> float:

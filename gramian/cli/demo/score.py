@@ -4,7 +4,7 @@ Legend: B windows, T tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,19 +69,10 @@ def score(
     windows: int,
     progress: Callable[[int], None],
 ) -> Score:
-    """Score a model by both protocols and compare it with its teacher.
+    """Score a model by both protocols and, if a teacher is given, compare it with that.
 
     Non-overlapping takes the first `windows` windows; sliding, with a stride of half a window, as many as score the same
-    tokens. Cost: 3 forwards of every token, and one of the teacher's.
-
-    Args:
-        model: on its device.
-        teacher: to compare with; None: no comparison.
-        validation: the data, packed.
-        numbers: the precision.
-        world: one process.
-        windows: how many to score at most.
-        progress: called with the part of `work` that is done.
+    tokens. `progress` is called with the part of `work` that is done. Cost: 3 forwards of every token, one of the teacher's.
     """
     (count, sliding), stride = _counts(validation, windows), _stride(validation)
     found = []
@@ -121,7 +112,8 @@ def _compare(
     objective = DistillObjective(model, RowObjective())
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
     with evaluation_mode(objective), numbers.autocast():
-        for rows_B in _pieces(count):
+        for first in range(0, count, ROWS):
+            rows_B = np.arange(first, min(first + ROWS, count), dtype=np.int64)
             batch = {name: rows.to(world.device) for name, rows in validation.stack(rows_B).items()}
             _, sums_and_more = objective(batch["tokens"], batch["targets"], 1.0, signal=teacher(batch), temperature=1.0)
             sums += sums_and_more[1 : 1 + len(SUMS)]
@@ -129,8 +121,3 @@ def _compare(
     metrics = {name: float(value) for name, value in metrics_of(sums).items()}
     chosen = {name: metrics[name] for name in ("agreement", "correlation", "kl")}
     return {name: value if math.isfinite(value) else None for name, value in chosen.items()}
-
-
-def _pieces(count: int) -> Iterator[np.ndarray]:
-    for first in range(0, count, ROWS):
-        yield np.arange(first, min(first + ROWS, count), dtype=np.int64)

@@ -3,8 +3,6 @@
 Also under torchrun.
 """
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 from pathlib import Path

@@ -8,19 +8,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli.command_errors import RunFailed, is_first_process
 from gramian.cli.profile.profile_output import (
-    check_writable,
+    Output,
     machine_facts,
     megabytes,
     noise_warning,
+    open_console,
     place_name,
+    publish,
+    read_choice,
     read_iterations,
     with_spread,
-    write_output,
 )
 from gramian.cli.profile.profile_sizes import measure_lengths, read_sizes
-from gramian.cli.terminal import make_console, make_table, progress_bar, show
+from gramian.cli.terminal import make_table, progress_bar
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from gramian.verify.profiles.clipping_profile import ClippingProfile
     from gramian.verify.profiles.clipping_scaling import PowerLaw
 
-CHOICES = {"mode": ("auto", "bookkeeping", "keep", "two_pass"), "algorithm": ("auto", "gram", "direct")}
+MODES = ("auto", "bookkeeping", "keep", "two_pass")
+ALGORITHMS = ("auto", "gram", "direct")
 ON_CUDA = {"seq_lengths": [1024, 2048, 4096, 8192], "batch_size": 4, "layers": 6, "width": 768, "vocabulary": 8192}
 ON_CPU = {"seq_lengths": [64, 128, 256, 512], "batch_size": 4, "layers": 2, "width": 128, "vocabulary": 256}
 OUT = Path("runs/profile")
@@ -38,7 +40,7 @@ OUT = Path("runs/profile")
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, and write `clipping.json` and `clipping.svg`."""
-    mode, algorithm = _choice(arguments, "mode"), _choice(arguments, "algorithm")
+    mode, algorithm = read_choice(arguments, "mode", MODES), read_choice(arguments, "algorithm", ALGORITHMS)
     if mode == "keep" and algorithm != "auto":
         raise GramianError(
             f"argument --algorithm: {algorithm!r} is not used by --mode keep, which computes norms from the gradients that it "
@@ -54,11 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     cuda = torch.cuda.is_available() and not arguments.cpu
     sizes = read_sizes(arguments, ON_CUDA if cuda else ON_CPU)
     numbers_file, picture_file = (Path(arguments.out or OUT, f"clipping.{suffix}") for suffix in ("json", "svg"))
-    first = is_first_process()
-    if first:
-        for option, file in (("--out", numbers_file), ("--out", picture_file), ("--json", arguments.json)):
-            check_writable(option, file)
-    console = make_console(quiet=not first)
+    console = open_console(("--out", numbers_file), ("--out", picture_file), ("--json", arguments.json))
     with world(sizes.cpu, arguments.fsdp) as where:
         profiles, failure = measure_lengths(
             sizes.seq_lengths,
@@ -76,43 +74,31 @@ def run(arguments: argparse.Namespace) -> int:
                 on_progress=on_progress,
             ),
         )
-    if first and profiles:
-        from gramian.verify.profiles.clipping_plot import draw
+    if not profiles:
+        return publish("clipping", console, (), (), failure)
 
-        title = (
-            f"Private step on {place_name(where, ', bfloat16 autocast')}. {sizes.model.title}; batch {sizes.batch_size}; "
-            f"mode {mode}, algorithm {algorithm}"
-        )
-        show(console, *_report(profiles, title, where, iterations))
-        options = {"seq_lengths": sizes.seq_lengths, "batch_size": sizes.batch_size}
-        options |= {name: sizes.model.facts[name] for name in ("layers", "width", "vocabulary")}
-        fits = scaling(profiles)
-        numbers = {
-            "title": title,
-            "options": {**options, "mode": mode, "algorithm": algorithm, "iterations": iterations},
-            **machine_facts(where),
-            "profiles": [_numbers(profile, where.kind) for profile in profiles],
-            "scaling": {name: {**dataclasses.asdict(fit), "growth": fit.growth} for name, fit in fits.items()},
-        }
-        outputs: list[tuple[str, Path | None, Any]] = [
-            ("numbers", numbers_file, numbers),
-            ("picture", picture_file, draw(profiles, title)),
-            ("numbers", arguments.json, numbers),
-        ]
-        for kind, file, content in outputs:
-            if file is not None:
-                write_output("clipping", content, file)
-                show(console, f"{kind}: {file}")
-    if failure:
-        raise RunFailed(f"profile clipping: {failure}")
-    return 0
+    from gramian.verify.profiles.clipping_plot import draw
 
-
-def _choice(arguments: argparse.Namespace, name: str) -> str:
-    given: str = getattr(arguments, name) or "auto"
-    if given not in CHOICES[name]:
-        raise GramianError(f"argument --{name}: got {given!r}; expected {', '.join(CHOICES[name])}")
-    return given
+    title = (
+        f"Private step on {place_name(where, ', bfloat16 autocast')}. {sizes.model.title}; batch {sizes.batch_size}; "
+        f"mode {mode}, algorithm {algorithm}"
+    )
+    options = {"seq_lengths": sizes.seq_lengths, "batch_size": sizes.batch_size}
+    options |= {name: sizes.model.facts[name] for name in ("layers", "width", "vocabulary")}
+    fits = scaling(profiles)
+    numbers = {
+        "title": title,
+        "options": {**options, "mode": mode, "algorithm": algorithm, "iterations": iterations},
+        **machine_facts(where),
+        "profiles": [_numbers(profile, where.kind) for profile in profiles],
+        "scaling": {name: {**dataclasses.asdict(fit), "growth": fit.growth} for name, fit in fits.items()},
+    }
+    files: list[Output] = [
+        ("numbers", numbers, numbers_file),
+        ("picture", draw(profiles, title), picture_file),
+        ("numbers", numbers, arguments.json),
+    ]
+    return publish("clipping", console, _report(profiles, title, where, iterations), files, failure)
 
 
 def _report(

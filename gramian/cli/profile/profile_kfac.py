@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli.command_errors import RunFailed, is_first_process
-from gramian.cli.profile.profile_output import check_writable, megabytes, place_name, write_output
+from gramian.cli.profile.profile_output import megabytes, open_console, place_name, publish, read_choice
 from gramian.cli.profile.profile_sizes import ProfileSizes, measure_lengths, read_sizes
-from gramian.cli.terminal import add_group, make_console, make_table, progress_bar, show
+from gramian.cli.terminal import add_group, make_table, progress_bar
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -27,26 +26,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure every sequence length and print the tables."""
     from gramian.parallel.world import world
 
-    reduce = arguments.reduce or "gram"
-    if reduce not in REDUCTIONS:
-        raise GramianError(f"argument --reduce: got {reduce!r}; expected {', '.join(REDUCTIONS)}")
-    sizes = read_sizes(arguments, DEFAULTS)
-    first = is_first_process()
-    if first:
-        check_writable("--json", arguments.json)
-    console = make_console(quiet=not first)
+    reduce, sizes = read_choice(arguments, "reduce", REDUCTIONS), read_sizes(arguments, DEFAULTS)
+    console = open_console(("--json", arguments.json))
     with world(sizes.cpu, arguments.fsdp) as where:
         if arguments.offload and where.device.type == "cpu":
             raise GramianError("argument --offload: the model is on the CPU, and so are its factors; expected a GPU")
         profiles, failure = measure(sizes, where, console, reduce, arguments.offload)
-    if first and profiles:
-        show(console, *report(profiles, sizes, where, reduce))
-        if arguments.json is not None:
-            write_output("kfac", _numbers(profiles, sizes, where, reduce), arguments.json)
-            show(console, f"numbers: {arguments.json}")
-    if failure:
-        raise RunFailed(f"profile kfac: {failure}")
-    return 0
+    if not profiles:
+        return publish("kfac", console, (), (), failure)
+    files = [("numbers", _numbers(profiles, sizes, where, reduce), arguments.json)]
+    return publish("kfac", console, report(profiles, sizes, where, reduce), files, failure)
 
 
 def default_sizes() -> ProfileSizes:

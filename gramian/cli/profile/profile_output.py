@@ -1,4 +1,4 @@
-"""What the three profiles print and write alike: numbers in cells, the machine, and files."""
+"""What the three profiles read, print and write alike: options, numbers in cells, the machine, and files."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gramian.cli.command_errors import RunFailed
+from gramian.cli.command_errors import RunFailed, is_first_process
+from gramian.cli.terminal import make_console, show
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
     from gramian.parallel.process_grid import ProcessGrid
     from gramian.verify.profiles.measurements import TimingSpread
+
+
+Output = tuple[str, str | Mapping[str, Any], Path | None]
+"""Kind, text or numbers, and file of an output."""
 
 
 def megabytes(count: int | None) -> str:
@@ -34,6 +41,18 @@ def noise_warning(name: str, spread: TimingSpread) -> str:
         f"noisy: quartiles of the {name} lie {spread.iqr / spread.median:.0%} of its median apart; is the machine busy? More "
         "--iterations help"
     )
+
+
+def read_choice(arguments: argparse.Namespace, name: str, choices: Sequence[str]) -> str:
+    """Read an option with a few values, of which the first is the default.
+
+    Raises:
+        GramianError: naming the option, for another value.
+    """
+    given: str = getattr(arguments, name) or choices[0]
+    if given not in choices:
+        raise GramianError(f"argument --{name}: got {given!r}; expected {', '.join(choices)}")
+    return given
 
 
 def read_iterations(arguments: argparse.Namespace) -> int:
@@ -78,14 +97,20 @@ def machine_facts(where: ProcessGrid) -> dict[str, Any]:
     }
 
 
-def check_writable(option: str, file: Path | None) -> None:
-    """Make the folder of an output file before anything is measured.
+def open_console(*files: tuple[str, Path | None]) -> Console:
+    """Make the console, which the first process alone prints on, and the folders of the output files {option: file}.
 
     Raises:
-        GramianError: if the file cannot be written.
+        GramianError: on the first process, if a file cannot be written.
     """
-    if file is None:
-        return
+    first = is_first_process()
+    for option, file in files:
+        if first and file is not None:
+            _make_writable(option, file)
+    return make_console(quiet=not first)
+
+
+def _make_writable(option: str, file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         problem = "Is a directory" if file.is_dir() else ""
@@ -97,14 +122,35 @@ def check_writable(option: str, file: Path | None) -> None:
         raise GramianError(f"argument {option}: {file}: {problem}; expected a file that can be written")
 
 
-def write_output(target: str, content: str | Mapping[str, Any], file: Path) -> None:
-    """Write text, or numbers as JSON.
+def publish(
+    target: str,
+    console: Console,
+    report: Iterable[RenderableType],
+    outputs: Sequence[Output],
+    failure: str,
+) -> int:
+    """Print a report and write its files, on the first process, then fail if a measurement did.
+
+    Args:
+        target: of the command.
+        console: of the command.
+        report: empty if nothing was measured.
+        outputs: of every file.
+        failure: why the measurement ended early; empty: it did not.
 
     Raises:
-        RunFailed: if the file cannot be written.
+        RunFailed: if it did, or if a file cannot be written.
     """
-    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise RunFailed(f"profile {target}: {file}: {problem.strerror}") from None
+    if is_first_process():
+        show(console, *report)
+        for kind, content, file in outputs:
+            if file is not None:
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+                try:
+                    file.write_text(text, encoding="utf-8")
+                except OSError as problem:
+                    raise RunFailed(f"profile {target}: {file}: {problem.strerror}") from None
+                show(console, f"{kind}: {file}")
+    if failure:
+        raise RunFailed(f"profile {target}: {failure}")
+    return 0

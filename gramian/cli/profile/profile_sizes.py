@@ -72,17 +72,10 @@ def measure_lengths(
     steps: int,
     measure: Callable[[int, Callable[[], None]], P],
 ) -> tuple[list[P], str]:
-    """Measure one length after another, until one fails on any process. Collective.
+    """Measure one length after another by `measure(length, on_progress)`, until one fails on any process. Collective.
 
-    Args:
-        lengths: tokens per sequence.
-        where: this process.
-        bar: shows the progress.
-        steps: calls of `on_progress` at each length.
-        measure: `measure(length, on_progress)`.
-
-    Returns:
-        What was measured, and why it ended early; empty: it did not.
+    `steps` is the number of calls of `on_progress` at each length. Returns what was measured, and why it ended early; empty:
+    it did not.
     """
     from gramian.verify.profiles.measurements import first_line
 

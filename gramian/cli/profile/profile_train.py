@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gramian.cli.command_errors import RunFailed, is_first_process
 from gramian.cli.config_arguments import check_device, is_sharded
 from gramian.cli.profile.profile_output import (
-    check_writable,
     machine_facts,
     megabytes,
     noise_warning,
+    open_console,
     place_name,
+    publish,
     read_iterations,
     with_spread,
-    write_output,
 )
-from gramian.cli.terminal import add_group, make_console, make_table, progress_bar, show
+from gramian.cli.terminal import add_group, make_table, progress_bar
 from gramian.core.errors import GramianError
 
 if TYPE_CHECKING:
@@ -45,11 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments, "cuda" if cuda else "cpu")
     check_device(config)
     cuda = cuda and config.run.device != "cpu"
-    first = is_first_process()
-    if first:
-        check_writable("--json", arguments.json)
-
-    console, compiled = make_console(quiet=not first), cuda or arguments.compile
+    console, compiled = open_console(("--json", arguments.json)), cuda or arguments.compile
     total, done = train_profile.turns(iterations, compiled), 0
 
     def advance(name: str) -> None:
@@ -69,24 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
         except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
             failure = where.first_failure(first_line(problem))
     if found is None:
-        raise RunFailed(f"profile train: {failure}")
-    if first:
-        title = _title(config, where)
-        show(console, title, *_report(found, where, iterations, compiled))
-        if arguments.json is not None:
-            numbers = {
-                "title": title,
-                "config": dataclasses.asdict(config),
-                "iterations": iterations,
-                **machine_facts(where),
-                "tokens_per_second": found.tokens_per_second,
-                **dataclasses.asdict(found),
-            }
-            write_output("train", numbers, arguments.json)
-            show(console, f"numbers: {arguments.json}")
-    if failure or found.failure:
-        raise RunFailed(f"profile train: {failure or found.failure}")
-    return 0
+        return publish("train", console, (), (), failure)
+    title = _title(config, where)
+    numbers = {
+        "title": title,
+        "config": dataclasses.asdict(config),
+        "iterations": iterations,
+        **machine_facts(where),
+        "tokens_per_second": found.tokens_per_second,
+        **dataclasses.asdict(found),
+    }
+    report = (title, *_report(found, where, iterations, compiled))
+    return publish("train", console, report, [("numbers", numbers, arguments.json)], failure or found.failure)
 
 
 def _config(arguments: argparse.Namespace, device: str) -> Config:

@@ -102,15 +102,9 @@ class GooseBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, keep_BT: Tensor | None = None, state: LayerState | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Map the residual stream [B, T, D] to the next one.
+        """Map the residual stream [B, T, D] and the state after the previous tokens to the next stream and state.
 
-        Args:
-            x_BTD: the stream.
-            keep_BT: 0 where a document begins, else 1; default: a row is one document.
-            state: state after the previous tokens; default: there are none.
-
-        Returns:
-            The next stream [B, T, D], and the state after the last token.
+        `keep_BT` is 0 where a document begins, else 1; default: a row is one document.
         """
         n_BTD = self.norm_memory(x_BTD)
         before_BTD = _before(n_BTD, keep_BT, None if state is None else state.token_BD)
@@ -170,10 +164,8 @@ class Goose(nn.Module):
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Map token ids [B, T] of any length to logits [B, T, V] for the token that follows each position.
 
-        Args:
-            tokens_BT: token ids.
-            documents_BT: index of each token's document; state and token shift then restart with every document. Default: a
-                row is one document.
+        `documents_BT` is the index of each token's document; state and token shift then restart with every document. Default: a
+        row is one document.
         """
         logits_BTV: Tensor = self.head(self.hidden(tokens_BT, documents_BT)[0])
         return logits_BTV
@@ -181,15 +173,9 @@ class Goose(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the input of the head, and the residual stream after some layers.
+        """Compute the input of the head [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
 
-        Args:
-            tokens_BT: token ids.
-            documents_BT: as in `forward`.
-            layers: layers whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
-
-        Returns:
-            The final hidden state [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        `layers` are those whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
         """
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
         keep_BT = None if documents_BT is None else continues(documents_BT)

@@ -62,12 +62,9 @@ class LeakyMemory(nn.Module):
     def forward(
         self, u_BTD: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the readout [B, T, D] and the last state [B, D], float32 or wider.
+        """Return the readout [B, T, D] of inputs u and the last state [B, D], float32 or wider.
 
-        Args:
-            u_BTD: the input of the recurrence.
-            keep_BT: 0 where a document begins, else 1.
-            initial_BD: the state before the first token; default: 0.
+        `keep_BT` is 0 where a document begins, else 1; `initial_BD` is the state before the first token, by default 0.
         """
         logit_D = wide(self.decay_logit)
         states_BTD = scan(u_BTD, logit_D.sigmoid(), keep_BT, initial_BD)

@@ -6,11 +6,10 @@ checkpointing recomputes, and that is counted twice, does not change a rate.
 Legend: N tokens, C channels of a site.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,23 +93,12 @@ class SpikeHealth:
 
     def table(self) -> str:
         """Return a plain-text table with one row per site."""
-        rows = [
-            f"{'layer':>5}  {'site':<10}  {'firing':>7}  {'dead':>6}  {'saturated':>9}  entropy of {MAX_ENTROPY:.3f} bit"
-        ]
-        rows += [
+        header = f"layer  site         firing    dead  saturated  entropy of {MAX_ENTROPY:.3f} bit"
+        rows = (
             f"{s.layer:>5}  {s.site:<10}  {s.firing:>7.1%}  {s.dead:>6.1%}  {s.saturated:>9.1%}  {s.entropy:.3f}"
             for s in self.sites
-        ]
-        return "\n".join(rows)
-
-    def to_json(self) -> str:
-        """Return all numbers as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "SpikeHealth":
-        """Read the result of `to_json`."""
-        return cls(tuple(SiteHealth(**site) for site in json.loads(text)["sites"]))
+        )
+        return "\n".join([header, *rows])
 
     def _mean(self, field: str) -> float:
         channels = sum(s.channels for s in self.sites)

@@ -3,8 +3,6 @@
 Written by hand, so that it needs no plotting library: `gramian profile clipping` always draws it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
@@ -47,12 +45,7 @@ class Curve(NamedTuple):
 
 
 def draw(profiles: Sequence[ClippingProfile], title: str) -> str:
-    """Draw the picture and return it as SVG text.
-
-    Args:
-        profiles: by ascending length, at least one.
-        title: printed above it.
-    """
+    """Draw the picture of at least one profile, by ascending length, with a title above it, as SVG text."""
     times = [
         _time_curve("plain step", PLAIN, {p.length: p.plain.total for p in profiles}),
         _time_curve("private step", PRIVATE, {p.length: p.private.total for p in profiles}),

@@ -13,8 +13,6 @@ which give the phases. Phases do not overlap and add up to the step:
     step            the optimizer, and the rest of `step()`
 """
 
-from __future__ import annotations
-
 import statistics
 import warnings
 from collections import Counter, defaultdict
@@ -90,9 +88,6 @@ class ClippingProfile:
         return self.private.passes.median / self.plain.passes.median
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
-
-
 def rounds(iterations: int) -> int:
     """Number of calls of `on_progress` for one length."""
     return 2 * (WARM_UP + -(-iterations // 2)) + 2 * (WARM_UP + iterations)
@@ -112,17 +107,8 @@ def profile_clipping(
     """Measure plain and private steps at one sequence length. Collective.
 
     On CUDA the forward runs under bfloat16 autocast. The optimizer is SGD, the noise multiplier 1, batches are fixed and
-    differ between processes.
-
-    Args:
-        model: what to measure.
-        length: tokens per sequence.
-        batch_size: sequences per step and process.
-        where: this process.
-        mode: `clipping=` of `make_private`.
-        algorithm: `norm_algorithm=` of `make_private`.
-        iterations: timed steps of each kind, after `WARM_UP` others.
-        on_progress: called after each step.
+    differ between processes. `mode` and `algorithm` are `clipping=` and `norm_algorithm=` of `make_private`; `iterations`
+    counts the timed steps of each kind after `WARM_UP` untimed ones, and `on_progress` is called after each step.
     """
     bench = _Bench(model, length, batch_size, where, on_progress)
     before = bench.series(bench.plain_step, -(-iterations // 2))
@@ -203,7 +189,7 @@ class _Bench:
     def series(
         self, step: Callable[[], Seconds], count: int, watched_step: Callable[[], _Watched] | None = None
     ) -> _Series:
-        """Take steps, after `WARM_UP` others, and measure their memory; a watched step follows each."""
+        """Take steps, after `WARM_UP` untimed ones, and measure their memory; a watched step follows each."""
         seconds: list[Seconds] = []
         watched: list[_Watched] = []
         for number in range(WARM_UP + count):

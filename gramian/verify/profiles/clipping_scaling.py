@@ -1,13 +1,10 @@
-"""Growth of cost with the sequence length T, and advice from the phases of a private step.
-
-In: seconds or bytes at several T. Out: the exponent of cost = constant · T^exponent by least squares, with a 95 % interval.
-"""
-
-from __future__ import annotations
+"""Growth of cost with the sequence length T, and advice from the phases of a private step."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from gramian.linalg.spectra.trace import student_quantile
 
 COMMUNICATION_LIMIT = 0.30
 """Communication above this share of the backward is worth a change."""
@@ -17,8 +14,6 @@ ROUNDING = 0.05
 """Distance from 1 or 2 at which an exponent still counts as such: exact figures, such as memory, have very narrow intervals."""
 PASS = ("backward", "norm", "clip")
 """Phases that a user sees as the backward, without communication."""
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +44,10 @@ class PowerLaw:
 
 
 def fit_power(lengths: Sequence[float], costs: Sequence[float]) -> PowerLaw | None:
-    """Fit log cost on log T by least squares, one point per length.
+    """Fit log cost on log T by least squares, one point per length, with costs in any unit.
 
-    The interval is Student's with n − 2 degrees of freedom, so it covers noise and departure from a power law alike.
-
-    Args:
-        lengths: T of every point.
-        costs: of every point, in any unit.
-
-    Returns:
-        The fit; None with fewer than two different lengths, or a cost that is not above 0.
+    The interval is Student's with n − 2 degrees of freedom, so it covers noise and departure from a power law alike. None with
+    fewer than two different lengths, or a cost that is not above 0.
     """
     if len(set(lengths)) < 2 or any(not (math.isfinite(cost) and cost > 0) for cost in costs):
         return None
@@ -69,13 +58,8 @@ def fit_power(lengths: Sequence[float], costs: Sequence[float]) -> PowerLaw | No
     if n < 3:
         return PowerLaw(slope, None, None)
     residual = sum((b - y_mean - slope * (a - x_mean)) ** 2 for a, b in zip(x, y, strict=True))
-    error = student_95(n - 2) * math.sqrt(residual / (n - 2) / spread)
+    error = student_quantile(0.975, n - 2) * math.sqrt(residual / (n - 2) / spread)
     return PowerLaw(slope, slope - error, slope + error)
-
-
-def student_95(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t, to three digits."""
-    return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.37 / freedom + 2.8 / freedom**2
 
 
 def shares(phases: Mapping[str, float]) -> dict[str, float]:
@@ -91,22 +75,16 @@ def communication_share(phases: Mapping[str, float]) -> float:
 
 
 def advice(phases: Mapping[str, float], kind: str) -> list[str]:
-    """Advise a change for every phase above its limit, a line each.
-
-    Args:
-        phases: {phase: seconds} of a step.
-        kind: "one", "ddp" or "fsdp2".
-    """
+    """Advise a change for every phase {name: seconds} above its limit, a line each; `kind` is "one", "ddp" or "fsdp2"."""
     lines = []
     waits, share = communication_share(phases), shares(phases)
     if waits > COMMUNICATION_LIMIT:
-        knob = (
-            "raise max_physical_batch: every piece of a draw is reduced by itself; keep Tuning(overlap=True)"
-            if kind == "fsdp2"
-            else "raise the batch of a step, with max_physical_batch against its memory: a draw is reduced once, however "
-            "many pieces it has; keep Tuning(overlap=True)"
-        )
-        lines.append(f"communication is {waits:.0%} of the backward (more than {COMMUNICATION_LIMIT:.0%}): {knob}")
+        knob = "raise max_physical_batch: every piece of a draw is reduced by itself"
+        if kind != "fsdp2":
+            knob = "raise the batch of a step, with max_physical_batch against its memory: a draw is reduced once, however "
+            knob += "many pieces it has"
+        limit = f"(more than {COMMUNICATION_LIMIT:.0%})"
+        lines.append(f"communication is {waits:.0%} of the backward {limit}: {knob}; keep Tuning(overlap=True)")
     if share.get("norm", 0.0) > OTHER_LIMIT:
         lines.append(
             f"norms take {share['norm']:.0%} of the step: leave mode and algorithm at auto, or raise memory_budget so that "

@@ -9,10 +9,7 @@ offload      what a capture takes more if its factors are stored on the CPU
 fetch        what a natural gradient takes more then; copies that overlap with other work do not show
 """
 
-from __future__ import annotations
-
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +21,7 @@ import torch
 from gramian.curvature import KFACNaturalGradient
 from gramian.parallel.exchange import metered
 from gramian.parallel.process_grid import ProcessGrid
-from gramian.verify.profiles.measurements import autocast, resident_bytes, synchronize
+from gramian.verify.profiles.measurements import autocast, peak_resident_bytes, resident_bytes, synchronize
 from gramian.verify.profiles.profiled_model import ProfiledModel, next_token_loss
 
 WARM_UP = 2
@@ -107,7 +104,7 @@ def profile_kfac(
     rounds: int = ROUNDS,
     on_progress: Callable[[], None] = lambda: None,
 ) -> KFACProfile:
-    """Measure every stage at one sequence length. Collective; each process has a batch of its own.
+    """Measure every stage at one sequence length: medians over the rounds, memory of the last. Collective.
 
     Options of K-FAC are the defaults, with a refresh on every step and without a moving average, so that all rounds are
     alike. On CUDA the passes run under bfloat16 autocast.
@@ -115,15 +112,12 @@ def profile_kfac(
     Args:
         model: what to measure.
         length: tokens per sequence.
-        batch_size: sequences of each process.
+        batch_size: sequences of each process, which has a batch of its own.
         where: this process.
         reduce: `kfac_distributed_reduce`.
         offload: also measure captures that store their factors on the CPU.
-        rounds: measured rounds, after `WARM_UP` others.
+        rounds: measured rounds, after `WARM_UP` that are not.
         on_progress: called after each round.
-
-    Returns:
-        Medians over the rounds; memory of the last.
     """
     device, module = where.device, model.place(where)
     x_BT, y_BT = model.batch(batch_size, length, where)
@@ -228,30 +222,18 @@ class _Meter:
         synchronize(self.device)
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        before = _in_use(self.device)
+        before = torch.cuda.memory_allocated(self.device) if cuda else resident_bytes()
         started = time.perf_counter()
         with metered() as collectives:
             action()
         synchronize(self.device)
         seconds = time.perf_counter() - started
-        after, peak = _in_use(self.device), _peak(self.device)
-        if not cuda and peak is not None:
-            peak = self.highest = max(self.highest, peak, before or 0, after or 0)
-        reserved = torch.cuda.memory_reserved(self.device) if cuda else None
-        return _Measured(seconds, KFACMemory(before, after, peak, reserved), collectives.sent, collectives.seconds)
-
-
-def _in_use(device: torch.device) -> int | None:
-    """Bytes allocated on the GPU, or resident of this process."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
-
-
-def _peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if cuda:
+            counters = (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.memory_reserved)
+            memory = KFACMemory(before, *(count(self.device) for count in counters))
+        else:
+            after, peak = resident_bytes(), peak_resident_bytes()
+            if peak is not None:
+                peak = self.highest = max(self.highest, peak, before or 0, after or 0)
+            memory = KFACMemory(before, after, peak, None)
+        return _Measured(seconds, memory, collectives.sent, collectives.seconds)

@@ -1,7 +1,5 @@
 """Timing spreads and memory of a measured step, on a GPU and on a CPU."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys
@@ -26,7 +24,7 @@ class TimingSpread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> TimingSpread:
+    def of(cls, values: Sequence[float]) -> "TimingSpread":
         """Summarise measured values, at least one."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
@@ -79,12 +77,7 @@ def first_line(problem: BaseException) -> str:
 
 
 def start_memory(device: torch.device, step: Callable[[], Any]) -> Callable[[], StepMemory]:
-    """Start to measure the memory of steps; call the result after them.
-
-    Args:
-        device: of the steps.
-        step: one more step, which is taken here on a CPU.
-    """
+    """Start to measure the memory of steps on a device; call the result after them. On a CPU one more step is taken here."""
     if device.type != "cuda":
         found = StepMemory(resident_bytes(), highest_on_cpu(step), None)
         return lambda: found
@@ -108,6 +101,16 @@ def resident_bytes() -> int | None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (ImportError, OSError):
         return None
+
+
+def peak_resident_bytes() -> int | None:
+    """Most bytes of this process in memory since it began; None: this system does not report them."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def highest_on_cpu(step: Callable[[], Any]) -> int | None:

@@ -1,7 +1,5 @@
 """The language model that a profile of K-FAC or of clipping measures: the reference GPT of any size, or that of a config."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -51,11 +49,7 @@ def next_token_loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
 
 
 def reference_gpt(layers: int, width: int, vocabulary: int, context: int) -> ProfiledModel:
-    """The reference GPT of a size; heads are 64 wide where that fits, else there are 4.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """The reference GPT of a size; heads are 64 wide where that fits, else there are 4. Errors name the field."""
     heads = max(4, width // 64) if width % 64 == 0 else 4
     config = GPTConfig(vocabulary=vocabulary, context=context, layers=layers, width=width, heads=heads)
     title = f"GPT: {layers} layer{'s' * (layers != 1)}, width {width}, vocabulary {vocabulary}"
@@ -63,11 +57,7 @@ def reference_gpt(layers: int, width: int, vocabulary: int, context: int) -> Pro
 
 
 def model_of_config(config: Config, context: int) -> ProfiledModel:
-    """The model of a training config, for sequences of up to `context` tokens.
-
-    Raises:
-        GramianError: naming the field that does not fit.
-    """
+    """The model of a training config, for sequences of up to `context` tokens. Errors name the field that does not fit."""
     config = replace(config, data=replace(config.data, length=context))
     vocabulary, options = vocabulary_of(config.data), config.model
     size = f"{options.layers} layer{'s' * (options.layers != 1)}, width {options.width}"

@@ -4,8 +4,6 @@ Variants of a setting take turns on one model and one batch, and a ratio is the 
 drift of the machine cancels.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -11,8 +11,6 @@ Phases are those of the run's own stepper on the run's own batches, one step at 
 What each way to make the step faster or leaner is worth on this machine is measured by `train_knobs`.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -90,12 +88,9 @@ def profile_train(
 ) -> TrainProfile:
     """Measure the steps of a config, then its knobs. Collective; no folder is written.
 
-    Args:
-        config: of the run; its knobs are measured without [kfac], and all but compile.mode without compilation.
-        where: this process.
-        iterations: timed steps of each kind, after `WARM_UP` others.
-        compiled: also measure compile.mode, the config's or "default"; compiling takes a while.
-        on_progress: called after each step with the name of what was measured.
+    Knobs are measured without [kfac], and all but compile.mode without compilation; `compiled` adds that one, the config's mode
+    or "default". `iterations` counts the timed steps of each kind after `WARM_UP` untimed ones; `on_progress` is called after
+    each step with the name of what was measured.
 
     Raises:
         GramianError: if the config is private, or does not fit the data, the model or the machine.

@@ -31,5 +31,5 @@ def planned(config: Config, vocabulary: int, numbers: Precision, gpus: int, gpu_
         several = decide(needs, gpus, gpu_memory, config.parallel.strategy)
         if several.fits:
             decision, hint = several, f"with torchrun --nproc_per_node={gpus}: {several.why}"
-    size = min(decision.rows[-1].held) if decision.strategy is None else decision.held(decision.strategy)
+    size = min(decision.rows[-1].sizes) if decision.strategy is None else decision.bytes_of(decision.strategy)
     return Check("memory", format_bytes(size), format_bytes(decision.usable), decision.fits, hint, size)
