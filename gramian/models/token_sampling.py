@@ -47,11 +47,12 @@ def refuse_to_sample(prompt_T: Tensor, length: int, temperature: float) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients, and restore its training mode."""
-    was_training = model.training
+    """Put a model into evaluation mode without gradients, and restore the mode that each of its modules was in."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training

@@ -237,7 +237,7 @@ TRAPS = (
     ),
     Mutation(
         "joint damping put on each side",
-        (Edit("Damping.joint", 'self.mode == "joint"', "False"),),
+        (Edit("Damping.joint", "DAMPING_MODES[self.mode].on_product", "False"),),
         _powers(-1.0, "joint", "off", "all"),
     ),
     Mutation(

@@ -135,3 +135,10 @@ def test_recomputed_segments_change_no_gradient(size: int) -> None:
 
     for found, expected in zip(gradients(size), gradients(0), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_generation_restores_the_mode_of_every_module() -> None:
+    model = GPT(GPTConfig(vocabulary=8, layers=1, width=8, heads=2, context=8)).train()
+    frozen = model.blocks[0].eval()
+    generate_text_tokens(model, torch.tensor([1]), 2, temperature=1.0, seed=0)
+    assert model.training and not frozen.training
