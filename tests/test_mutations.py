@@ -435,14 +435,14 @@ MUTATIONS = (
             ),
         ),
         _own_norms_beside_sums,
-        red="tests/dist/test_ddp.py::test_sums_over_the_group_are_those_of_all_samples",
+        red="tests/dist/test_captures.py::test_sums_over_the_group_are_those_of_all_samples",
         on_ranks=True,
     ),
     Mutation(
         "sums kept on their rank",
         (Edit("Capture.__exit__", "if self._group is not None:", "if self._group == 0:"),),
         _own_norms_beside_sums,
-        red="tests/dist/test_ddp.py::test_sums_over_the_group_are_those_of_all_samples",
+        red="tests/dist/test_captures.py::test_sums_over_the_group_are_those_of_all_samples",
         on_ranks=True,
     ),
     Mutation(

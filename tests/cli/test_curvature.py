@@ -11,8 +11,8 @@ from gramian.analysis.plots import available
 from gramian.cli import main
 from gramian.train.config.config import load_config
 from tests.train.conftest import untouched_process  # noqa: F401
-from tests.train.distilled import WORDS, train
-from tests.train.runs import small
+from tests.train.distilled import WORDS
+from tests.train.runs import run, small
 
 TINY = {"model": {"layers": 1, "width": 8, "heads": 1}, "data": {"length": 8, "limit_bytes": 100_000}}
 QUICK = ["--tokens", "16", "--eigenvalues", "2", "--steps", "2", "--probes", "2", "--device", "cpu"]
@@ -104,7 +104,7 @@ def test_the_weights_are_those_of_the_run_s_checkpoint(config: Path, tmp_path: P
     path = tmp_path / "trained.toml"
     told = small(tmp_path / "run", **TINY, run={"steps": 6}, schedule={"warmup": 1}, eval={"every": 3, "windows": 2})
     path.write_text(told.toml())
-    train(load_config(path))
+    run(load_config(path))
     out = tmp_path / "out"
     assert main(["curvature", str(path), "--out", str(out), *QUICK, "--probes", "0"]) == 0
     assert result_of(out)["model"]["weights"].startswith("step ") and "step " in capsys.readouterr().out

@@ -15,6 +15,8 @@ from gramian.curvature import EmpiricalFisherOperator, GGNOperator, HessianOpera
 from gramian.linalg.spectra.operator import Operator
 from gramian.models import GPT, GPTConfig
 from tests.curvature.small import Net
+from tests.kit import models
+from tests.kit.toys import Toy
 from tests.oracles import dense_curvature
 
 IGNORE = -100
@@ -36,12 +38,8 @@ class Problem:
 
 
 def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = build().double()
-        for p in model.parameters():
-            p += 0.3 * torch.randn_like(p)
-    return model
+    """The same float64 weights every time."""
+    return models.seeded(lambda: build().double(), 0.3)
 
 
 def _numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -64,21 +62,15 @@ def mlp() -> Problem:
     return Problem(model, _split(x, y, sizes=(4, 1, 2)), lambda m: m(x), y, (y != IGNORE).double())
 
 
-class Gain(nn.Module):
+def gain_net() -> Toy:
     """One number for all features, of no axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x
+    return Toy(lambda net, x: net.scale * x, scale=nn.Parameter(torch.tensor(1.0)))
 
 
 def gain() -> Problem:
     """A parameter without an axis."""
     x, y = _numbers(5, 3), _ids(3, 5)
-    model = _seeded(lambda: nn.Sequential(nn.Linear(3, 2), Gain(), nn.Tanh(), nn.Linear(2, 3)))
+    model = _seeded(lambda: nn.Sequential(nn.Linear(3, 2), gain_net(), nn.Tanh(), nn.Linear(2, 3)))
     return Problem(model, _split(x, y, sizes=(2, 3)), lambda m: m(x), y, torch.ones(5, dtype=torch.float64))
 
 

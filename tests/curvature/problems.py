@@ -17,7 +17,7 @@ import gramian
 from gramian.models import GPT, GPTConfig
 from gramian.oracles import dense_kfac
 from gramian.oracles.dense_kfac import ReferenceTokens
-from tests.kit import networks
+from tests.kit import models, networks
 
 IGNORE = -100
 TOLERANCE = 1e-10
@@ -39,13 +39,8 @@ def classes(count: int, *shape: int, seed: int = 1) -> Tensor:
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    """The same float64 weights every time; noise tells apart what zero biases and unit norms hide."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = build().double()
-        for p in model.parameters():
-            p += 0.2 * torch.randn_like(p)
-    return model
+    """The same float64 weights every time."""
+    return models.seeded(lambda: build().double(), 0.2)
 
 
 def logits_of(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -66,14 +61,9 @@ def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor, reduction: 
 def mlp() -> nn.Module:
     """A bias that trains, none, a frozen one, and a head."""
     net = nn.Sequential(
-        nn.Linear(7, 9),
-        nn.Tanh(),
-        nn.Linear(9, 11, bias=False),
-        nn.Tanh(),
-        nn.Linear(11, 6),
-        nn.Tanh(),
+        nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 11, bias=False), nn.Tanh(), nn.Linear(11, 6), nn.Tanh(),
         nn.Linear(6, 5),
-    )
+    )  # fmt: skip
     net[4].bias.requires_grad_(False)
     return net
 
@@ -86,13 +76,9 @@ def gpt() -> nn.Module:
 def conv2d() -> nn.Module:
     """Strides, paddings and dilations that differ by axis."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, (3, 2), stride=(2, 1), padding=(1, 2)),
-        nn.Tanh(),
-        nn.Conv2d(6, 4, 2, dilation=(1, 2), bias=False),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(40, 5),
-    )
+        nn.Conv2d(3, 6, (3, 2), stride=(2, 1), padding=(1, 2)), nn.Tanh(),
+        nn.Conv2d(6, 4, 2, dilation=(1, 2), bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(40, 5),
+    )  # fmt: skip
 
 
 def conv1d() -> nn.Module:

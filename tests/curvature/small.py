@@ -94,14 +94,6 @@ def differs(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> boo
     return any(not torch.equal(actual[name], want) for name, want in expected.items())
 
 
-def one_line(error: BaseException, *words_: str) -> None:
-    """The message is one line with these words in it, the first of them at its beginning."""
-    message = str(error)
-    assert "\n" not in message and message.startswith(words_[0]), message
-    for word in words_:
-        assert word in message, f"{word!r} is not in {message!r}"
-
-
 def free(model: nn.Module) -> bool:
     """True if no instance carries a forward that is not its class's."""
     return all("forward" not in vars(module) for module in model.modules())

@@ -15,6 +15,7 @@ import gramian
 from gramian.taps.hub import hub_of
 from tests.curvature.loopback import one_at_a_time
 from tests.curvature.small import Net
+from tests.kit.toys import Toy
 
 IGNORE = -100
 NOTHING = 1e-28
@@ -34,15 +35,9 @@ class Pictures(nn.Module):
         return self.head(self.norm(h))
 
 
-class Reused(nn.Module):
+def reused() -> Toy:
     """One layer twice in a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.head = nn.Linear(7, 7), nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.fc(self.fc(x).tanh()).tanh())
+    return Toy(lambda net, x: net.head(net.fc(net.fc(x).tanh()).tanh()), fc=nn.Linear(7, 7), head=nn.Linear(7, 5))
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ CASES = {
     "many words": Case(Net, _words(9), 11, 9),
     "tied": Case(lambda: Net(tied=True), _words(2), 11, 2),
     "pictures": Case(Pictures, _normal(2, 6, 6), 6),
-    "reused": Case(Reused, _normal(7), 5),
+    "reused": Case(reused, _normal(7), 5),
 }
 
 

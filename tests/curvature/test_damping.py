@@ -23,6 +23,7 @@ from tests.curvature.problems import (
     oracle,
 )
 from tests.kit.matrix import sample
+from tests.kit.refusals import refusal
 
 pytestmark = pytest.mark.oracle
 
@@ -205,7 +206,7 @@ def test_norm_and_trust_region_are_measured_by_the_fisher(mode: str) -> None:
     assert 0.5 * found.quadratic_form({n: t * scale for n, t in natural.items()}) == pytest.approx(moved / 9)
     assert found.trust_region_scale(natural, kl=2 * moved) == 1.0
     assert found.trust_region_scale({n: 0 * t for n, t in natural.items()}, kl=1.0) == 1.0
-    with pytest.raises(gramian.GramianError, match="kl: expected a number above 0"):
+    with refusal("kl: expected a number above 0"):
         found.trust_region_scale(natural, kl=0.0)
 
 
@@ -238,16 +239,16 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     model = p.model()
     found, v = p.captured(model), {name: normal(6)}
     for damped in (False, True):
-        with pytest.raises(gramian.GramianError, match=f"{name}: is not a parameter with curvature"):
+        with refusal(f"{name}: is not a parameter with curvature"):
             found.compute_fisher_vector_product(v, damped)
-    with pytest.raises(gramian.GramianError, match=f"{name}: is not a parameter with curvature"):
+    with refusal(f"{name}: is not a parameter with curvature"):
         found.compute_natural_gradient(model, gradients=v)
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
     p = PROBLEMS["mlp"]
     model = p.model()
-    with pytest.raises(gramian.GramianError, match=r"0.weight: has shape \[7, 9\]; expected \[9, 7\]"):
+    with refusal(r"0.weight: has shape \[7, 9\]; expected \[9, 7\]"):
         p.captured(model).compute_fisher_vector_product({"0.weight": normal(7, 9)})
 
 
@@ -316,6 +317,6 @@ def test_damping_options_that_do_not_fit_are_refused() -> None:
         ({"damping": 0.0}, "damping: expected a number above 0"),
         ({"damping_mode": "both"}, "damping_mode: expected one of"),
     ):
-        with pytest.raises(gramian.GramianError, match=message):
+        with refusal(message):
             kfac(**options)
     assert kfac(damping_mode="joint", damping_A=0.1, damping_G=0.1).options.joint_lambda == 0.1

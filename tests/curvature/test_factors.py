@@ -29,6 +29,8 @@ from tests.curvature.problems import (
     seeded,
     written,
 )
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 
 pytestmark = pytest.mark.oracle
 
@@ -178,7 +180,7 @@ def test_a_wide_side_without_low_rank_is_its_diagonal(monkeypatch: pytest.Monkey
     for side, factor in block.factors.items():
         assert factor.kind == "diagonal"
         assert_close(factor.dense(), torch.diag(whole.factors[side].dense().diagonal()))
-        with pytest.raises(gramian.GramianError, match="to_dense: the side is"):
+        with refusal("to_dense: the side is"):
             factor.to_dense()
 
 
@@ -218,15 +220,9 @@ def test_the_subset_does_not_depend_on_the_split(cuts: list[int], options: str) 
 # ---- one input, one factor -------------------------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
+def checkpointed_net(inner: nn.Module) -> Toy:
     """The layers of `QKV` run again in the backward."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)
+    return Toy(lambda net, x: checkpoint(net.inner, x, use_reentrant=False), inner=inner)
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -235,7 +231,7 @@ class Checkpointed(nn.Module):
 def test_layers_that_read_one_tensor_share_one_factor(count: int, passes: int, checkpointed: bool) -> None:
     model = seeded(QKV)
     prefix = "inner." if checkpointed else ""
-    tapped = Checkpointed(model) if checkpointed else model
+    tapped = checkpointed_net(model) if checkpointed else model
     found = kfac(ema_decay=0.5)
     for refresh in range(2):
         with found.capture(tapped, loss_reduction="sum", num_terms=2 * count) as cap:

@@ -5,6 +5,7 @@ A mistake is put back into the package while a test of the suite runs; the same 
 """
 
 import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,107 +57,89 @@ def _as_torch_has_it(self: Any, func: Any, types: Any, args: Any = (), kwargs: A
     return func(*args, **(kwargs or {}))
 
 
-_oracle = functools.partial(functools.partial, test_operators.test_the_matrix_is_that_of_the_oracle)
+_oracle = partial(functools.partial, test_operators.test_the_matrix_is_that_of_the_oracle)
 
 TRAPS = (
     Mutation(
         "Gauss-Newton matrix of rank one",
-        (Swap("GGNOperator._curve", _one_gradient),),
+        Swap("GGNOperator._curve", _one_gradient),
         test_operators.test_the_gauss_newton_matrix_has_the_rank_of_the_outputs,
     ),
     Mutation(
         "one gradient for all sequences",
-        (Edit("JacobianOperator._curved", "len(outputs))", "1)"),),
+        Edit("JacobianOperator._curved", "len(outputs))", "1)"),
         _oracle("fisher_of_sequences", "mlp"),
     ),
     Mutation(
         "divided by the batch",
-        (Edit("Terms.num_terms", "float(self.weights.sum())", "float(len(self.weights))"),),
+        Edit("Terms.num_terms", "float(self.weights.sum())", "float(len(self.weights))"),
         _oracle("ggn", "mlp"),
     ),
     Mutation(
         "ignored labels counted",
-        (
-            Edit(
-                "Terms.rows",
-                "self.weights.reshape(-1)",
-                "torch.ones_like(self.weights).reshape(-1)",
-            ),
-        ),
+        Edit("Terms.rows", "self.weights.reshape(-1)", "torch.ones_like(self.weights).reshape(-1)"),
         _oracle("ggn", "mlp"),
     ),
     Mutation(
         "labels of a causal model not shifted",
-        (
-            Edit(
-                "loss_terms:read_terms",
-                "fisher_labels.read_batch(root, batch, causal_shift)",
-                "fisher_labels.read_batch(root, batch, False)",
-            ),
+        Edit(
+            "loss_terms:read_terms",
+            "fisher_labels.read_batch(root, batch, causal_shift)",
+            "fisher_labels.read_batch(root, batch, False)",
         ),
         _oracle("fisher_of_sequences", "hugging_face"),
     ),
     Mutation(
         "parameters ignored",
-        (Edit("ModelOperator.__init__", "of(self.model, parameters)", "of(self.model)"),),
-        functools.partial(
-            test_operators.test_a_filter_is_the_sub_block_of_the_dense_matrix, "fisher_of_tokens", "words"
-        ),
+        Edit("ModelOperator.__init__", "of(self.model, parameters)", "of(self.model)"),
+        partial(test_operators.test_a_filter_is_the_sub_block_of_the_dense_matrix, "fisher_of_tokens", "words"),
     ),
     Mutation(
         "batches of any size weigh the same",
-        (Edit("hessian:_factor", "return count", "return 1.0"),),
-        functools.partial(test_operators.test_the_hessian_does_not_depend_on_how_the_loss_is_written, "mean"),
+        Edit("hessian:_factor", "return count", "return 1.0"),
+        partial(test_operators.test_the_hessian_does_not_depend_on_how_the_loss_is_written, "mean"),
     ),
     Mutation(
         "zeros where memory ran out",
-        (
-            Edit(
-                "ModelOperator.matmat",
-                "self._add(batch, columns, total_KN)",
-                "with __import__('contextlib').suppress(RuntimeError): self._add(batch, columns, total_KN)",
-            ),
+        Edit(
+            "ModelOperator.matmat",
+            "self._add(batch, columns, total_KN)",
+            "with __import__('contextlib').suppress(RuntimeError): self._add(batch, columns, total_KN)",
         ),
-        functools.partial(
-            test_operator_state.test_what_runs_out_of_memory_raises_and_leaves_the_model_whole, "hessian"
-        ),
+        partial(test_operator_state.test_what_runs_out_of_memory_raises_and_leaves_the_model_whole, "hessian"),
     ),
     Mutation(
         "padding with a forward derivative",
-        (Swap("ExactEmbeddings.__torch_function__", _as_torch_has_it),),
-        functools.partial(test_operator_state.test_forward_and_backward_derivatives_are_transposes, "padded_embedding"),
+        Swap("ExactEmbeddings.__torch_function__", _as_torch_has_it),
+        partial(test_operator_state.test_forward_and_backward_derivatives_are_transposes, "padded_embedding"),
     ),
     Mutation(
         "all logits at once",
-        (
-            Edit(
-                "GGNOperator._curve",
-                "for rows in pieces(*outputs_RV.shape):",
-                "softmaxes = [outputs_RV.softmax(-1) for _ in range(3)]\n    for rows in pieces(*outputs_RV.shape):",
-            ),
+        Edit(
+            "GGNOperator._curve",
+            "for rows in pieces(*outputs_RV.shape):",
+            "softmaxes = [outputs_RV.softmax(-1) for _ in range(3)]\n    for rows in pieces(*outputs_RV.shape):",
         ),
         test_operator_state.test_four_copies_of_the_logits_are_alive_at_most_of_the_gauss_newton_matrix,
     ),
     Mutation(
         "weight and bias of K-FAC apart",
-        (Swap("KFACOperator.matmat", _weight_and_bias_apart),),
-        functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
+        Swap("KFACOperator.matmat", _weight_and_bias_apart),
+        partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
         "K-FAC of dense sides only",
-        (
-            Edit(
-                "KFACOperator.__init__",
-                "specs = [",
-                "assert {type(block.G).__name__ for block in kfac.kfac_factors.values()} == {'Dense'}\n    specs = [",
-            ),
+        Edit(
+            "KFACOperator.__init__",
+            "specs = [",
+            "assert {type(block.G).__name__ for block in kfac.kfac_factors.values()} == {'Dense'}\n    specs = [",
         ),
-        functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
+        partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
         "K-FAC with its damping",
-        (Edit("KFACOperator.matmat", "damped=self.damped", "damped=True"),),
-        functools.partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
+        Edit("KFACOperator.matmat", "damped=self.damped", "damped=True"),
+        partial(test_operators.test_the_operator_of_k_fac_is_its_kronecker_product, False, (2, 3)),
     ),
     Mutation(
         "a number in place of curvature",

@@ -55,7 +55,7 @@ def test_sums_do_not_depend_on_the_pieces(chunk: int, monkeypatch: pytest.Monkey
     assert largest.elements <= max(chunk, 5)  # and the spectra themselves
 
 
-def test_all_products_are_never_held() -> None:
+def test_all_products_are_never_stored_at_once() -> None:
     """Research 2C-37: 3000 × 3000 products would be 72 MB at once."""
     left, right = (Values.of(torch.rand(3000, generator=torch.Generator().manual_seed(i))) for i in range(2))
     with Largest() as largest:

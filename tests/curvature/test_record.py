@@ -10,20 +10,7 @@ import torch
 from torch import Tensor
 
 import gramian
-from tests.curvature.small import (
-    FEW,
-    LAYERS,
-    MADE,
-    MANY,
-    Net,
-    damped,
-    loss_of,
-    net,
-    opened,
-    refresh,
-    sides,
-    words,
-)
+from tests.curvature.small import FEW, LAYERS, MADE, MANY, Net, damped, loss_of, net, opened, refresh, sides, words
 
 SHAPES = pytest.mark.parametrize("shape", [FEW, MANY], ids=["low rank", "dense"])
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -93,8 +93,3 @@ def gradient_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Ten
     """Of the summed loss, as plain autograd has it."""
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss_of(model, batch, "sum"), parameters), strict=True))
-
-
-def kinds_of(found: gramian.KFACNaturalGradient) -> set[str]:
-    """Representations in use."""
-    return {factor.kind for block in found.kfac_factors.values() for factor in block.factors.values()}

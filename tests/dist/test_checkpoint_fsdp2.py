@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from gramian.core.errors import GramianError
 from gramian.train.state.checkpoint import CheckpointStore, LoadedCheckpoint
 from gramian.train.state.flat_state import extents, facts_of, load, tensors_of
 from gramian.train.state.snapshot import Snapshots
 from tests.kit.processes import RankError, distributed, run_on_ranks
+from tests.kit.refusals import refusal
 from tests.kit.waiting import PATIENCE
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -188,7 +188,7 @@ def test_replicas_of_shards_are_written_once(rank: int, world_size: int, tmp_pat
 
 
 @distributed(world_size=2)
-def test_a_rollback_brings_back_the_shards(rank: int, world_size: int) -> None:
+def test_a_rollback_brings_back_the_shards(rank: int) -> None:
     model, optimizer = built(0, "fsdp2")
     snapshots = Snapshots(2)
     first = taken(snapshots, 0, model, optimizer)
@@ -206,7 +206,7 @@ def test_a_rollback_brings_back_the_shards(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_weights_that_an_evaluation_left_gathered_are_shards_again(rank: int, world_size: int) -> None:
+def test_weights_that_an_evaluation_left_gathered_are_shards_again(rank: int) -> None:
     model, optimizer = built(0, "fsdp2")
     train(model, optimizer, range(1))
     snapshots = Snapshots(1)
@@ -357,12 +357,9 @@ def test_all_processes_pass_over_a_checkpoint_that_one_finds_damaged(
 
 
 @distributed(world_size=2)
-def test_one_store_of_many_is_refused_for_shards(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_one_store_of_many_is_refused_for_shards(rank: int, tmp_path: Path) -> None:
     model, optimizer = built(0, "fsdp2")
-    with (
-        CheckpointStore(tmp_path, 2) as store,
-        pytest.raises(GramianError, match="^world: 1, but the snapshot is sharded"),
-    ):
+    with CheckpointStore(tmp_path, 2) as store, refusal("^world: 1, but the snapshot is sharded"):
         store.write(taken(Snapshots(1), 1, model, optimizer))
 
 

@@ -33,7 +33,7 @@ EKFAC = {"ekfac": True, "damping_mode": "joint", "damping": 0.05}
 @pytest.mark.parametrize("reduce, case, split, variant, way", sample(MATRIX, 5))
 @distributed(world_size=2)
 def test_two_processes_have_the_eigenvalues_of_one(
-    rank: int, world_size: int, reduce: str, case: str, split: str, variant: str, way: str
+    rank: int, reduce: str, case: str, split: str, variant: str, way: str
 ) -> None:
     options = {"kfac_distributed_reduce": reduce, **EKFAC, **VARIANTS[variant]}
     record = bodies.same_as_one(rank, way, case, TWO[split], options, tolerance=1e-8, reduction="sum")
@@ -43,7 +43,7 @@ def test_two_processes_have_the_eigenvalues_of_one(
 @pytest.mark.full
 @pytest.mark.parametrize("reduce, case", list(itertools.product(("gram", "gather", "dense"), CASES)))
 @distributed(world_size=3)
-def test_three_processes_have_the_eigenvalues_of_one(rank: int, world_size: int, reduce: str, case: str) -> None:
+def test_three_processes_have_the_eigenvalues_of_one(rank: int, reduce: str, case: str) -> None:
     options = {"kfac_distributed_reduce": reduce, **EKFAC}
     bodies.same_as_one(rank, "ddp", case, [[3, 1], [], [0, 4, 2]], options, tolerance=1e-8, reduction="sum")
 
@@ -51,7 +51,7 @@ def test_three_processes_have_the_eigenvalues_of_one(rank: int, world_size: int,
 @pytest.mark.full
 @pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
 @distributed(world_size=2)
-def test_float32(rank: int, world_size: int, reduce: str) -> None:
+def test_float32(rank: int, reduce: str) -> None:
     options = {"kfac_distributed_reduce": reduce, "woodbury_dtype": "fp32", **EKFAC, "damping": 0.3}
     bodies.same_as_one(rank, "ddp", "words", TWO["uneven"], options, torch.float32, 1e-4)
 
@@ -60,7 +60,7 @@ def test_float32(rank: int, world_size: int, reduce: str) -> None:
 @pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
 @pytest.mark.parametrize("model", [("mlp", "usual"), ("gpt", "tables"), ("flat", "usual")])
 @distributed(world_size=2)
-def test_tensor_parallel(rank: int, world_size: int, model: tuple[str, str], reduce: str) -> None:
+def test_tensor_parallel(rank: int, model: tuple[str, str], reduce: str) -> None:
     tp_bodies.same_as_one(
         rank, *model, 2, [list(range(5))], {**EKFAC, "kfac_distributed_reduce": reduce}, tolerance=1e-8
     )
@@ -69,7 +69,7 @@ def test_tensor_parallel(rank: int, world_size: int, model: tuple[str, str], red
 @pytest.mark.full
 @pytest.mark.parametrize("reduce", ("gram", "gather", "dense"))
 @distributed(world_size=4)
-def test_tensor_parallel_times_fsdp2(rank: int, world_size: int, reduce: str) -> None:
+def test_tensor_parallel_times_fsdp2(rank: int, reduce: str) -> None:
     options = {**EKFAC, "kfac_distributed_reduce": reduce}
     tp_bodies.same_as_one(rank, "gpt", "tables", 2, [[0, 2, 4], [1, 3]], options, tolerance=1e-8, reduction="sum")
 
@@ -78,9 +78,7 @@ def test_tensor_parallel_times_fsdp2(rank: int, world_size: int, reduce: str) ->
 @pytest.mark.parametrize("step", ["__init__", "add"])
 @pytest.mark.parametrize("reduce", ("gram", "dense"))
 @distributed(world_size=2)
-def test_one_process_that_cannot_measure_ends_the_refresh_of_all(
-    rank: int, world_size: int, reduce: str, step: str
-) -> None:
+def test_one_process_that_cannot_measure_ends_the_refresh_of_all(rank: int, reduce: str, step: str) -> None:
     bodies.one_rank_cannot(
         rank, f"gramian.curvature.estimate.ekfac_sums._Rows.{step}", {"kfac_distributed_reduce": reduce, **EKFAC}
     )

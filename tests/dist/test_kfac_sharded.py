@@ -22,6 +22,7 @@ from tests.curvature.splits import CASES, Case, assert_equal, refresh, vector
 from tests.dist.kfac_bodies import make, wrapped
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed, run_on_ranks
+from tests.kit.refusals import refusal
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
 
@@ -131,7 +132,7 @@ def test_a_factorisation_that_fails_on_one_process_is_the_same_error_on_all(
     broken = [mock.patch.object(module, "eigendecompose", fails) for module in (dense, low_rank)] if rank else []
     for patch in broken:
         patch.start()
-    with pytest.raises(gramian.GramianError, match="^process 1: .*: [AG]: eigh: the matrix holds NaN") as caught:
+    with refusal("^process 1: .*: [AG]: eigh: the matrix holds NaN") as caught:
         kfac.compute_natural_gradient(model, gradients=vector(model))
     for patch in broken:
         patch.stop()
@@ -145,7 +146,7 @@ def test_a_factorisation_that_fails_on_one_process_is_the_same_error_on_all(
 
 
 @distributed(world_size=2)
-def test_what_one_process_looked_at_before_decides_nothing(rank: int, world_size: int) -> None:
+def test_what_one_process_looked_at_before_decides_nothing(rank: int) -> None:
     """Eigenvalues that a user asked for on one process alone make its bounds exact: the others still come along."""
     case = CASES["many words"]
     options = {"kfac_use_woodbury": False, "kfac_distributed_reduce": "dense", "max_condition_number": 20.0}
@@ -346,7 +347,7 @@ def bad_folders(rank: int, world_size: int, folder: str) -> None:
     file = Path(folder) / "kfac-00001.safetensors"
 
     def refused(what: str, do: Any) -> None:
-        with pytest.raises(gramian.GramianError, match=what) as caught:
+        with refusal(what) as caught:
             do()
         said: list[Any] = [None] * world_size
         dist.all_gather_object(said, str(caught.value))
@@ -373,5 +374,5 @@ def bad_folders(rank: int, world_size: int, folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_folders_that_are_no_state_are_refused_on_all_processes(tmp_path: Path) -> None:
+def test_folders_without_a_state_are_refused_on_all_processes(tmp_path: Path) -> None:
     run_on_ranks(2, bad_folders, str(tmp_path / "kfac"))

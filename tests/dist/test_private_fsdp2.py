@@ -16,18 +16,12 @@ from gramian.privacy.options import Tuning
 from tests.dist import private_bodies as bodies
 from tests.dist import unknown_layers as layers
 from tests.dist.bodies import Bypassed
-from tests.dist.test_private_ddp import (
-    ACCEPTS_EMPTY,
-    ALL_RUNS,
-    CLIPPING,
-    EMPTY,
-    MATRIX_OF_THREE,
-    RUNS,
-    UNEVEN,
-)
+from tests.dist.test_private import ACCEPTS_EMPTY, ALL_RUNS, CLIPPING, EMPTY, MATRIX_OF_THREE, RUNS, UNEVEN
 from tests.dist.worlds import CASE_NAMES, each_block, mine, wrap
 from tests.kit.matrix import FULL, sample
 from tests.kit.processes import distributed, run_on_ranks
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 from tests.statistics.problems import assert_tensors, problem
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs, pytest.mark.xdist_group("processes")]
@@ -47,7 +41,7 @@ ways = pytest.mark.parametrize("way", SHARDED)
 @pytest.mark.parametrize("name, way, clipping, sizes, reduction", sample(MATRIX, 14))
 @distributed(world_size=2)
 def test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it(
-    rank: int, world_size: int, name: str, way: str, clipping: str, sizes: tuple[int, ...], reduction: str
+    rank: int, name: str, way: str, clipping: str, sizes: tuple[int, ...], reduction: str
 ) -> None:
     bodies.one_step(rank, way, name, sizes, reduction, clipping)
 
@@ -55,9 +49,7 @@ def test_gradient_shards_are_the_clipped_sum_of_all_ranks_and_a_step_moves_by_it
 @pytest.mark.full
 @pytest.mark.parametrize("name, clipping, sizes, reduction", sample(MATRIX_OF_THREE, 5))
 @distributed(world_size=3)
-def test_a_step_of_three_ranks(
-    rank: int, world_size: int, name: str, clipping: str, sizes: tuple[int, ...], reduction: str
-) -> None:
+def test_a_step_of_three_ranks(rank: int, name: str, clipping: str, sizes: tuple[int, ...], reduction: str) -> None:
     bodies.one_step(rank, "fsdp2", name, sizes, reduction, clipping)
 
 
@@ -66,21 +58,20 @@ def test_a_step_of_three_ranks(
     sample([*itertools.product(["tied_gpt", "gpt", "hf_llama"], SHARDED, CLIPPING)], 3, case=lambda item: None),
 )
 @distributed(world_size=2)
-def test_checkpointed_blocks(rank: int, world_size: int, name: str, way: str, clipping: str) -> None:
+def test_checkpointed_blocks(rank: int, name: str, way: str, clipping: str) -> None:
     bodies.one_step(rank, way, name, (3, 1), "mean", clipping, checkpoint=True)
 
 
 @pytest.mark.parametrize("off", ["overlap", "release", "adaptive", "layerwise"])
 @distributed(world_size=2)
-def test_a_step_without_one_of_the_optimisations(rank: int, world_size: int, off: str) -> None:
+def test_a_step_without_one_of_the_optimisations(rank: int, off: str) -> None:
     bodies.one_step(rank, "fsdp2", "tied_gpt", (3, 1), tuning=Tuning(**{off: False}))
 
 
 @pytest.mark.parametrize("clipping", CLIPPING)
 @distributed(world_size=2)
-def test_the_root_alone_may_be_sharded(rank: int, world_size: int, clipping: str) -> None:
-    sizes = (3, 2)
-    p, rows = problem("tied_gpt", sum(sizes)), mine(rank, sizes)
+def test_the_root_alone_may_be_sharded(rank: int, clipping: str) -> None:
+    p, rows = problem("tied_gpt", 5), mine(rank, (3, 2))
     private = bodies.make_private(p, fully_shard(p.model()), clipping=clipping)
     private.backward(rows, by_engine=True)
     private.optimizer.step()
@@ -90,9 +81,8 @@ def test_the_root_alone_may_be_sharded(rank: int, world_size: int, clipping: str
 
 @pytest.mark.parametrize("name", ["hf_gpt2", "unused", "lora", "conv2d"])
 @distributed(world_size=2)
-def test_models_with_unused_frozen_and_transposed_parameters(rank: int, world_size: int, name: str) -> None:
-    sizes = (2, 3)
-    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+def test_models_with_unused_frozen_and_transposed_parameters(rank: int, name: str) -> None:
+    p, rows = problem(name, 5), mine(rank, (2, 3))
     private = bodies.make_private(p, fully_shard(p.model()))
     private.backward(rows)
     private.optimizer.step()
@@ -106,7 +96,7 @@ def test_models_with_unused_frozen_and_transposed_parameters(rank: int, world_si
     "name, clipping", sample([*itertools.product(["mlp", "gpt", "padded_embedding"], CLIPPING)], 3)
 )
 @distributed(world_size=2)
-def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, world_size: int, name: str, clipping: str) -> None:
+def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, name: str, clipping: str) -> None:
     sizes = (3, 2)
     # The loop runs on weights and inputs as bfloat16 rounds them.
     p, rows = problem(name, sum(sizes), torch.bfloat16), mine(rank, sizes)
@@ -127,7 +117,7 @@ def test_mixed_precision_of_the_shards_is_within_bfloat16(rank: int, world_size:
 
 
 @distributed(world_size=2)
-def test_a_clipped_gradient_in_mixed_precision_is_within_the_clip_norm(rank: int, world_size: int) -> None:
+def test_a_clipped_gradient_in_mixed_precision_is_within_the_clip_norm(rank: int) -> None:
     p = problem("gpt", 4, torch.float32)
     limit = 0.1 * bodies.limit_of(p)
     for rows in (slice(0, 1), slice(1, 2), slice(2, 3)):
@@ -138,41 +128,15 @@ def test_a_clipped_gradient_in_mixed_precision_is_within_the_clip_norm(rank: int
         private.engine.detach()
 
 
-@pytest.mark.parametrize("name", ["reused"] if not FULL else ACCEPTS_EMPTY)
-@distributed(world_size=2)
-def test_backwards_before_a_step_add_up(rank: int, world_size: int, name: str) -> None:
-    bodies.several_backwards(rank, "fsdp2", name)
-
-
 @pytest.mark.full
 @distributed(world_size=2)
-def test_a_detached_model_trains_as_one_that_never_was_private(rank: int, world_size: int) -> None:
+def test_a_detached_model_trains_as_one_that_never_was_private(rank: int) -> None:
     bodies.as_without_an_engine(rank, "fsdp2")
-
-
-@distributed(world_size=2)
-def test_a_scaled_loss(rank: int, world_size: int) -> None:
-    bodies.scaled(rank, "fsdp2", fused=False)  # torch has no fused SGD for DTensor
-
-
-@distributed(world_size=2)
-def test_the_stopwatch_sees_the_reduction_of_every_parameter(rank: int, world_size: int) -> None:
-    bodies.timed(rank, "fsdp2")
-
-
-@distributed(world_size=2)
-def test_independence_is_checked_on_every_rank(rank: int, world_size: int) -> None:
-    bodies.independent(rank, "fsdp2")
-
-
-@distributed(world_size=2)
-def test_norms_can_be_captured_beside(rank: int, world_size: int) -> None:
-    bodies.own_norms_beside(rank, "fsdp2")
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @distributed(world_size=2)
-def test_adam_steps_on_shards_as_on_a_whole_model(rank: int, world_size: int, options: dict[str, bool]) -> None:
+def test_adam_steps_on_shards_as_on_a_whole_model(rank: int, options: dict[str, bool]) -> None:
     p, rows = problem("tied_gpt", 6), slice(3 * rank, 3 * rank + 3)
     plain = p.model()
     reference = AdamW(plain.parameters(), lr=0.1, **options)
@@ -200,14 +164,7 @@ UNKNOWN = [
 @pytest.mark.parametrize("kind, units, clipping, sizes, reduction, checkpoint", sample(UNKNOWN, len(layers.LAYERS)))
 @distributed(world_size=2)
 def test_steps_of_layers_without_a_formula(
-    rank: int,
-    world_size: int,
-    kind: str,
-    units: str,
-    clipping: str,
-    sizes: tuple[int, ...],
-    reduction: str,
-    checkpoint: bool,
+    rank: int, kind: str, units: str, clipping: str, sizes: tuple[int, ...], reduction: str, checkpoint: bool
 ) -> None:
     layers.two_steps(rank, kind, units, sizes, reduction, clipping, checkpoint)
 
@@ -219,16 +176,15 @@ def test_steps_of_layers_without_a_formula(
 )
 @distributed(world_size=2)
 def test_norms_of_layers_without_a_formula(
-    rank: int, world_size: int, kind: str, units: str, sizes: tuple[int, ...], checkpoint: bool
+    rank: int, kind: str, units: str, sizes: tuple[int, ...], checkpoint: bool
 ) -> None:
     layers.own_norms(rank, kind, units, sizes, "mean", checkpoint)
 
 
 @pytest.mark.parametrize("kind", layers.LAYERS if FULL else ["lstm", "raw block"])
 @distributed(world_size=2)
-def test_mixed_precision_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:
-    sizes = (3, 2)
-    p, rows = layers.layered(kind, sum(sizes), torch.bfloat16), mine(rank, sizes)
+def test_mixed_precision_of_layers_without_a_formula(rank: int, kind: str) -> None:
+    p, rows = layers.layered(kind, 5, torch.bfloat16), mine(rank, (3, 2))
     units = "root" if kind == "raw root" else "blocks"
     model = layers.sharded(p.model().float(), units, mp_policy=BFLOAT16)
     private = bodies.make_private(p, model)
@@ -243,10 +199,9 @@ def test_mixed_precision_of_layers_without_a_formula(rank: int, world_size: int,
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["lstm", "attention", "raw"] if FULL else ["raw"])
 @distributed(world_size=2)
-def test_a_compiled_model_of_layers_without_a_formula(rank: int, world_size: int, kind: str) -> None:
+def test_a_compiled_model_of_layers_without_a_formula(rank: int, kind: str) -> None:
     torch.compiler.reset()
-    sizes = (3, 2)
-    p, rows = layers.layered(kind, sum(sizes)), mine(rank, sizes)
+    p, rows = layers.layered(kind, 5), mine(rank, (3, 2))
     private = bodies.make_private(p, torch.compile(layers.sharded(p.model(), "blocks"), backend="aot_eager"))
     private.backward(rows)
     private.optimizer.step()
@@ -256,25 +211,23 @@ def test_a_compiled_model_of_layers_without_a_formula(rank: int, world_size: int
 
 @pytest.mark.parametrize("kind, units", sorted(layers.UNITS_BELOW))
 @distributed(world_size=2)
-def test_a_parameter_of_a_module_with_units_below_is_refused(rank: int, world_size: int, kind: str, units: str) -> None:
+def test_a_parameter_of_a_module_with_units_below_is_refused(rank: int, kind: str, units: str) -> None:
     p, name = layers.layered(kind, 4), {"raw block": r"blocks\.0 \(", "raw root": r"model \("}[kind]
     model = layers.sharded(p.model(), units)
     complaint = rf"^{name}.*fully_shard units below it \(.*expected its own parameters in a module apart"
     for pieces in (None, 1):
-        with pytest.raises(gramian.GramianError, match=complaint):
+        with refusal(complaint):
             bodies.make_private(p, model, max_physical_batch=pieces)
-    with pytest.raises(gramian.GramianError, match=complaint), gramian.per_sample_norms(model):
+    with refusal(complaint), gramian.per_sample_norms(model):
         pass
 
 
 @distributed(world_size=2)
-def test_attention_that_is_sharded_in_part_is_refused(rank: int, world_size: int) -> None:
+def test_attention_that_is_sharded_in_part_is_refused(rank: int) -> None:
     p = layers.layered("attention", 4)
     model = p.model()
     fully_shard(model.get_submodule("blocks.1.layer.out_proj"))
-    with pytest.raises(
-        gramian.GramianError, match=r"^blocks\.1\.layer .*\(out_proj\).*expected no fully_shard below it$"
-    ):
+    with refusal(r"^blocks\.1\.layer .*\(out_proj\).*expected no fully_shard below it$"):
         bodies.make_private(p, fully_shard(model))
 
 
@@ -303,12 +256,10 @@ class Outside(nn.Module):
 
 
 @distributed(world_size=2)
-def test_a_tensor_that_leaves_its_unit_unseen_is_refused(rank: int, world_size: int) -> None:
+def test_a_tensor_that_leaves_its_unit_unseen_is_refused(rank: int) -> None:
     model = fully_shard(Outside())
     engine, _ = bodies.private_squares(model)
-    with pytest.raises(
-        gramian.GramianError, match=r"^unit\.act \(PReLU\) .*expected fully_shard with units that return"
-    ):
+    with refusal(r"^unit\.act \(PReLU\) .*expected fully_shard with units that return"):
         model(torch.randn(3, 4)).square().sum().backward()
     assert all(q.grad is None for q in model.parameters())
     engine.detach()
@@ -348,14 +299,12 @@ class Penalised(nn.Module):
     ],
 )
 @distributed(world_size=2)
-def test_gradients_past_a_layer_without_a_formula_are_named(
-    rank: int, world_size: int, way: str, complaint: str
-) -> None:
+def test_gradients_past_a_layer_without_a_formula_are_named(rank: int, way: str, complaint: str) -> None:
     model = Penalised(way)
     fully_shard(model.scale)
     engine, _ = bodies.private_squares(fully_shard(model))
     for _ in range(2):
-        with pytest.raises(gramian.GramianError, match=complaint):
+        with refusal(complaint):
             model(torch.randn(3, 4)).square().sum().backward()
         assert all(q.grad is None for q in model.parameters())
     engine.detach()
@@ -369,98 +318,56 @@ def test_gradients_past_a_layer_without_a_formula_are_named(
 @ways
 @distributed(world_size=2)
 def test_without_one_sample_the_sum_changes_by_the_clip_norm_and_no_factor_of_another_rank_changes(
-    rank: int, world_size: int, way: str, name: str
+    rank: int, way: str, name: str
 ) -> None:
     bodies.one_sample_less(rank, way, name, (3, 2))
-
-
-@distributed(world_size=3)
-def test_the_last_sample_of_a_rank_leaves(rank: int, world_size: int) -> None:
-    bodies.one_sample_less(rank, "fsdp2", "reused", (2, 1, 3))
-
-
-@distributed(world_size=2)
-def test_a_sample_that_is_not_finite_counts_nothing(rank: int, world_size: int) -> None:
-    bodies.a_nan_stays_on_its_rank(rank, "fsdp2")
-
-
-@distributed(world_size=2)
-def test_a_layer_that_one_rank_does_not_use(rank: int, world_size: int) -> None:
-    bodies.unused_on_one_rank(rank, "fsdp2")
-
-
-@pytest.mark.parametrize("kind", ["length", "records"])
-@distributed(world_size=2)
-def test_data_sets_that_differ_between_ranks_are_refused(rank: int, world_size: int, kind: str) -> None:
-    bodies.another_data_set(rank, "fsdp2", kind)
-
-
-@distributed(world_size=2)
-def test_all_ranks_take_the_key_of_the_first(rank: int, world_size: int) -> None:
-    bodies.the_key_is_rank_zeros(rank, "fsdp2")
-
-
-@distributed(world_size=3)
-def test_the_expected_batch_counts_all_ranks(rank: int, world_size: int) -> None:
-    bodies.expected_batch_counts_all_ranks(rank, world_size, "fsdp2")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("where", ["gradient", "weight"])
 @distributed(world_size=2)
-def test_what_one_rank_changes_is_refused_by_all(rank: int, world_size: int, where: str, dtype: torch.dtype) -> None:
+def test_what_one_rank_changes_is_refused_by_all(rank: int, where: str, dtype: torch.dtype) -> None:
     bodies.changes_are_refused_together(rank, "fsdp2", dtype, where)
-
-
-@distributed(world_size=2)
-def test_nobody_waits_for_ever_for_a_rank_that_raised(rank: int, world_size: int) -> None:
-    bodies.nobody_waits_for_a_rank_that_raised(rank, "fsdp2")
 
 
 @pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
 @distributed(world_size=2)
-def test_a_bypass_is_named(rank: int, world_size: int, kind: type[nn.Module], name: str) -> None:
+def test_a_bypass_is_named(rank: int, kind: type[nn.Module], name: str) -> None:
     bodies.a_bypass_is_named(rank, fully_shard(kind()), name)
 
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("audited", [False, True])
 @distributed(world_size=2)
-def test_a_bypass_after_clean_steps_is_named(rank: int, world_size: int, audited: bool, inside: bool) -> None:
+def test_a_bypass_after_clean_steps_is_named(rank: int, audited: bool, inside: bool) -> None:
     bodies.a_bypass_later_on(rank, "fsdp2", audited, inside)
 
 
 @pytest.mark.parametrize("kind, name", [(bodies.Bypassing, "second.weight"), (Bypassed, "kept.weight")])
 @distributed(world_size=2)
-def test_a_bypass_in_a_compiled_model_is_named(rank: int, world_size: int, kind: type[nn.Module], name: str) -> None:
+def test_a_bypass_in_a_compiled_model_is_named(rank: int, kind: type[nn.Module], name: str) -> None:
     torch.compiler.reset()
     bodies.a_bypass_is_named(rank, torch.compile(fully_shard(kind()), backend="aot_eager"), name)
 
 
-class Split(nn.Module):
+def split() -> Toy:
     """One half sharded, the other not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(7, 9), nn.Linear(9, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+    return Toy(lambda net, x: net.second(net.first(x)), first=nn.Linear(7, 9), second=nn.Linear(9, 5))
 
 
 @distributed(world_size=2)
-def test_a_model_that_is_sharded_in_part_is_refused(rank: int, world_size: int) -> None:
-    model = Split()
+def test_a_model_that_is_sharded_in_part_is_refused(rank: int) -> None:
+    model = split()
     fully_shard(model.first)
-    with pytest.raises(gramian.GramianError, match="expected fully_shard on the root"):
+    with refusal("expected fully_shard on the root"):
         bodies.make_private(problem("mlp", 4, torch.float32), model)
 
 
 @distributed(world_size=2)
-def test_a_mesh_of_two_dimensions_is_refused(rank: int, world_size: int) -> None:
+def test_a_mesh_of_two_dimensions_is_refused(rank: int) -> None:
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(problem("mlp", 4).model(), mesh=mesh)
-    with pytest.raises(gramian.GramianError, match="one mesh dimension"):
+    with refusal("one mesh dimension"):
         bodies.make_private(problem("mlp", 4), model)
 
 
@@ -497,11 +404,6 @@ def test_private_training_ends_at_the_same_parameters_on_any_number_of_ranks(
 
 
 @pytest.mark.dist
-def test_no_rank_replays_on_other_weights(tmp_path: Path) -> None:
-    bodies.compare_resumed(2, "fsdp2", tmp_path, True, other_weights=True)
-
-
-@pytest.mark.dist
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, replay: bool) -> None:
     bodies.compare_resumed(2, "fsdp2", tmp_path, replay)
@@ -513,10 +415,9 @@ def test_a_resumed_run_replays_its_releases_or_moves_past_them(tmp_path: Path, r
 @pytest.mark.parametrize("what", ["blocks", pytest.param("root", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["gpt", "tied_gpt", "mlp", "padded_embedding"] if FULL else ["mlp"])
 @distributed(world_size=2)
-def test_compiled_models(rank: int, world_size: int, name: str, what: str) -> None:
+def test_compiled_models(rank: int, name: str, what: str) -> None:
     torch.compiler.reset()
-    sizes = (3, 2)
-    p, rows = problem(name, sum(sizes)), mine(rank, sizes)
+    p, rows = problem(name, 5), mine(rank, (3, 2))
     if what == "blocks":
         model = wrap("fsdp2", each_block(p.model(), lambda block: torch.compile(block, backend="aot_eager")))
     else:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import gramian
 from gramian.linalg import Dense, Diagonal, DiagonalLowRank, Factor, LowRank
 from gramian.linalg.factors import diagonal_low_rank, merging
 from gramian.linalg.factors.columns import Columns
@@ -20,6 +19,7 @@ from gramian.parallel.sharded_columns import ShardedColumns
 from tests.dist.worlds import ranks_agree
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed, run_on_ranks
+from tests.kit.refusals import refusal
 from tests.linalg.matrices import distance, normal
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
@@ -86,16 +86,10 @@ def _assert_same_bits(actual: Any, expected: Any) -> None:
 
 def _answers(factor: Any, y: Tensor) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {
-        "matvec": factor.matvec(y),
-        "solve": factor.solve(y, 0.1),
-        "trace": factor.trace(),
-        "frobenius": factor.frobenius(),
-        "diagonal": factor.diagonal(),
-        "dense": factor.to_dense(),
-        "logdet": factor.logdet(0.1),
-        "bound": factor.largest_bound(),
-        "error": factor.quantisation_error,
-    }
+        "matvec": factor.matvec(y), "solve": factor.solve(y, 0.1), "trace": factor.trace(),
+        "frobenius": factor.frobenius(), "diagonal": factor.diagonal(), "dense": factor.to_dense(),
+        "logdet": factor.logdet(0.1), "bound": factor.largest_bound(), "error": factor.quantisation_error,
+    }  # fmt: skip
     for p, max_condition in itertools.product((-1.0, -0.5, 0.5, 1.0), (None, 3.0)):
         found[f"power {p} {max_condition}"] = factor.power(y, p, 0.1, max_condition)
     found["eigenvalues"] = factor.eigenvalues()
@@ -185,7 +179,7 @@ def test_what_is_made_of_factors_is_the_same_and_stays_where_it_is(
 @pytest.mark.full
 @pytest.mark.parametrize("storage", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.full)])
 @distributed(world_size=3)
-def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int, storage: torch.dtype) -> None:
+def test_factors_of_one_process_and_of_several_merge(rank: int, storage: torch.dtype) -> None:
     exchange = _joined()
     u, v, y = normal(17, 3), normal(17, 2, seed=5), normal(17, 2, seed=6)
     for left, right in [("low rank", "low rank"), ("plus", "plus"), ("plus", "low rank"), ("low rank", "plus")]:
@@ -210,7 +204,7 @@ def test_factors_of_one_process_and_of_several_merge(rank: int, world_size: int,
 
 
 @distributed(world_size=2)
-def test_merging_as_many_columns_as_rows_gives_a_whole_matrix(rank: int, world_size: int) -> None:
+def test_merging_as_many_columns_as_rows_gives_a_whole_matrix(rank: int) -> None:
     for make in MAKES:
         a, a_several = _pair(make, normal(9, 5), torch.float64, _joined())
         merged = merge(a_several, a_several, 0.4, 0.6)
@@ -220,7 +214,7 @@ def test_merging_as_many_columns_as_rows_gives_a_whole_matrix(rank: int, world_s
 
 @pytest.mark.parametrize("make", ["plus", "softmax"])
 @distributed(world_size=3)
-def test_sides_too_wide_to_be_written_out(rank: int, world_size: int, make: str) -> None:
+def test_sides_too_wide_to_be_written_out(rank: int, make: str) -> None:
     before = diagonal_low_rank.WIDEST_DENSE, merging.WIDEST_DENSE
     diagonal_low_rank.WIDEST_DENSE = merging.WIDEST_DENSE = 4
     try:
@@ -302,10 +296,7 @@ def _counted(rank: int, world_size: int, n: int, storage: torch.dtype) -> None:
     factor.solve(normal(n, k), 0.1)
     assert sent(lambda: factor.solve(normal(n, k), 0.1)) == (ring(8 * r * k), others * longest * k * 8)
     columns.forget()
-    assert sent(lambda: compress(LowRank(columns), rank=2)) == (
-        ring(8 * r * r) + (ring(8 * 2, 16) if half else 0),
-        0,
-    )
+    assert sent(lambda: compress(LowRank(columns), rank=2)) == (ring(8 * r * r) + (ring(8 * 2, 16) if half else 0), 0)
 
 
 @pytest.mark.dist
@@ -317,7 +308,7 @@ def test_bytes_are_those_of_the_table(world_size: int, n: int, storage: torch.dt
 
 
 @distributed(world_size=3)
-def test_a_column_that_is_not_finite_is_stored_as_in_one_process(rank: int, world_size: int) -> None:
+def test_a_column_that_is_not_finite_is_stored_as_in_one_process(rank: int) -> None:
     for bad, row in itertools.product((torch.nan, torch.inf), (0, 4, 8)):
         u = 1e3 * normal(9, 3)
         u[row, 1] = bad
@@ -327,16 +318,16 @@ def test_a_column_that_is_not_finite_is_stored_as_in_one_process(rank: int, worl
 
 
 @distributed(world_size=2)
-def test_a_right_side_of_the_wrong_length_is_named(rank: int, world_size: int) -> None:
+def test_a_right_side_of_the_wrong_length_is_named(rank: int) -> None:
     columns = _sharded(normal(9, 2), _joined(), torch.float64)
-    with pytest.raises(gramian.GramianError, match="^y: 4 rows; expected 9$"):
+    with refusal("^y: 4 rows; expected 9$"):
         columns.transposed_times(normal(4, 1))
-    with pytest.raises(gramian.GramianError, match="^y: 9 rows; expected [45]$"):
+    with refusal("^y: 9 rows; expected [45]$"):
         columns.local().transposed_times(normal(9, 1))
 
 
 @distributed(world_size=4)
-def test_columns_that_every_process_holds_are_cut_without_sending(rank: int, world_size: int) -> None:
+def test_columns_that_every_process_holds_are_cut_without_sending(rank: int) -> None:
     exchange = _joined()
     for n, storage in itertools.product((2, 11), STORAGES):
         whole = Columns(store_columns(normal(n, 3), storage))

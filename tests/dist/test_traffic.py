@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import gramian
@@ -15,6 +15,7 @@ from gramian.parallel.exchange import Exchange, exchange_of
 from gramian.parallel.sharded_columns import ShardedColumns
 from tests.kit.matrix import sample
 from tests.kit.processes import distributed
+from tests.kit.toys import Toy
 
 pytestmark = [pytest.mark.oracle, pytest.mark.xdist_group("processes")]
 
@@ -28,21 +29,17 @@ DTYPES = {torch.float64: (8, 8), torch.float32: (4, 4), torch.bfloat16: (2, 4)}
 POSITIONS = 2
 
 
-class Net(nn.Module):
+def net() -> Toy:
     """Widths that no number of processes here divides; the first layer has a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(13, 11), nn.Linear(11, 17, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
+    return Toy(
+        lambda net, x: net.second(net.first(x).tanh()), first=nn.Linear(13, 11), second=nn.Linear(11, 17, bias=False)
+    )
 
 
 def counted_bytes(rank: int, size: int, reduction: str, split: tuple[int, ...], dtype: torch.dtype) -> None:
     """A refresh layer by layer, then the first natural gradient and a second one."""
     torch.manual_seed(0)
-    model, samples = Net().to(dtype), split[rank]
+    model, samples = net().to(dtype), split[rank]
     x, y = torch.randn(samples, POSITIONS, 13).to(dtype), torch.randint(17, (samples, POSITIONS))
     kfac = gramian.KFACNaturalGradient(kfac_distributed_reduce=reduction, use_eigenvalue_correction=False)
     with kfac.capture(model, num_terms=y.numel(), loss_reduction="sum"):
@@ -110,7 +107,7 @@ def test_four_processes(rank: int, world_size: int, reduction: str, split: tuple
 
 
 @distributed(world_size=2)
-def test_rows_that_stay_where_they_lie_are_not_gathered(rank: int, world_size: int) -> None:
+def test_rows_that_stay_where_they_lie_are_not_gathered(rank: int) -> None:
     others = exchange_of(None, torch.device("cpu"))
     assert others is not None
     part = others.features(13)[rank]

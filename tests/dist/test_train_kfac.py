@@ -165,10 +165,7 @@ def test_the_loss_curve_does_not_depend_on_the_processes(
         assert record["refreshes"] == -(-record["steps"] // 4) and not record["dropped"]
 
 
-LONG: dict[str, dict[str, Any]] = {
-    "kfac": {"kl_clip": 1e-3},
-    "checkpoint": {"snapshot_every": 50, "every": 100},
-}
+LONG: dict[str, dict[str, Any]] = {"kfac": {"kl_clip": 1e-3}, "checkpoint": {"snapshot_every": 50, "every": 100}}
 """The default trust region. With one ten times as wide such a run is chaotic: on one process, two layers of width 32 whose
 weights begin 4 units in the last place elsewhere end 200 steps later 1e-2 apart, and 2e-14 apart with this one."""
 
@@ -307,11 +304,7 @@ def test_a_private_run_with_public_curvature_goes_on_bitwise(kind: str, tmp_path
 
 BUGS = {
     "a coefficient that forgets the processes": (
-        Edit(
-            "PlainStepper._observed",
-            "loss_reduction=coefficient",
-            "loss_reduction=coefficient / self.world.size",
-        ),
+        Edit("PlainStepper._observed", "loss_reduction=coefficient", "loss_reduction=coefficient / self.world.size"),
         {},
     ),
     "ids of this process's own": (

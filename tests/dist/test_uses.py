@@ -69,7 +69,7 @@ def used(model: nn.Module, fishers: list[gramian.KFACNaturalGradient], rows: lis
 @pytest.mark.parametrize("reduce", ["gram", "dense"])
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 @distributed(world_size=2)
-def test_uses_are_those_of_one_process(rank: int, world_size: int, way: str, reduce: str) -> None:
+def test_uses_are_those_of_one_process(rank: int, way: str, reduce: str) -> None:
     case = CASES["words"]
     alone, model = case.model(), wrapped(way, case.model())
     ours, theirs = [], []
@@ -89,7 +89,7 @@ def test_uses_are_those_of_one_process(rank: int, world_size: int, way: str, red
 
 
 @distributed(world_size=2)
-def test_an_average_of_sharded_models_is_that_of_whole_ones(rank: int, world_size: int) -> None:
+def test_an_average_of_sharded_models_is_that_of_whole_ones(rank: int) -> None:
     case = CASES["words"]
     results = []
     for way, reduce, rows in (("plain", "none", list(range(SAMPLES))), ("fsdp2", "gram", SPLIT[rank])):

@@ -9,19 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional as F
 
 import gramian
-from tests.curvature.splits import Case, assert_equal, refresh, vector
-from tests.dist.kfac_bodies import alone, make
+from tests.curvature.splits import Case, assert_equal, refresh
+from tests.dist.kfac_bodies import alone, make, preconditioned, sharded_results, whole_like
 from tests.kit.mutations import Edit
+from tests.kit.refusals import refusal
 
 
 class Mlp(nn.Module):
@@ -97,11 +93,7 @@ CASES = {
 def plan(name: str, style: str) -> dict[str, Any]:
     """Which layers are spread, and how: "usual", "tables" too (by width and by rows), or "sequence" parallel in between."""
     if name == "mlp":
-        return {
-            "up": ColwiseParallel(),
-            "down": RowwiseParallel(),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
+        return {"up": ColwiseParallel(), "down": RowwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
     found: dict[str, Any] = {f"block.{layer}": ColwiseParallel() for layer in ("q", "k", "v", "up")}
     found |= {f"block.{layer}": RowwiseParallel() for layer in ("o", "down")}
     found["head"] = ColwiseParallel(output_layouts=Replicate())
@@ -149,42 +141,8 @@ def same_as_one(
     expected = alone(case, samples, torch.float64, options, **told)
     kfac, model = make(**options), spread(case.model(), name, style, len(split), tensor)
     refresh(kfac, model, case.data(samples), split[rank // tensor], **told)
-    assert_equal(results(kfac, model, case.model()), expected, tolerance)
+    assert_equal(sharded_results(kfac, model, case.model()), expected, tolerance)
     return kfac.record()
-
-
-def results(kfac: gramian.KFACNaturalGradient, model: nn.Module, plain: nn.Module) -> dict[str, Tensor]:
-    """Everything that is compared, from a vector that is spread as the parameters are: what comes back is spread alike."""
-    places = dict(model.named_parameters())
-    v = {n: _placed(t, places[n]) for n, t in vector(plain).items()}
-    found = {
-        f"{name} {side}": factor.to_dense()
-        for name, block in kfac.kfac_factors.items()
-        for side, factor in block.factors.items()
-    }
-    for power in (-1.0, -0.5):
-        for name, t in kfac.compute_natural_gradient(model, power=power, gradients=v).items():
-            found[f"{name}^{power}"] = whole_like(t, places[name])
-    for name, t in kfac.compute_fisher_vector_product(v).items():
-        found[f"F {name}"] = whole_like(t, places[name])
-    return found
-
-
-def _placed(t: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return t
-    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def whole_like(t: Tensor, parameter: Tensor) -> Tensor:
-    """All of it; it is placed as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        assert not isinstance(t, DTensor)
-        return t
-    assert isinstance(t, DTensor)
-    assert (t.placements, t.device_mesh, t.shape) == (parameter.placements, parameter.device_mesh, parameter.shape)
-    assert t.to_local().shape == parameter.to_local().shape
-    return t.full_tensor()
 
 
 def collections(rank: int, name: str, style: str, tensor: int, split: list[list[int]], default_ids: bool) -> None:
@@ -232,24 +190,9 @@ def padded(rank: int) -> None:
 def trained(rank: int, tensor: int, data: int, reduce: str) -> None:
     """A few preconditioned steps, with evaluations between them, move the parameters as they do on one process."""
     case, samples = CASES["gpt"], 4
-
-    def run(model: nn.Module, rows: list[int], reduce: str) -> dict[str, Tensor]:
-        kfac = make(kfac_distributed_reduce=reduce, update_freq=2, ema_decay=0.5)
-        optimizer = gramian.precondition(torch.optim.SGD(model.parameters(), lr=0.3), model, kfac, kl_clip=1e-3)
-        for step in range(4):
-            inputs, targets = case.data(samples)
-            inputs = (inputs + step) % 11
-            with torch.no_grad():
-                model(inputs[rows])
-            optimizer.zero_grad()
-            with kfac.capture(model, num_terms=3.0 * len(rows), sample_ids=torch.tensor(rows)):
-                F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
-            optimizer.step()
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named_parameters()}
-
-    expected = run(case.model(), list(range(samples)), "none")
+    expected = preconditioned(case, case.model(), list(range(samples)), "none")
     model = spread(case.model(), "gpt", "usual", data, tensor)
-    assert_equal(run(model, list(range(rank // tensor, samples, data)), reduce), expected, 1e-9)
+    assert_equal(preconditioned(case, model, list(range(rank // tensor, samples, data)), reduce), expected, 1e-9)
 
 
 def one_rank_fails(rank: int) -> None:
@@ -262,11 +205,7 @@ def one_rank_fails(rank: int) -> None:
         if rank == 1:
             raise RuntimeError("no such luck")
     refresh(kfac, model, case.data(3), range(3))
-    assert_equal(results(kfac, model, case.model()), alone(case, 3, torch.float64, {}), 1e-10)
-
-
-def refused(why: str) -> Any:
-    return pytest.raises(gramian.GramianError, match=why)
+    assert_equal(sharded_results(kfac, model, case.model()), alone(case, 3, torch.float64, {}), 1e-10)
 
 
 def wrong_terms(rank: int) -> None:
@@ -275,7 +214,7 @@ def wrong_terms(rank: int) -> None:
     model = spread(case.model(), "mlp", "usual", 1, 2)
     inputs, targets = case.data(1)
     with (
-        refused("head: the gradient of token 0 is not that of"),
+        refusal("head: the gradient of token 0 is not that of"),
         make(kfac_true_fisher_head=True).capture(model, num_terms=3),
     ):
         F.cross_entropy(model(inputs), targets).backward()
@@ -292,27 +231,27 @@ def refusals(rank: int) -> None:
     def backward(model: nn.Module, rows: list[int]) -> None:
         F.cross_entropy(model(inputs[rows]).flatten(0, 1), targets[rows].flatten()).backward()
 
-    with refused(r"^block\.q \(Linear\) is tensor parallel, which only K-FAC"), gramian.per_sample_norms(m := model()):
+    with refusal(r"^block\.q \(Linear\) is tensor parallel, which only K-FAC"), gramian.per_sample_norms(m := model()):
         backward(m, [0, 1])
-    with refused('^kfac_distributed_reduce: is "none"'):
+    with refusal('^kfac_distributed_reduce: is "none"'):
         make(kfac_distributed_reduce="none").capture(model(), num_terms=4)
-    with refused("^model: process 1 .* other inputs"), make().capture(m := model(), num_terms=6):
+    with refusal("^model: process 1 .* other inputs"), make().capture(m := model(), num_terms=6):
         backward(m, [0, 1 + rank])
     groups = [dist.new_group([r]) for r in range(2)]
-    with refused("no process has all features"):
+    with refusal("no process has all features"):
         make(process_group=groups[rank]).capture(model(), num_terms=4)
-    with refused("^model: is tensor parallel and compiled"):
+    with refusal("^model: is tensor parallel and compiled"):
         make().capture(torch.compile(model()), num_terms=4)
     attention = nn.Sequential(nn.Linear(12, 12), nn.MultiheadAttention(12, 2, batch_first=True))
     attention.forward = lambda x: attention[1](attention[0](x), x, x)[0]  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(attention, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
-    with refused(r"^1 \(MultiheadAttention\) has no formula"), make().capture(attention, num_terms=4):
+    with refusal(r"^1 \(MultiheadAttention\) has no formula"), make().capture(attention, num_terms=4):
         attention(torch.randn(2, 3, 12)).sum().backward()
     parts = case.model()
     parallelize_module(parts, mesh, {"head": ColwiseParallel()})
     wide = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(0))
-    with refused(f"^head: returns {6 - rank} of its 11 classes"):
+    with refusal(f"^head: returns {6 - rank} of its 11 classes"):
         make().collect_kfac_factors(parts, (wide, wide), "mc")
 
 
@@ -332,7 +271,7 @@ def audited(rank: int) -> None:
     """The audit adds up what the processes explain, and sees a weight that is used outside its layer."""
     model = Broken().double()
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    with refused(r"^down\.bias: the taps explain a gradient"), make().capture(model, num_terms=3):
+    with refusal(r"^down\.bias: the taps explain a gradient"), make().capture(model, num_terms=3):
         F.cross_entropy(model(torch.randn(3, 6, dtype=torch.float64)), torch.arange(3)).backward()
 
 

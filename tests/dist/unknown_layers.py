@@ -16,21 +16,16 @@ import gramian
 from gramian.oracles import single_sample
 from tests.dist import private_bodies as bodies
 from tests.dist.worlds import each_block, mine
-from tests.kit.models import Batch, Case, cross_entropy
+from tests.kit.models import Batch, Case, cross_entropy, seeded
+from tests.kit.toys import Toy
 from tests.statistics.problems import Problem, assert_norms, assert_tensors
 
 WIDTH, TOKENS, CLASSES = 6, 3, 5
 
 
-class Scale(nn.Module):
+def scale() -> Toy:
     """A raw parameter in a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
+    return Toy(lambda net, x: x * net.scale, scale=nn.Parameter(torch.ones(WIDTH)))
 
 
 class Listed(nn.Module):
@@ -47,15 +42,9 @@ class Listed(nn.Module):
         return self.norm(x * first + frozen) * second + first
 
 
-class Twice(nn.Module):
+def twice() -> Toy:
     """One recurrent layer, used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(x)[0])[0]
+    return Toy(lambda net, x: net.inner(net.inner(x)[0])[0], inner=nn.GRU(WIDTH, WIDTH, batch_first=True))
 
 
 def weight_normed() -> nn.Module:
@@ -69,9 +58,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "prelu": partial(nn.PReLU, TOKENS),
     "bilinear": partial(nn.Bilinear, WIDTH, WIDTH, WIDTH),
     "weight_norm": weight_normed,
-    "raw": Scale,
+    "raw": scale,
     "listed": Listed,
-    "twice": Twice,
+    "twice": twice,
     "raw block": partial(nn.Linear, WIDTH, WIDTH),
     "raw root": partial(nn.Linear, WIDTH, WIDTH),
     "apart": partial(nn.Linear, WIDTH, WIDTH),
@@ -110,7 +99,7 @@ class Layered(nn.Module):
         self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.blocks = nn.ModuleList([Block(LAYERS[kind](), kind == "raw block") for _ in range(2)])
         self.raw = nn.Parameter(torch.ones(WIDTH)) if kind == "raw root" else None
-        self.scale = Scale() if kind == "apart" else nn.Identity()
+        self.scale = scale() if kind == "apart" else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.scale(self.first(x))
@@ -121,12 +110,7 @@ class Layered(nn.Module):
 
 
 def _make(kind: str, dtype: torch.dtype) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = Layered(kind)
-        for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    return model.to(dtype)
+    return seeded(lambda: Layered(kind), 0.1).to(dtype)
 
 
 def _batch(samples: int, dtype: torch.dtype, generator: Generator) -> Batch:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import gramian
 from tests.statistics.problems import Problem, splits
 
 CASE_NAMES = ("mlp", "gpt", "tied_gpt", "reused", "padded_embedding", "hf_llama")
@@ -76,6 +77,13 @@ def mine(rank: int, sizes: Sequence[int]) -> slice:
 def gradients(model: nn.Module) -> list[Tensor]:
     """This rank's part of every gradient."""
     return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+def captured(model: nn.Module, p: Problem, batch: Any) -> gramian.statistics.norms.NormCapture:
+    """The norms of one backward over a batch of the problem."""
+    with gramian.per_sample_norms(model) as norms:
+        p.backward(model, batch)
+    return norms
 
 
 def plain_gradients(p: Problem, way: str, step: Callable[[nn.Module], object]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import gramian
 from gramian.kernels.chacha import normals
 from gramian.models.gpt import GPT, GPTConfig
 from gramian.oracles.single_sample import per_sample_gradients
+from tests.kit.refusals import refusal
 
 pytestmark = pytest.mark.gpu
 
@@ -179,7 +180,7 @@ def test_only_gradients_with_other_values_are_refused(scaled, dtype):
             continue
         before = copy.deepcopy(model.state_dict())
         model.blocks[1].fc.weight.grad.data[0, 0].mul_(-1)
-        with pytest.raises(gramian.GramianError, match=r"^blocks\.1\.fc\.weight: its \.grad was changed"):
+        with refusal(r"^blocks\.1\.fc\.weight: its \.grad was changed"):
             scaler.step(optimizer)
         assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     engine.detach()

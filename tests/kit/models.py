@@ -65,14 +65,18 @@ def _reduce(terms: Tensor, reduction: Reduction) -> Tensor:
     return {"mean": terms_B.mean, "sum": terms_B.sum}[reduction]()
 
 
-def _make(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Build with a fixed seed; the noise makes zero biases and unit norm weights tell apart what they hide."""
+def seeded(build: Callable[[], nn.Module], noise: float) -> nn.Module:
+    """Build with a fixed seed; noise on the parameters shows mistakes that zero biases and unit norm weights would hide."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = build()
         for p in model.parameters():
-            p += 0.1 * torch.randn_like(p)
-    return model.to(dtype).train()
+            p += noise * torch.randn_like(p)
+    return model
+
+
+def _make(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    return seeded(build, 0.1).to(dtype).train()
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class Mutation:
 
     Attributes:
         name: what the bug is called, here and in the document.
-        changes: edits that make it.
+        changes: the edit that makes it, or several.
         check: the test that turns red, with its arguments; a check of this file where that test starts processes itself.
         red: the test of the suite, as pytest names its function.
         on_ranks: the check takes a rank and runs on two processes.
@@ -123,7 +123,7 @@ class Mutation:
     """
 
     name: str
-    changes: tuple[Edit | Swap, ...]
+    changes: Edit | Swap | tuple[Edit | Swap, ...]
     check: Callable[..., Any]
     red: str = ""
     on_ranks: bool = False
@@ -131,6 +131,8 @@ class Mutation:
     applied: Callable[[], Any] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.changes, tuple):
+            object.__setattr__(self, "changes", (self.changes,))
         object.__setattr__(self, "applied", functools.partial(_applied, self.changes))
 
     @property

@@ -117,35 +117,23 @@ def convnet() -> nn.Module:
 def conv2d() -> nn.Module:
     """Stride, dilation and zero padding: what every library supports."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, (3, 2), stride=(2, 1), padding=1),
-        nn.Tanh(),
-        nn.Conv2d(6, 7, 2, dilation=(1, 2), bias=False),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(42, 5),
-    )
+        nn.Conv2d(3, 6, (3, 2), stride=(2, 1), padding=1), nn.Tanh(),
+        nn.Conv2d(6, 7, 2, dilation=(1, 2), bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(42, 5),
+    )  # fmt: skip
 
 
 def conv1d() -> nn.Module:
     return nn.Sequential(
-        nn.Conv1d(3, 6, 3, stride=2, padding=1),
-        nn.Tanh(),
-        nn.Conv1d(6, 9, 2, dilation=2, groups=3, bias=False),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(36, 5),
-    )
+        nn.Conv1d(3, 6, 3, stride=2, padding=1), nn.Tanh(), nn.Conv1d(6, 9, 2, dilation=2, groups=3, bias=False),
+        nn.Tanh(), nn.Flatten(), nn.Linear(36, 5),
+    )  # fmt: skip
 
 
 def conv3d() -> nn.Module:
     return nn.Sequential(
-        nn.Conv3d(2, 6, (2, 3, 1), stride=(1, 2, 1), padding=(0, 1, 0)),
-        nn.Tanh(),
-        nn.Conv3d(6, 4, 2, groups=2, bias=False),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(48, 5),
-    )
+        nn.Conv3d(2, 6, (2, 3, 1), stride=(1, 2, 1), padding=(0, 1, 0)), nn.Tanh(),
+        nn.Conv3d(6, 4, 2, groups=2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(48, 5),
+    )  # fmt: skip
 
 
 class Reused(nn.Module):

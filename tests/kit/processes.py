@@ -4,7 +4,7 @@ Usage::
 
     @distributed(world_size=2)
     @pytest.mark.parametrize("size", [3, 5])
-    def test_sum(rank, world_size, size):
+    def test_sum(rank, size):
         x = torch.full((size,), float(rank))
         dist.all_reduce(x)
         assert x.eq(1).all()
@@ -43,18 +43,11 @@ from tests.kit.waiting import PATIENCE
 GRACE_AFTER_FAILURE = 20.0
 # What takes long to import, once, in the process that all pools are forked from, and runs of gramian.verify.resume.
 PRELOADED = [
-    "torch.distributed.fsdp",
-    "torch._dynamo.backends.debugging",
-    "torch._functorch.aot_autograd",
-    "torch._inductor",
-    "transformers.models.llama.modeling_llama",
-    "tests.dist.worlds",
-    "gramian.cli.train",
-    "gramian.train.build.run_parts",
-    "gramian.train.state.run_record",
-    "gramian.train.loop.trainer",
+    "torch.distributed.fsdp", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor",
+    "transformers.models.llama.modeling_llama", "tests.dist.worlds", "gramian.cli.train",
+    "gramian.train.build.run_parts", "gramian.train.state.run_record", "gramian.train.loop.trainer",
     "opacus.accountants",
-]
+]  # fmt: skip
 
 _pools: dict[int, "_Pool"] = {}
 
@@ -64,28 +57,36 @@ class RankError(AssertionError):
 
 
 def distributed(world_size: int, timeout: float = PATIENCE) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a module-level test ``f(rank, world_size, *args)`` run on ``world_size`` processes.
+    """Make a module-level test ``f(rank, *args)`` or ``f(rank, world_size, *args)`` run on ``world_size`` processes.
 
     pytest sees the signature without ``rank`` and ``world_size``, the marker ``dist`` and the group ``processes`` of xdist:
     one worker has the pools.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(function)
+        arguments = list(signature.parameters.values())[1:]
+        rank_only = not arguments or arguments[0].name != "world_size"
+
         @functools.wraps(function)
         def test(*args: Any, **kwargs: Any) -> None:
-            run_on_ranks(world_size, function, *args, timeout=timeout, **kwargs)
+            run_on_ranks(world_size, function, *args, timeout=timeout, rank_only=rank_only, **kwargs)
 
-        signature = inspect.signature(function)
-        test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[2:])
+        test.__signature__ = signature.replace(parameters=arguments if rank_only else arguments[1:])
         return pytest.mark.xdist_group("processes")(pytest.mark.dist(test))
 
     return decorate
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = PATIENCE, **kwargs: Any
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = PATIENCE,
+    rank_only: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
-    """Call the module-level ``function(rank, world_size, *args, **kwargs)`` on every rank.
+    """Call the module-level ``function(rank, world_size, *args, **kwargs)`` on every rank; `rank_only`: without the size.
 
     Returns:
         What each rank returned, in the order of ranks.
@@ -97,7 +98,7 @@ def run_on_ranks(
         raise ValueError(
             f"{function.__qualname__} is not at module level; the other processes find it by its name only"
         )
-    task = pickle.dumps((function.__module__, function.__qualname__, args, kwargs, proofs.are_off()))
+    task = pickle.dumps((function.__module__, function.__qualname__, args, kwargs, rank_only, proofs.are_off()))
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
     try:
@@ -222,10 +223,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, crash_path: 
 
 def _answer(rank: int, world_size: int, task: bytes) -> bytes:
     try:
-        module, name, args, kwargs, unproven = pickle.loads(task)
+        module, name, args, kwargs, rank_only, unproven = pickle.loads(task)
         function = inspect.unwrap(getattr(importlib.import_module(module), name))
+        who = (rank,) if rank_only else (rank, world_size)
         with seeded(f"{module}.{name}", rank), proofs.switched_off(unproven):
-            return pickle.dumps(("value", function(rank, world_size, *args, **kwargs)))
+            return pickle.dumps(("value", function(*who, *args, **kwargs)))
     except pytest.skip.Exception as skip:
         return pickle.dumps(("skip", skip.msg))
     except BaseException:

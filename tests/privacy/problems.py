@@ -15,10 +15,15 @@ import gramian
 from gramian.oracles.clipped_sum import ClippedSum, clip
 from gramian.privacy.clipping.clip_factors import SLACK
 from tests.kit.models import Batch
+from tests.kit.private import attach
 from tests.statistics.problems import Problem
 
 RECORDS = 40
 """Of the data sets here; sample rates follow."""
+
+
+ATTACHED: list[gramian.PrivacyEngine] = []
+"""Engines that `tests/privacy/conftest.py` detaches after a test: they watch every optimizer's step until then."""
 
 
 @dataclass
@@ -54,15 +59,10 @@ def private(
     engine = engine or gramian.PrivacyEngine()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling: is off")
-        made = engine.make_private(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            poisson_sampling=poisson_sampling,
-            **options,
-        )
+        made = attach(
+            engine, model, loader, optimizer=optimizer, noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm, poisson_sampling=poisson_sampling, **options,
+        )  # fmt: skip
     try:
         yield Run(engine, *made)
     finally:
@@ -116,6 +116,12 @@ def largest_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     size = torch.cat([want.double().flatten() for want in expected.values()]).norm()
     error = float(difference.norm() / size) if size else float(difference.norm())
     return error if error == error else float("inf")
+
+
+def assert_totals(model: nn.Module, want: ClippedSum) -> None:
+    """`p.grad` is the loop's clipped sum."""
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want.totals[name])
 
 
 def assert_sums(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:

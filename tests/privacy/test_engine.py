@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import gramian
 from gramian.oracles.clipped_sum import clipped_sum
 from tests.kit.matrix import FULL
+from tests.kit.refusals import refusal
 from tests.privacy.problems import Run, assert_sums, clip_norm, gradients, private, wanted, weights
 from tests.statistics.problems import Problem, problem
 
@@ -166,7 +167,7 @@ def test_two_draws_in_one_step_are_refused() -> None:
     with _poisson(p, model, 1.0) as run:
         before, batches = _flat(model), iter(run.loader)
         p.case.loss(model, *next(batches)[1:], reduction="sum").backward()
-        with pytest.raises(gramian.GramianError, match="step: draw 0 was summed, and no step"):
+        with refusal("step: draw 0 was summed, and no step"):
             next(batches)
         assert torch.equal(before, _flat(model)) and run.engine.steps == 0
 
@@ -178,7 +179,7 @@ def test_two_draws_for_one_step_are_refused() -> None:
         batches = iter(run.loader)
         next(batches)
         p.case.loss(model, *next(batches)[1:], reduction="sum").backward()
-        with pytest.raises(gramian.GramianError, match="step: 2 draws since the last one; expected one step for each"):
+        with refusal("step: 2 draws since the last one; expected one step for each"):
             run.optimizer.step()
         assert run.engine.steps == 0
 
@@ -188,10 +189,10 @@ def test_a_step_without_a_draw_is_refused() -> None:
     model = p.model()
     with _poisson(p, model, 1.0) as run:
         p.case.loss(model, *p.batch, reduction="sum").backward()
-        with pytest.raises(gramian.GramianError, match="step: 0 draws"):
+        with refusal("step: 0 draws"):
             run.optimizer.step()
         next(_steps(run, p, 1))
-        with pytest.raises(gramian.GramianError, match="step: 0 draws"):
+        with refusal("step: 0 draws"):
             run.optimizer.step()
 
 
@@ -227,7 +228,7 @@ def test_two_backwards_on_one_batch_of_the_loader_are_refused(physical: int | No
     with _poisson(p, model, 1.0, max_physical_batch=physical) as run:
         _, *batch = next(batch for batch in run.loader if len(batch[0]))
         p.case.loss(model, *batch, reduction="sum").backward()
-        with pytest.raises(gramian.GramianError, match="backward: ran twice on one batch of the loader"):
+        with refusal("backward: ran twice on one batch of the loader"):
             p.case.loss(model, *batch, reduction="sum").backward()
 
 
@@ -319,7 +320,7 @@ def test_every_optimizer_steps_as_if_it_were_fed_with_the_clipped_mean(which: st
 def test_optimizers_whose_step_is_not_one_release_are_refused_by_name(kind: str) -> None:
     model = problem("mlp", 2).model()
     optimizer = getattr(torch.optim, kind)(model.parameters())
-    with pytest.raises(gramian.GramianError, match=f"optimizer: {kind} "), private(model, 1.0, optimizer=optimizer):
+    with refusal(f"optimizer: {kind} "), private(model, 1.0, optimizer=optimizer):
         pass
     _assert_untouched(model, optimizer)
 
@@ -327,10 +328,7 @@ def test_optimizers_whose_step_is_not_one_release_are_refused_by_name(kind: str)
 def test_an_optimizer_inside_the_backward_is_refused_by_name() -> None:
     model = problem("mlp", 2).model()
     handle = model[2].weight.register_post_accumulate_grad_hook(lambda q: None)
-    with (
-        pytest.raises(gramian.GramianError, match=r"optimizer: 2\.weight .*optimizer-in-backward"),
-        private(model, 1.0),
-    ):
+    with refusal(r"optimizer: 2\.weight .*optimizer-in-backward"), private(model, 1.0):
         pass
     handle.remove()
     with private(model, 1.0):
@@ -418,9 +416,7 @@ def test_a_changed_parameter_group_is_refused() -> None:
     with private(model, 1.0) as run:
         p.backward(model, p.batch)
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        with pytest.raises(
-            gramian.GramianError, match="optimizer: its trained parameters are not those of make_private"
-        ):
+        with refusal("optimizer: its trained parameters are not those of make_private"):
             run.optimizer.step()
         assert run.engine.steps == 0
 
@@ -520,15 +516,9 @@ def test_make_private_with_epsilon_ends_at_its_target(mechanism: str) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        target_epsilon=3.0,
-        target_delta=1e-4,
-        epochs=2,
-        max_grad_norm=1.0,
-        loss_reduction="sum",
-    )
+        module=model, optimizer=optimizer, data_loader=loader, target_epsilon=3.0, target_delta=1e-4, epochs=2,
+        max_grad_norm=1.0, loss_reduction="sum",
+    )  # fmt: skip
     assert made[0] is model and made[1] is optimizer and engine.noise_multiplier > 0.5
     run = Run(engine, *made)
     for _ in range(2):
@@ -642,14 +632,14 @@ def test_a_state_in_the_middle_of_a_draw_is_refused() -> None:
             run.optimizer.step()
             if len(batch[0]) and not run.engine.steps:
                 break
-        with pytest.raises(gramian.GramianError, match="state_dict: a draw is under way"):
+        with refusal("state_dict: a draw is under way"):
             run.engine.state_dict()
 
 
 @pytest.mark.parametrize("state", [{}, {"schema": 99}, [], None])
 def test_a_foreign_state_is_refused(state: Any) -> None:
     engine = gramian.PrivacyEngine()
-    with pytest.raises(gramian.GramianError, match=r"state: expected what engine.state_dict\(\) gave"):
+    with refusal(r"state: expected what engine.state_dict\(\) gave"):
         engine.load_state_dict(state)
 
 
@@ -699,7 +689,7 @@ def test_two_engines_have_two_keys_and_the_insecure_one_is_recorded() -> None:
     one, other = (gramian.PrivacyEngine().state_dict()["secrets"] for _ in range(2))
     assert not torch.equal(one["key"], other["key"]) and not one["insecure_reproducible"]
     assert _engine().state_dict()["secrets"]["insecure_reproducible"]
-    with pytest.raises(gramian.GramianError, match="seed: a seed gives no secret"):
+    with refusal("seed: a seed gives no secret"):
         gramian.PrivacyEngine(seed=3)
 
 

@@ -28,6 +28,8 @@ import gramian
 from gramian.oracles.clipped_sum import clip
 from gramian.oracles.single_sample import per_sample_gradients
 from tests.kit.matrix import sample
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 from tests.privacy.problems import assert_sums, private
 from tests.statistics.problems import assert_norms
 
@@ -148,12 +150,11 @@ def trailing_norm(layer: type[nn.Module], N: int, Z: int, H: int, W: int, axes: 
 def unfolded(*, B: int, C: int, H: int, W: int, **options: tuple[int, int]) -> Made:
     """A linear layer on patches: what a convolution is."""
     rows, columns = options["kernel_size"]
-    return nn.Sequential(nn.Unfold(**options), Transposed(), nn.Linear(C * rows * columns, 2 * C)), (real(B, C, H, W),)
+    return nn.Sequential(nn.Unfold(**options), transposed(), nn.Linear(C * rows * columns, 2 * C)), (real(B, C, H, W),)
 
 
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
+def transposed() -> Toy:
+    return Toy(lambda net, x: x.transpose(1, 2))
 
 
 def _wider(channels: int, grows: bool) -> int:
@@ -195,43 +196,25 @@ LAYERS = {
     "conv1d": Layer(
         lambda W, **d: convolution(nn.Conv1d, (W,), **d),
         {
-            **CHANNELS,
-            "N": range(5),
-            "W": range(6, 11),
-            "kernel_size": (2, 3),
-            "stride": (1, 2),
-            "padding": (0, 1, 2, "same", "valid"),
-            "dilation": (1, 2),
-            "groups": range(1, 13),
+            **CHANNELS, "N": range(5), "W": range(6, 11), "kernel_size": (2, 3), "stride": (1, 2),
+            "padding": (0, 1, 2, "same", "valid"), "dilation": (1, 2), "groups": range(1, 13),
         },
         _fits,
     ),
     "conv2d": Layer(
         lambda H, W, **d: convolution(nn.Conv2d, (H, W), **d),
         {
-            **CHANNELS,
-            "N": range(5),
-            "H": range(11, 18),
-            "W": range(11, 18),
-            "kernel_size": (2, 3, 4),
-            "stride": (1, 2),
-            "padding": (0, 2, "same", "valid"),
-            "dilation": (1, 2, 3),
-            "groups": range(1, 17),
+            **CHANNELS, "N": range(5), "H": range(11, 18), "W": range(11, 18), "kernel_size": (2, 3, 4),
+            "stride": (1, 2), "padding": (0, 2, "same", "valid"), "dilation": (1, 2, 3), "groups": range(1, 17),
         },
         _fits,
     ),
     "conv2d of unequal sides": Layer(
         lambda B, H, W, **d: convolution(nn.Conv2d, (H, W), B, **d),
         {
-            **CHANNELS,
-            "B": range(1, 5),
-            "H": range(11, 18),
-            "W": range(11, 18),
-            "kernel_size": list(product((2, 3), (2, 3))),
-            "stride": list(product((1, 2), (1, 2))),
-            "padding": list(product((0, 2), (0, 2))),
-            "dilation": list(product((1, 2, 3), (1, 2, 3))),
+            **CHANNELS, "B": range(1, 5), "H": range(11, 18), "W": range(11, 18),
+            "kernel_size": list(product((2, 3), (2, 3))), "stride": list(product((1, 2), (1, 2))),
+            "padding": list(product((0, 2), (0, 2))), "dilation": list(product((1, 2, 3), (1, 2, 3))),
         },
     ),
     "conv2d of one column": Layer(
@@ -241,41 +224,24 @@ LAYERS = {
     "conv3d": Layer(
         lambda D, H, W, **d: convolution(nn.Conv3d, (D, H, W), **d),
         {
-            **CHANNELS,
-            "N": range(5),
-            "D": range(3, 7),
-            "H": range(6, 11),
-            "W": range(6, 11),
-            "kernel_size": (2, 3, (1, 2, 3)),
-            "stride": (1, 2, (1, 2, 3)),
-            "padding": (0, 2, (1, 2, 3), "same", "valid"),
-            "dilation": (1, (1, 2, 2)),
-            "groups": range(1, 17),
+            **CHANNELS, "N": range(5), "D": range(3, 7), "H": range(6, 11), "W": range(6, 11),
+            "kernel_size": (2, 3, (1, 2, 3)), "stride": (1, 2, (1, 2, 3)),
+            "padding": (0, 2, (1, 2, 3), "same", "valid"), "dilation": (1, (1, 2, 2)), "groups": range(1, 17),
         },
         _fits,
     ),
     "unfold": Layer(
         unfolded,
         {
-            "B": range(1, 5),
-            "C": (1, 3),
-            "H": range(11, 18),
-            "W": range(11, 18),
-            "kernel_size": list(product((2, 3), (2, 3))),
-            "stride": list(product((1, 2), (1, 2))),
-            "padding": list(product((0, 2), (0, 2))),
-            "dilation": list(product((1, 2, 3), (1, 2, 3))),
+            "B": range(1, 5), "C": (1, 3), "H": range(11, 18), "W": range(11, 18),
+            "kernel_size": list(product((2, 3), (2, 3))), "stride": list(product((1, 2), (1, 2))),
+            "padding": list(product((0, 2), (0, 2))), "dilation": list(product((1, 2, 3), (1, 2, 3))),
         },
     ),
     "embedding": Layer(
         embedding,
         {
-            "N": range(5),
-            "T": range(1, 6),
-            "Q": range(1, 5),
-            "R": (1, 2),
-            "V": range(2, 33),
-            "D": range(10, 18),
+            "N": range(5), "T": range(1, 6), "Q": range(1, 5), "R": (1, 2), "V": range(2, 33), "D": range(10, 18),
             "axes": (2, 3, 4),
         },
     ),
@@ -302,7 +268,7 @@ LAYERS = {
         lambda N, T, D: (SequenceBias(D, batch_first=True), (real(N, T, D),)),
         {"N": range(5), "T": range(10, 21), "D": range(4, 9)},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name, number", sample(list(product(LAYERS, range(EXAMPLES))), 105))
@@ -356,31 +322,25 @@ def test_flat_bags_with_offsets_are_refused_by_name(mode: str, equal: bool) -> N
     model = nn.EmbeddingBag(V, width, mode=mode).double()
     offsets = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
     with private(model, 1.0):
-        with pytest.raises(gramian.GramianError, match=r"model \(EmbeddingBag\)"):
+        with refusal(r"model \(EmbeddingBag\)"):
             l1(model, torch.cat(bags), offsets).backward()
         assert model.weight.grad is None
 
 
 @pytest.mark.parametrize(
-    "layer, trained",
-    [
-        (nn.Embedding, True),
-        (nn.Embedding, False),
-        (nn.EmbeddingBag, True),
-        (nn.EmbeddingBag, False),
-    ],
+    "layer, trained", [(nn.Embedding, True), (nn.Embedding, False), (nn.EmbeddingBag, True), (nn.EmbeddingBag, False)]
 )
 def test_a_table_that_its_forward_changes_is_refused(layer: type[nn.Module], trained: bool) -> None:
     model = nn.Sequential(layer(12, 10, max_norm=1.0).requires_grad_(trained), nn.Linear(10, 3)).double()
     before = model[0].weight.detach().clone()
-    with pytest.raises(gramian.GramianError, match="max_norm"), private(model, 1.0):
+    with refusal("max_norm"), private(model, 1.0):
         l1(model, torch.randint(12, (5, 4))).backward()
     assert torch.equal(model[0].weight, before)
 
 
 def test_a_sparse_bag_is_refused_by_name() -> None:
     model = nn.EmbeddingBag(12, 10, mode="sum", sparse=True).double()
-    with pytest.raises(gramian.GramianError, match=r"\(EmbeddingBag\)"), private(model, 1.0):
+    with refusal(r"\(EmbeddingBag\)"), private(model, 1.0):
         l1(model, torch.randint(12, (5, 4))).backward()
 
 
@@ -462,7 +422,7 @@ def test_recurrent_layers_of_opacus_are_right_for_one_sample_and_refused_by_name
         check(model, batch)
         return
     with private(model, 0.1):
-        with pytest.raises(gramian.GramianError, match=rf"model \(DP{kind}\)"):
+        with refusal(rf"model \(DP{kind}\)"):
             l1(model, *batch).backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -474,7 +434,7 @@ def test_packed_sequences_are_refused_by_name(kind: str, whose: str, lengths: li
     layer = RECURRENT[kind][whose == "opacus"](4, 8, batch_first=True)
     model = Packs(layer, enforce_sorted=lengths == sorted(lengths, reverse=True)).double()
     with private(model, 0.1):
-        with pytest.raises(gramian.GramianError, match=rf"layer \((DP)?{kind}\) is given a PackedSequence"):
+        with refusal(rf"layer \((DP)?{kind}\) is given a PackedSequence"):
             l1(model, real(len(lengths), 3, 4), torch.tensor(lengths)).backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -571,11 +531,11 @@ SECOND: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] =
 
 @pytest.mark.parametrize("samples, length", [(3, 16), (4, 17), (4, 10), (4, 3)])
 @pytest.mark.parametrize("name", SECOND)
-def test_rows_that_are_no_samples_are_refused_by_name(name: str, samples: int, length: int) -> None:
+def test_rows_that_are_not_samples_are_refused_by_name(name: str, samples: int, length: int) -> None:
     torch.manual_seed(0)
     model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](samples, length)
     with private(model, 0.1):
-        with pytest.raises(gramian.GramianError, match="layer"):
+        with refusal("layer"):
             l1(model, *batch).backward()
         assert all(p.grad is None for p in model.parameters())
 
@@ -590,9 +550,9 @@ def test_rows_that_could_be_samples_are_found_out_by_the_proof_and_the_check_of_
     torch.manual_seed(0)
     model, batch = Swapped(SECOND[name][0]()).double(), SECOND[name][1](samples, length)
     with private(model, 0.1) as run:
-        with pytest.raises(gramian.GramianError, match=r"^layer.*; expected"):
+        with refusal(r"^layer.*; expected"):
             run.engine.check_independence(l1, batch)
-        with pytest.raises(gramian.GramianError, match=r"^layer.*; expected"):
+        with refusal(r"^layer.*; expected"):
             model(*batch)
 
 
@@ -607,10 +567,7 @@ def test_one_sample_on_the_second_axis_is_right(name: str) -> None:
 
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention])
 def test_layers_that_say_so_are_refused_before_anything_runs(layer: type[nn.Module]) -> None:
-    with (
-        pytest.raises(gramian.GramianError, match=rf"\({layer.__name__}\) has the batch on axis 1"),
-        private(layer(4, 2), 1.0),
-    ):
+    with refusal(rf"\({layer.__name__}\) has the batch on axis 1"), private(layer(4, 2), 1.0):
         pass
 
 
@@ -683,15 +640,12 @@ def test_positions_for_all_samples_clip_as_those_for_each_do_in_opacus(reduction
 # ---- clipping without per-sample gradients, theirs and ours -----------------------------------------------------------
 
 
-class Table(nn.Module):
+def table() -> Toy:
     """Three tokens of one feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding.from_pretrained(torch.tensor([[0.1], [0.2], [0.3]]), freeze=False)
-
-    def forward(self, index_NT: Tensor) -> Tensor:
-        return self.embedding(index_NT)[..., 0]
+    return Toy(
+        lambda net, index_NT: net.embedding(index_NT)[..., 0],
+        embedding=nn.Embedding.from_pretrained(torch.tensor([[0.1], [0.2], [0.3]]), freeze=False),
+    )
 
 
 def _tokens() -> Made:
@@ -713,7 +667,7 @@ def _rows() -> Made:
 
 def _table() -> Made:
     targets = torch.tensor([[0.1, 0.1], [0.2, 0.3], [0.2, 0.3]], dtype=torch.float64)
-    return Table(), (torch.tensor([[1, 1], [2, 0], [2, 0]]), targets)
+    return table(), (torch.tensor([[1, 1], [2, 0], [2, 0]]), targets)
 
 
 NETWORKS = {"tokens": _tokens, "images": _images, "rows": _rows, "table": _table}

@@ -244,7 +244,7 @@ def test_without_adaption_the_direct_norm_is_everywhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet", "padded_embedding", "tied_gpt"])
-def test_the_plan_foresees_what_is_then_held(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_says_how_many_bytes_are_then_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(name, 4)
     model, shares_seen = p.model(), {}
     parameter = Clipping.parameter

@@ -23,6 +23,8 @@ from torch.utils.data import (
 
 import gramian
 from gramian.privacy.sampling.population import population
+from tests.kit.private import attach
+from tests.kit.refusals import refusal
 
 SIZE, BATCH = 40, 4
 DATA = TensorDataset(torch.arange(SIZE, dtype=torch.float32)[:, None])
@@ -46,15 +48,7 @@ def private(loader: Any, poisson_sampling: bool, **options: Any) -> tuple[gramia
     engine, model = gramian.PrivacyEngine("rdp"), nn.Linear(1, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "poisson_sampling: is off")
-        *_, made = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=poisson_sampling,
-            **options,
-        )
+        *_, made = attach(engine, model, loader, poisson_sampling=poisson_sampling, **options)
     return engine, made
 
 
@@ -75,14 +69,14 @@ PARTS = (
 @pytest.mark.parametrize("sampler", PARTS, ids=lambda sampler: type(sampler).__name__)
 def test_poisson_draws_do_not_replace_a_sampler_that_chooses(sampler: Any) -> None:
     for options in ({}, {"expected_batch": BATCH, "sample_rate": 0.1}):
-        with pytest.raises(gramian.GramianError, match=r"data_loader: its \w+ would give way .*Subset") as caught:
+        with refusal(r"data_loader: its \w+ would give way .*Subset") as caught:
             private(DataLoader(DATA, batch_size=BATCH, sampler=sampler), True, **options)
         assert "\n" not in str(caught.value)
 
 
 def test_poisson_draws_do_not_replace_batches_of_the_users_own() -> None:
     for batches in (Pairs(), BatchSampler(SubsetRandomSampler(range(10)), BATCH, False)):
-        with pytest.raises(gramian.GramianError, match="data_loader: its (Pairs|SubsetRandomSampler) would give way"):
+        with refusal("data_loader: its (Pairs|SubsetRandomSampler) would give way"):
             private(DataLoader(DATA, batch_sampler=batches), True, expected_batch=BATCH)
 
 
@@ -173,9 +167,9 @@ def test_processes_together_read_all_that_their_samplers_yield() -> None:
 )
 def test_a_sampler_that_may_repeat_records_needs_a_rate(sampler: Any) -> None:
     loader = DataLoader(DATA, batch_size=BATCH, sampler=sampler)
-    with pytest.raises(gramian.GramianError, match=r"sample_rate: the loader's \w+ may yield a record several"):
+    with refusal(r"sample_rate: the loader's \w+ may yield a record several"):
         private(loader, False)
-    with pytest.raises(gramian.GramianError, match=r"sample_rate: the loader's \w+ may yield a record several"):
+    with refusal(r"sample_rate: the loader's \w+ may yield a record several"):
         private(loader, False, expected_batch=BATCH)
     engine, _ = private(loader, False, expected_batch=BATCH, sample_rate=0.5)
     assert (engine.sample_rate, engine.expected_batch) == (0.5, BATCH)
@@ -183,7 +177,7 @@ def test_a_sampler_that_may_repeat_records_needs_a_rate(sampler: Any) -> None:
 
 def test_batches_of_the_users_own_need_a_rate() -> None:
     loader = DataLoader(DATA, batch_sampler=Pairs())
-    with pytest.raises(gramian.GramianError, match="sample_rate: the loader's Pairs may yield"):
+    with refusal("sample_rate: the loader's Pairs may yield"):
         private(loader, False, expected_batch=2)
     assert private(loader, False, expected_batch=2, sample_rate=1.0)[0].sample_rate == 1.0
 
@@ -195,15 +189,10 @@ def test_a_target_counts_the_steps_of_the_subset() -> None:
     sampler = SubsetRandomSampler(range(12))
     with pytest.warns(UserWarning, match="poisson_sampling: is off"):
         _, optimizer, loader = engine.make_private_with_epsilon(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(DATA, batch_size=4, sampler=sampler),
-            max_grad_norm=1.0,
-            target_epsilon=3.0,
-            target_delta=1e-5,
-            epochs=10,
-            poisson_sampling=False,
-        )
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(DATA, batch_size=4, sampler=sampler), max_grad_norm=1.0, target_epsilon=3.0,
+            target_delta=1e-5, epochs=10, poisson_sampling=False,
+        )  # fmt: skip
     for _ in range(10):
         for (x_B1,) in loader:
             model(x_B1).sum().backward()

@@ -62,12 +62,17 @@ def assert_same_bits(actual: dict[str, Tensor | None], expected: dict[str, Tenso
             assert found is not None and torch.equal(found, gradient), name
 
 
+def captured(
+    model: nn.Module, loss: Callable[..., Tensor], batch: tuple[Any, ...], reduction: str = "mean", **options: Any
+) -> gramian.statistics.norms.NormCapture:
+    """The norms of one backward; options go to `per_sample_norms`."""
+    with gramian.per_sample_norms(model, **options) as norms:
+        loss(model, *batch, reduction=reduction).backward()
+    return norms
+
+
 def assert_exact(
-    model: nn.Module,
-    *inputs: Any,
-    loss: Callable[..., Tensor] = wave,
-    tolerance: float | None = None,
-    **options: Any,
+    model: nn.Module, *inputs: Any, loss: Callable[..., Tensor] = wave, tolerance: float | None = None, **options: Any
 ) -> gramian.statistics.norms.NormCapture:
     """Capture once: norms are the loop's, and `p.grad` is an untouched copy's.
 

@@ -14,7 +14,9 @@ import gramian
 from gramian.oracles import single_sample
 from gramian.taps.hub import hub_of
 from tests.kit.models import CASES
-from tests.taps.checks import assert_norms, problem, wave
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
+from tests.taps.checks import assert_norms, captured, problem, wave
 
 pytestmark = pytest.mark.oracle
 
@@ -51,8 +53,7 @@ def _loop(model: nn.Module, batch: tuple[Any, ...], loss: Callable[..., Tensor],
 @pytest.mark.parametrize("name", NAMES)
 def test_an_ordinary_model_is_proven_and_exact(name: str) -> None:
     model, batch, loss = _problem(name)
-    with gramian.per_sample_norms(model, "sum") as norms:
-        loss(model, *batch, reduction="sum").backward()
+    norms = captured(model, loss, batch, "sum", loss_reduction="sum")
     assert [found.units for found in hub_of(model).proof.proven.values()] == [SAMPLES]
     assert_norms(norms.values, _loop(model, batch, loss, torch.arange(SAMPLES)))
 
@@ -61,28 +62,16 @@ def test_an_ordinary_model_is_proven_and_exact(name: str) -> None:
 def test_units_of_several_rows_are_proven_and_exact(name: str) -> None:
     model, batch, loss = _problem(name)
     ids = torch.tensor([0, 2, 0, 1])
-    with gramian.per_sample_norms(model, "sum", sample_ids=ids) as norms:
-        loss(model, *batch, reduction="sum").backward()
+    norms = captured(model, loss, batch, "sum", loss_reduction="sum", sample_ids=ids)
     assert [found.units for found in hub_of(model).proof.proven.values()] == [3]
     assert_norms(norms.values, _loop(model, batch, loss, ids))
 
 
 def test_an_output_whose_rows_several_units_share_is_refused() -> None:
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x)).mean(1)
-
     documents = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 3, 3], [4, 4, 5, 5, 6]])
-    model = Pooled()
+    model = Toy(lambda net, x: torch.tanh(net.layer(x)).mean(1), layer=nn.Linear(4, 3))
     with (
-        pytest.raises(
-            gramian.GramianError,
-            match=r"^output 0 of the model has the shape \[3, 3\], whose first axes are not the tokens",
-        ),
+        refusal(r"^output 0 of the model has the shape \[3, 3\], whose first axes are not the tokens"),
         gramian.per_sample_norms(model, "sum", sample_ids=documents),
     ):
         model(torch.randn(3, 5, 4))

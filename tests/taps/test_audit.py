@@ -16,6 +16,8 @@ from gramian.taps.sites import site_registry
 from gramian.taps.sites.site import tokens
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 from tests.statistics.problems import assert_norms, problem
 
 MATRIX = [(name, dtype) for name in CASES for dtype in (torch.float64, torch.float32, torch.bfloat16)]
@@ -60,35 +62,28 @@ def _text_loss(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_weight_used_outside_its_layer_is_named(dtype: torch.dtype) -> None:
     for proof in ("off", "auto"):  # by the audit, and before it by the proof
-        with pytest.raises(
-            gramian.GramianError, match=r"^table\.weight: the taps explain .*used through its own module"
-        ):
+        with refusal(r"^table\.weight: the taps explain .*used through its own module"):
             _step(_Outside().to(dtype), _text_loss, proof=proof)
 
 
 def test_a_weight_used_only_outside_its_layer_is_named() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(self.other(x), self.layer.weight)
-
-    with pytest.raises(gramian.GramianError, match=r"^layer\.weight: got a gradient, but none through its layer"):
-        _step(Model(), lambda model: model(torch.randn(3, 4)).square().sum())
+    with refusal(r"^layer\.weight: got a gradient, but none through its layer"):
+        _step(
+            Toy(lambda net, x: F.linear(net.other(x), net.layer.weight), layer=nn.Linear(4, 4), other=nn.Linear(4, 4)),
+            lambda model: model(torch.randn(3, 4)).square().sum(),
+        )
 
 
 def test_a_penalty_on_a_weight_is_no_sample_and_is_named() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(gramian.GramianError, match=r"^weight: the taps explain"):
+    with refusal(r"^weight: the taps explain"):
         _step(model, lambda model: model(torch.randn(3, 4)).square().sum() + model.weight.square().sum())
 
 
 def test_the_error_can_be_switched_off_together_with_that_of_the_proof() -> None:
     _step(_Outside(), _text_loss, audit=False, proof="off")
     for one in ({"audit": False}, {"proof": "off"}):
-        with pytest.raises(gramian.GramianError, match=r"^table\.weight: the taps explain"):
+        with refusal(r"^table\.weight: the taps explain"):
             _step(_Outside(), _text_loss, **one)
 
 
@@ -147,7 +142,7 @@ def test_a_registered_site_with_a_mistake_is_named(mistake: str, proof: str, mon
     if _MISTAKES[mistake] is None:
         _step(model, lambda model: model(x).square().sum(), proof=proof)
         return
-    with pytest.raises(gramian.GramianError, match=_MISTAKES[mistake]):
+    with refusal(_MISTAKES[mistake]):
         _step(model, lambda model: model(x).square().sum(), proof=proof)
 
 
@@ -158,7 +153,7 @@ def test_a_gradient_of_another_shape_is_named(monkeypatch: pytest.MonkeyPatch) -
             self.weight, self.bias = nn.Parameter(torch.randn(7, 4)), nn.Parameter(torch.randn(7))
 
     monkeypatch.setattr(site_registry, "_BY_CLASS", {**site_registry._BY_CLASS, Wide: _MixSite("orientation")})
-    with pytest.raises(gramian.GramianError, match=r"1\.weight"):
+    with refusal(r"1\.weight"):
         _step(nn.Sequential(nn.Linear(4, 4), Wide()), lambda model: model(torch.randn(3, 6, 4)).square().sum())
 
 
@@ -181,7 +176,7 @@ def test_gradients_that_were_there_before_do_not_matter(name: str) -> None:
 def test_a_mistake_is_found_whatever_was_accumulated_before(proof: str) -> None:
     model = _Outside()
     _text_loss(model).backward()
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(model, _text_loss, proof=proof)
 
 
@@ -217,7 +212,7 @@ def test_what_starts_to_train_later_is_audited_then(proof: str) -> None:
     model.table.weight.requires_grad_(False)
     _step(model, _text_loss, proof=proof)
     model.table.weight.requires_grad_(True)
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(model, _text_loss, proof=proof)
 
 
@@ -225,12 +220,12 @@ def test_what_starts_to_train_later_is_audited_then(proof: str) -> None:
 def test_a_failed_audit_is_repeated_and_a_repaired_model_passes(proof: str) -> None:
     model = _Outside()
     for _ in range(2):
-        with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+        with refusal(r"^table\.weight"):
             _step(model, _text_loss, proof=proof)
     model.outside = False
     _step(model, _text_loss, proof=proof)
     model.outside = True  # found right once, and looked at again
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         for _ in range(TURNS):
             _step(model, _text_loss, proof=proof)
 
@@ -238,7 +233,7 @@ def test_a_failed_audit_is_repeated_and_a_repaired_model_passes(proof: str) -> N
 @BOTH
 def test_an_audit_that_failed_leaves_the_model_untouched(proof: str) -> None:
     model = _Outside()
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(model, _text_loss, proof=proof)
     assert all("forward" not in vars(module) for module in model.modules())
     plain = torch.autograd.grad(_text_loss(model), model.table.weight)[0]
@@ -263,7 +258,7 @@ def test_one_backward_over_two_forwards_is_compared_as_a_whole() -> None:
         sum(p.case.loss(model, *p.rows(rows), reduction="mean") for rows in (slice(0, 2), slice(2, 6))).backward()
     assert_norms(norms.values, p.norms(), p.tolerance)
     broken = _Outside()
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(broken, lambda model: _text_loss(model) + _text_loss(model), proof="off")
 
 
@@ -282,7 +277,7 @@ def test_a_batch_that_is_not_finite_does_not_use_up_the_audit(proof: str) -> Non
     _step(model, _text_loss, proof=proof)
     with torch.no_grad():
         model.mix.bias[0] = 0.0
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(model, _text_loss, proof=proof)
 
 
@@ -291,7 +286,7 @@ def test_an_empty_batch_does_not_use_up_the_audit(proof: str) -> None:
     model = _Outside()
     with gramian.per_sample_norms(model, "sum", proof=proof):
         model(_IDS[:0]).sum().backward()
-    with pytest.raises(gramian.GramianError, match=r"^table\.weight"):
+    with refusal(r"^table\.weight"):
         _step(model, _text_loss, proof=proof)
 
 
@@ -315,7 +310,7 @@ def test_numbers_below_the_normal_ones_are_no_mistake() -> None:
 
 def test_a_capture_keeps_its_model() -> None:
     captures = [gramian.per_sample_norms(nn.Linear(3, 2))]
-    with pytest.raises(gramian.GramianError, match="no backward ran inside the block"), captures[0]:
+    with refusal("no backward ran inside the block"), captures[0]:
         pass
 
 
@@ -360,10 +355,7 @@ def test_a_penalty_on_any_weight_that_enters_the_loss_later_is_named(name: str, 
     beside *= (
         gradient.norm() / beside.norm() * (100 if dtype == torch.bfloat16 else 1)
     )  # norms are summed in it on a CPU
-    with (
-        pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient .*penalty"),
-        gramian.per_sample_norms(model),
-    ):
+    with refusal(rf"^{name}: got a gradient .*penalty"), gramian.per_sample_norms(model):
         for batch in range(2 + TURNS):
             loss = _next_token(model, ids)
             (loss + (beside * weight).sum() if batch > 1 else loss).backward()
@@ -381,7 +373,7 @@ def test_many_ordinary_batches_are_no_false_alarm(dtype: torch.dtype) -> None:
 
 def test_a_small_penalty_is_found_in_float32() -> None:
     model, ids = _net(torch.float32)
-    with pytest.raises(gramian.GramianError, match="penalty"), gramian.per_sample_norms(model):
+    with refusal("penalty"), gramian.per_sample_norms(model):
         for batch in range(2):
             penalty = sum(p.square().sum() for p in model.parameters())
             (_next_token(model, ids) + 1e-3 * batch * penalty).backward()
@@ -389,7 +381,7 @@ def test_a_small_penalty_is_found_in_float32() -> None:
 
 def test_a_weight_that_is_read_beside_its_layer_later_is_named() -> None:
     model, ids = _net(torch.float32)
-    with pytest.raises(gramian.GramianError, match=r"^up\.weight: got a gradient"), gramian.per_sample_norms(model):
+    with refusal(r"^up\.weight: got a gradient"), gramian.per_sample_norms(model):
         for batch in range(1 + TURNS):
             beside = F.linear(torch.ones(1, 8), model.up.weight).square().mean()
             (_next_token(model, ids) + min(batch, 1) * beside).backward()
@@ -399,7 +391,7 @@ def test_an_unused_weight_that_a_penalty_reaches_is_named() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
     model.forward = lambda x: model["used"](x)
     x = torch.randn(4, 3)
-    with pytest.raises(gramian.GramianError, match=r"^idle\.weight: got a gradient"), gramian.per_sample_norms(model):
+    with refusal(r"^idle\.weight: got a gradient"), gramian.per_sample_norms(model):
         for batch in range(2 + TURNS):
             penalty = model["idle"].weight.square().sum()
             (model(x).square().sum() + (1e-3 if batch > 1 else 0.0) * penalty).backward()
@@ -408,7 +400,7 @@ def test_an_unused_weight_that_a_penalty_reaches_is_named() -> None:
 def test_k_fac_sees_a_penalty_that_enters_later() -> None:
     model, ids = _net(torch.float32)
     kfac = gramian.KFACNaturalGradient(damping=1e-2, update_freq=1)
-    with pytest.raises(gramian.GramianError, match="penalty"):
+    with refusal("penalty"):
         for batch in range(1 + TURNS):
             with kfac.capture(model, num_terms=ids.numel()):
                 (_next_token(model, ids) + 0.1 * batch * model.up.weight.square().sum()).backward()
@@ -418,7 +410,7 @@ def test_a_compiled_model_is_audited_in_every_backward() -> None:
     torch._dynamo.reset()
     model, ids = _net(torch.float32)
     compiled = torch.compile(model, backend="aot_eager")
-    with pytest.raises(gramian.GramianError, match=r"^up\.weight: .*penalty"), gramian.per_sample_norms(compiled):
+    with refusal(r"^up\.weight: .*penalty"), gramian.per_sample_norms(compiled):
         for batch in range(1 + TURNS):
             (_next_token(compiled, ids) + batch * model.up.weight.square().sum()).backward()
 
@@ -459,7 +451,7 @@ def test_a_first_backward_whose_many_tokens_a_cpu_adds_up_in_half_precision_is_n
 def test_with_one_capture_for_each_backward_every_parameter_takes_its_turn(name: str) -> None:
     model, ids = _net(torch.float32)
     weight = model.get_parameter(name)
-    with pytest.raises(gramian.GramianError, match=rf"^{name}: got a gradient"):
+    with refusal(rf"^{name}: got a gradient"):
         for batch in range(1 + TURNS):
             with gramian.per_sample_norms(model):
                 (_next_token(model, ids) + min(batch, 1) * (weight * torch.ones_like(weight)).sum()).backward()

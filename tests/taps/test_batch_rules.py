@@ -1,5 +1,7 @@
 """Which rows belong to which sample: one row for all, several rows each, and units that the user names."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,9 @@ from gramian.core.errors import GramianError
 from gramian.oracles import single_sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
-from tests.taps.checks import assert_exact, assert_norms, loop_norms, problem
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
+from tests.taps.checks import assert_exact, assert_norms, captured, loop_norms, problem
 
 pytestmark = pytest.mark.oracle
 
@@ -59,8 +63,7 @@ def _norm_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["gpt", "broadcast", "vit"])
 def test_a_layer_that_sees_one_row_gives_every_sample_its_own_gradient(name: str, samples: int) -> None:
     model, batch, loss = problem(CASES[name], samples=samples)
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert_norms(norms.values, loop_norms(model, loss, batch))
 
 
@@ -68,52 +71,42 @@ def test_a_layer_that_sees_one_row_gives_every_sample_its_own_gradient(name: str
 @pytest.mark.parametrize("samples", [1, 2, 3])
 def test_rows_of_one_sample_are_summed_before_they_are_squared(samples: int, algorithm: str) -> None:
     model, batch, loss = problem(CASES["windows"], samples=samples)
-    with gramian.per_sample_norms(model, algorithm=algorithm) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch, algorithm=algorithm)
     assert_norms(norms.values, loop_norms(model, loss, batch))
 
 
 def test_rows_of_an_embedding_and_a_norm_may_be_several_per_sample() -> None:
-    class Pieces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.norm, self.groups = nn.Embedding(7, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4)
+    def pieces_forward(net: Any, ids_BT: Tensor) -> Tensor:
+        pieces = net.norm(net.table(ids_BT.unflatten(1, (2, -1)).flatten(0, 1)))
+        return net.groups(pieces.transpose(1, 2)).unflatten(0, (-1, 2))
 
-        def forward(self, ids_BT: Tensor) -> Tensor:
-            pieces = self.norm(self.table(ids_BT.unflatten(1, (2, -1)).flatten(0, 1)))
-            return self.groups(pieces.transpose(1, 2)).unflatten(0, (-1, 2))
-
-    assert_exact(Pieces().double(), torch.randint(7, (3, 6)))
+    assert_exact(
+        Toy(pieces_forward, table=nn.Embedding(7, 4), norm=nn.LayerNorm(4), groups=nn.GroupNorm(2, 4)).double(),
+        torch.randint(7, (3, 6)),
+    )
 
 
 @pytest.mark.parametrize("how", ["squeeze(0)", "[0]"])
 def test_the_one_row_of_a_layer_that_is_picked_out_again_is_exact_or_refused_by_name(how: str) -> None:
-    class Picked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.positions = nn.Embedding(7, 4), nn.Embedding(5, 4)
-
-        def forward(self, ids_BT: Tensor) -> Tensor:
-            row_1TD = self.positions(torch.arange(5)[None])
-            return self.table(ids_BT) + (row_1TD[0] if how == "[0]" else row_1TD.squeeze(0))
+    def picked(net: Any, ids_BT: Tensor) -> Tensor:
+        row_1TD = net.positions(torch.arange(5)[None])
+        return net.table(ids_BT) + (row_1TD[0] if how == "[0]" else row_1TD.squeeze(0))
 
     try:
-        assert_exact(Picked().double(), torch.randint(7, (3, 5)))
+        assert_exact(
+            Toy(picked, table=nn.Embedding(7, 4), positions=nn.Embedding(5, 4)).double(), torch.randint(7, (3, 5))
+        )
     except GramianError as error:
         assert str(error).startswith("positions") and "expected" in str(error)  # noqa: PT017
 
 
 def test_a_picked_row_is_looked_for_until_other_samples_were_seen_to_use_it() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.positions, self.scale, self.picks = nn.Embedding(7, 4), nn.Embedding(5, 4), 0.0, True
+    def scaled(net: Any, ids_BT: Tensor) -> Tensor:
+        row_1TD = net.scale * net.positions(torch.arange(5)[None])
+        return net.table(ids_BT) + (row_1TD[0] if net.picks else row_1TD)
 
-        def forward(self, ids_BT: Tensor) -> Tensor:
-            row_1TD = self.scale * self.positions(torch.arange(5)[None])
-            return self.table(ids_BT) + (row_1TD[0] if self.picks else row_1TD)
-
-    model, ids_BT = Scaled(), torch.randint(7, (3, 5))
+    model = Toy(scaled, table=nn.Embedding(7, 4), positions=nn.Embedding(5, 4), scale=0.0, picks=True)
+    ids_BT = torch.randint(7, (3, 5))
 
     def step() -> None:
         model(ids_BT).square().sum().backward()
@@ -121,25 +114,23 @@ def test_a_picked_row_is_looked_for_until_other_samples_were_seen_to_use_it() ->
     with gramian.per_sample_norms(model, loss_reduction="sum"):
         step()  # no gradient yet: nothing can be said
         model.scale = 1.0
-        with pytest.raises(GramianError, match=r"^positions: .*expected"):
+        with refusal(r"^positions: .*expected"):
             step()
         model.picks = False
         step()
 
 
-class Scattered(nn.Module):
+def scattered() -> Toy:
     """The first tensor argument has nothing to do with the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, weights: Tensor, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(x * weights)))
+    return Toy(
+        lambda net, weights, x: net.head(torch.tanh(net.inner(x * weights))),
+        inner=nn.Linear(5, 4),
+        head=nn.Linear(4, 3),
+    )
 
 
 def test_batch_size_overrides_the_first_axis_of_the_first_argument() -> None:
-    model, weights = Scattered().double(), torch.rand(5, dtype=torch.float64)
+    model, weights = scattered().double(), torch.rand(5, dtype=torch.float64)
     x = torch.randn(3, 6, 5, dtype=torch.float64)
     with gramian.per_sample_norms(model, loss_reduction="sum", batch_size=3) as norms:
         model(weights, x).square().sum().backward()
@@ -165,7 +156,7 @@ def test_layers_called_one_by_one_with_batch_size_are_one_pass() -> None:
     assert_norms(norms.values, torch.cat([expected, expected]))
 
 
-def test_batches_of_different_size_in_one_capture_are_told_apart() -> None:
+def test_batches_of_different_size_in_one_capture_are_distinguished() -> None:
     model, batch, loss = problem(CASES["tied_gpt"], samples=6)
     expected = loop_norms(model, loss, batch)
     with gramian.per_sample_norms(model) as norms:
@@ -182,8 +173,7 @@ def test_batches_of_different_size_in_one_capture_are_told_apart() -> None:
 def test_rows_of_one_user_are_summed_before_they_are_squared(name: str, algorithm: str) -> None:
     model, batch, loss = problem(CASES[name], samples=5)
     users = torch.tensor([1, 0, 1, 3, 1])
-    with gramian.per_sample_norms(model, loss_reduction="sum", sample_ids=users, algorithm=algorithm) as norms:
-        loss(model, *batch, reduction="sum").backward()
+    norms = captured(model, loss, batch, "sum", loss_reduction="sum", sample_ids=users, algorithm=algorithm)
     rows = single_sample.per_sample_gradients(model, lambda m, *b: loss(m, *b, reduction="sum"), batch)
     summed = {n: torch.zeros(4, *g.shape[1:], dtype=g.dtype).index_add_(0, users, g) for n, g in rows.items()}
     expected = torch.cat([g.flatten(1) for g in summed.values()], dim=1).norm(dim=1)
@@ -194,10 +184,8 @@ def test_rows_of_one_user_are_summed_before_they_are_squared(name: str, algorith
 def test_with_a_mean_loss_a_users_gradient_is_the_sum_of_its_rows_gradients() -> None:
     model, batch, loss = problem(CASES["mlp"], samples=4)
     users = torch.tensor([0, 1, 1, 0])
-    with gramian.per_sample_norms(model, sample_ids=users) as mean:
-        loss(model, *batch, reduction="mean").backward()
-    with gramian.per_sample_norms(model, loss_reduction="sum", sample_ids=users) as total:
-        loss(model, *batch, reduction="sum").backward()
+    mean = captured(model, loss, batch, sample_ids=users)
+    total = captured(model, loss, batch, "sum", loss_reduction="sum", sample_ids=users)
     rows = single_sample.per_sample_gradients(model, lambda m, *b: loss(m, *b, reduction="sum"), batch)
     g_BP = torch.cat([g.flatten(1) for g in rows.values()], dim=1)
     expected = torch.stack([(g_BP[0] + g_BP[3]).norm(), (g_BP[1] + g_BP[2]).norm()])
@@ -207,8 +195,7 @@ def test_with_a_mean_loss_a_users_gradient_is_the_sum_of_its_rows_gradients() ->
 
 def test_row_numbers_as_ids_change_nothing() -> None:
     model, batch, loss = problem(CASES["tied_gpt"])
-    with gramian.per_sample_norms(model, sample_ids=torch.arange(4)) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch, sample_ids=torch.arange(4))
     assert_norms(norms.values, loop_norms(model, loss, batch))
 
 
@@ -372,17 +359,12 @@ def test_tokens_of_several_rows_may_belong_to_one_unit() -> None:
 def test_one_row_of_position_ids_belongs_to_the_tokens_that_read_it() -> None:
     """Packed rows of a model with [1, T] position ids: position t of row b counts for the owner of token (b, t)."""
 
-    class Placed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.positions, self.head = nn.Embedding(11, 6), nn.Embedding(5, 6), nn.Linear(6, 11)
-
-        def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-            positions = torch.arange(ids.shape[1])[None] if positions is None else positions
-            return self.head(torch.tanh(self.table(ids) + self.positions(positions)))
+    def placed(net: Any, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        positions = torch.arange(ids.shape[1])[None] if positions is None else positions
+        return net.head(torch.tanh(net.table(ids) + net.positions(positions)))
 
     torch.manual_seed(2)
-    model = Placed().double()
+    model = Toy(placed, table=nn.Embedding(11, 6), positions=nn.Embedding(5, 6), head=nn.Linear(6, 11)).double()
     ids, targets = torch.randint(11, (2, 3, 5))
     owners = torch.tensor([[0, 0, 1, 1, 1], [2, 2, 2, 2, 0], [3, 3, 3, 1, 1]])
     with gramian.per_sample_norms(model, loss_reduction="sum", sample_ids=owners) as norms:

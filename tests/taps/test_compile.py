@@ -18,7 +18,9 @@ from gramian.taps import Withheld, hub_of
 from tests.kit import networks
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES
-from tests.taps.checks import assert_norms, gradients, loop_norms, problem
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
+from tests.taps.checks import assert_norms, captured, gradients, loop_norms, problem
 
 pytestmark = [pytest.mark.oracle, pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -82,8 +84,7 @@ def test_norms_and_gradients_of_a_whole_compiled_graph_are_exact(name: str, orde
         compiled = _compile(model, backend)
         loss(compiled, *batch, reduction="mean").backward()
         model.zero_grad()
-        with gramian.per_sample_norms(compiled) as norms:
-            loss(compiled, *batch, reduction="mean").backward()
+        norms = captured(compiled, loss, batch)
         assert _graphs() == 2  # without and with taps
     assert_norms(norms.values, loop_norms(untouched, loss, batch), tolerance)
     loss(untouched, *batch, reduction="mean").backward()
@@ -112,8 +113,7 @@ def test_a_forced_algorithm_is_exact_under_compile(algorithm: str) -> None:
 def test_coverage_counts_uses_under_compile() -> None:
     model, batch, loss = problem(CASES["reused"])
     compiled = _compile(model)
-    with gramian.per_sample_norms(compiled) as norms:
-        loss(compiled, *batch, reduction="mean").backward()
+    norms = captured(compiled, loss, batch)
     assert {n: c.uses for n, c in norms.coverage.items()} == {
         "inner.weight": 1, "inner.bias": 1, "shared.weight": 3, "shared.bias": 3, "head.weight": 1, "head.bias": 1,
     }  # fmt: skip
@@ -148,8 +148,7 @@ def test_hugging_face_models_called_by_keyword_compile_and_are_exact() -> None:
 def test_an_empty_batch_compiles() -> None:
     model, batch, loss = problem(CASES["mlp"], samples=0)
     compiled = _compile(model)
-    with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
-        loss(compiled, *batch, reduction="sum").backward()
+    norms = captured(compiled, loss, batch, "sum", loss_reduction="sum")
     assert norms.values.shape == (0,)
 
 
@@ -162,8 +161,7 @@ def test_a_model_compiled_in_place_is_exact_in_every_capture(how: str) -> None:
     else:
         model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        with gramian.per_sample_norms(model) as norms:
-            loss(model, *batch, reduction="mean").backward()
+        norms = captured(model, loss, batch)
         assert_norms(norms.values, expected)
     assert _graphs() == 1
 
@@ -191,7 +189,7 @@ def test_compiled_and_eager_passes_of_one_capture_are_concatenated() -> None:
 @pytest.mark.parametrize(
     "order", ["one backward", pytest.param("forward order", marks=pytest.mark.full), "reverse order"]
 )
-def test_several_compiled_forwards_before_a_backward_are_told_apart(order: str) -> None:
+def test_several_compiled_forwards_before_a_backward_are_distinguished(order: str) -> None:
     model, batch, loss = problem(CASES["padded_embedding"], samples=5)
     compiled = _compile(model, dynamic=True)
     with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
@@ -236,8 +234,7 @@ def test_entering_captures_again_builds_no_graph() -> None:
     compiled = _compile(model)
     expected = loop_norms(model, loss, batch)
     for options in ({}, {"algorithm": "gram"}, {"loss_reduction": 0.25}, {"loss_scale": 1.0}, {}):
-        with gramian.per_sample_norms(compiled, **options) as norms:
-            loss(compiled, *batch, reduction="mean").backward()
+        norms = captured(compiled, loss, batch, **options)
         assert_norms(norms.values, expected)
         assert _graphs() == 1
     with gramian.per_sample_norms(compiled), gramian.observe(compiled, gramian.DiagonalFisher(), gramian.NoiseScale()):
@@ -250,8 +247,7 @@ def test_going_back_and_forth_between_captured_and_plain_steps_builds_two_graphs
     compiled = _compile(model)
     for _ in range(3):
         loss(compiled, *batch, reduction="mean").backward()
-        with gramian.per_sample_norms(compiled):
-            loss(compiled, *batch, reduction="mean").backward()
+        captured(compiled, loss, batch)
     assert _graphs() == 2
 
 
@@ -301,25 +297,19 @@ def test_a_compiled_head_tied_to_an_embedding_that_runs_eagerly_is_exact() -> No
     model, batch, loss = problem(CASES["tied_gpt"])
     expected = loop_norms(model, loss, batch)
     model.head.compile(backend="aot_eager", fullgraph=True)
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert_norms(norms.values, expected)
     assert norms.coverage["tokens.weight"].uses == 2
 
 
 @pytest.mark.full
 def test_a_layer_whose_number_of_uses_changes_from_graph_to_graph_is_exact() -> None:
-    class Repeated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.times = nn.Linear(5, 5), 1
+    def repeated(net: Any, x: Tensor) -> Tensor:
+        for _ in range(net.times):
+            x = net.layer(x).tanh()
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(self.times):
-                x = self.layer(x).tanh()
-            return x
-
-    model, x = Repeated().double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    model, x = Toy(repeated, layer=nn.Linear(5, 5), times=1).double(), torch.randn(3, 4, 5, dtype=torch.float64)
     compiled = _compile(model)
     for times in (1, 3, 2, 1, 3):
         model.times = times
@@ -330,15 +320,8 @@ def test_a_layer_whose_number_of_uses_changes_from_graph_to_graph_is_exact() -> 
 
 
 def test_a_use_that_gets_no_gradient_in_a_compiled_graph_is_left_out() -> None:
-    class TwoOutputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.layer(x), self.layer(x.tanh())
-
-    model, x = TwoOutputs().double(), torch.randn(3, 4, 5, dtype=torch.float64)
+    model = Toy(lambda net, x: (net.layer(x), net.layer(x.tanh())), layer=nn.Linear(5, 5)).double()
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
     compiled = _compile(model)
 
     def loss(model: nn.Module, x: Tensor, reduction: str) -> Tensor:
@@ -380,8 +363,7 @@ def test_a_module_compiled_by_itself_and_called_several_times_is_exact_or_refuse
     expected = loop_norms(model, loss, batch)
     model.shared.compile(backend="aot_eager", fullgraph=True)
     try:
-        with gramian.per_sample_norms(model) as norms:
-            loss(model, *batch, reduction="mean").backward()
+        norms = captured(model, loss, batch)
     except GramianError as error:
         assert str(error).startswith("shared.") and "expected" in str(error)  # noqa: PT017
     else:
@@ -394,8 +376,7 @@ def test_generic_sites_without_fullgraph_are_exact_or_refused_by_name(name: str)
     expected = loop_norms(model, loss, batch)
     compiled = torch.compile(model, backend="aot_eager")
     try:
-        with gramian.per_sample_norms(compiled) as norms:
-            loss(compiled, *batch, reduction="mean").backward()
+        norms = captured(compiled, loss, batch)
     except GramianError as error:
         assert "expected" in str(error) and "\n" not in str(error)  # noqa: PT017
     else:
@@ -405,19 +386,17 @@ def test_generic_sites_without_fullgraph_are_exact_or_refused_by_name(name: str)
 # ---- checkpointing --------------------------------------------------------------------------------------------------
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 6))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.inner, x, use_reentrant=False))
+def checkpointed() -> Toy:
+    return Toy(
+        lambda net, x: net.head(checkpoint(net.inner, x, use_reentrant=False)),
+        inner=nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 6)),
+        head=nn.Linear(6, 4),
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_layers_inside_a_checkpoint_of_a_compiled_graph_are_counted_once_and_exact(backend: str) -> None:
-    model, x = Checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    model, x = checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
     compiled = _compile(model, backend)
     with gramian.per_sample_norms(compiled, loss_reduction="sum") as norms:
         _squares(compiled, x).backward()
@@ -427,7 +406,7 @@ def test_layers_inside_a_checkpoint_of_a_compiled_graph_are_counted_once_and_exa
 
 @pytest.mark.full
 def test_a_compiled_block_inside_an_eager_checkpoint_is_counted_once_and_exact() -> None:
-    model, x = Checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
+    model, x = checkpointed().double(), torch.randn(3, 5, 6, dtype=torch.float64)
     expected = loop_norms(model, _squares, (x,))
     model.inner.compile(backend="aot_eager", fullgraph=True)
     with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
@@ -468,63 +447,46 @@ def test_a_second_backward_through_one_compiled_forward_is_refused(backend: str)
         value = loss(compiled, *batch, reduction="mean")
         value.backward(retain_graph=True)
         value.backward()
-    with gramian.per_sample_norms(compiled) as norms:
-        loss(compiled, *batch, reduction="mean").backward()
+    norms = captured(compiled, loss, batch)
     assert_norms(norms.values, loop_norms(model, loss, batch))
 
 
 def test_create_graph_through_a_compiled_model_is_refused() -> None:
     model, batch, loss = problem(CASES["mlp"])
     compiled = _compile(model)
-    with (
-        pytest.raises(GramianError, match=r"^backward: create_graph=True .*expected"),
-        gramian.per_sample_norms(compiled),
-    ):
+    with refusal(r"^backward: create_graph=True .*expected"), gramian.per_sample_norms(compiled):
         loss(compiled, *batch, reduction="mean").backward(create_graph=True)
 
 
-def test_rows_that_are_no_multiple_of_the_batch_are_refused_by_name_under_compile() -> None:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x) + self.mix(x[:4]).sum()
-
-    compiled = _compile(Rows())
-    with pytest.raises(GramianError, match=r"^mix \(Linear\) saw 4 rows.*expected"), gramian.per_sample_norms(compiled):
+def test_rows_that_are_not_a_multiple_of_the_batch_are_refused_by_name_under_compile() -> None:
+    compiled = _compile(
+        Toy(lambda net, x: net.head(x) + net.mix(x[:4]).sum(), mix=nn.Linear(5, 5), head=nn.Linear(5, 3))
+    )
+    with refusal(r"^mix \(Linear\) saw 4 rows.*expected"), gramian.per_sample_norms(compiled):
         _squares(compiled, torch.randn(6, 5)).backward()
 
 
 def test_a_weight_used_outside_its_layer_is_noticed_and_named_under_compile() -> None:
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return F.linear(self.mix(self.table(ids)), self.table.weight)
-
-    compiled = _compile(Outside())
-    with pytest.raises(GramianError, match=r"^table\.weight: .*expected"), gramian.per_sample_norms(compiled):
+    compiled = _compile(
+        Toy(
+            lambda net, ids: F.linear(net.mix(net.table(ids)), net.table.weight),
+            table=nn.Embedding(7, 4),
+            mix=nn.Linear(4, 4),
+        )
+    )
+    with refusal(r"^table\.weight: .*expected"), gramian.per_sample_norms(compiled):
         _squares(compiled, torch.randint(7, (4, 5))).backward()
 
 
 def test_position_ids_without_a_batch_axis_are_refused_by_name_under_compile() -> None:
-    class Placed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.positions = nn.Embedding(7, 4), nn.Embedding(8, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.table(ids) + self.positions(torch.arange(ids.shape[1]))
-
-    compiled = _compile(Placed())
-    with (
-        pytest.raises(GramianError, match=r"^positions: .*positions of shape"),
-        gramian.per_sample_norms(compiled),
-    ):
+    compiled = _compile(
+        Toy(
+            lambda net, ids: net.table(ids) + net.positions(torch.arange(ids.shape[1])),
+            table=nn.Embedding(7, 4),
+            positions=nn.Embedding(8, 4),
+        )
+    )
+    with refusal(r"^positions: .*positions of shape"), gramian.per_sample_norms(compiled):
         _squares(compiled, torch.randint(7, (4, 8))).backward()
 
 
@@ -534,8 +496,7 @@ def test_position_ids_without_a_batch_axis_are_refused_by_name_under_compile() -
 def test_a_compiled_model_runs_untapped_after_a_capture_and_after_an_error() -> None:
     model, batch, loss = problem(CASES["mlp"])
     compiled = _compile(model)
-    with gramian.per_sample_norms(compiled):
-        loss(compiled, *batch, reduction="mean").backward()
+    captured(compiled, loss, batch)
     with pytest.raises(ValueError, match="user"), gramian.per_sample_norms(compiled):
         loss(compiled, *batch, reduction="mean")
         raise ValueError("user")

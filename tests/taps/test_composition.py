@@ -14,13 +14,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import gramian
-from gramian.core.errors import GramianError
 from gramian.taps import Withheld, hub_of
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
 from tests.kit.networks import GPT
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 from tests.oracles import sample_statistics
-from tests.taps.checks import assert_exact, assert_norms, assert_same_bits, gradients, loop_norms, problem, wave
+from tests.taps.checks import (
+    assert_exact,
+    assert_norms,
+    assert_same_bits,
+    captured,
+    gradients,
+    loop_norms,
+    problem,
+    wave,
+)
 
 pytestmark = [pytest.mark.oracle, pytest.mark.few_proofs]
 
@@ -95,13 +105,12 @@ def test_checkpointed_blocks_of_a_gpt_with_accumulation_are_exact() -> None:
 def test_activations_inside_a_checkpoint_are_not_kept_by_the_capture() -> None:
     hidden: list[weakref.ref[Tensor]] = []
 
-    class Watched(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.tanh()
-            hidden.append(weakref.ref(y))
-            return y
+    def watched(net: Any, x: Tensor) -> Tensor:
+        y = x.tanh()
+        hidden.append(weakref.ref(y))
+        return y
 
-    model = Checkpointed(nn.Sequential(nn.Linear(6, 9), Watched(), nn.Linear(9, 6)), nn.Linear(6, 3))
+    model = Checkpointed(nn.Sequential(nn.Linear(6, 9), Toy(watched), nn.Linear(9, 6)), nn.Linear(6, 3))
     with gramian.per_sample_norms(model):
         loss = model(torch.randn(3, 6)).sum()
         assert hidden and all(ref() is None for ref in hidden)  # nor those of the proof
@@ -257,20 +266,11 @@ def test_in_place_operations_on_the_output_of_a_layer_are_exact(layer: str, how:
     inner = make()
     if layer == "generic":
         bilinear = inner[0]
-        inner = _Paired(bilinear)
+        inner = Toy(lambda net, x: net.layer(x, x), layer=bilinear)
     x = torch.randint(6, (3, *shape)) if layer == "embedding" else torch.randn(3, *shape, dtype=torch.float64)
     if layer == "layer norm" and how in ("add", "activation"):
         inner = nn.Sequential(nn.Linear(6, 6), inner)
     assert_exact(InPlace(inner, how).double(), x)
-
-
-class _Paired(nn.Module):
-    def __init__(self, layer: nn.Bilinear) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x)
 
 
 def test_an_input_changed_in_place_behind_its_layer_is_torchs_own_error() -> None:
@@ -363,7 +363,7 @@ def test_several_backwards_are_concatenated_in_order_and_p_grad_accumulates_as_u
 
 @pytest.mark.parametrize("name", ["mlp", "tied_gpt", "reused", "mha", "broadcast", "vit"])
 @pytest.mark.parametrize("order", ["one backward", "forward order", "reverse order"])
-def test_several_forwards_before_a_backward_are_told_apart_and_come_in_the_order_of_the_forwards(
+def test_several_forwards_before_a_backward_are_distinguished_and_come_in_the_order_of_the_forwards(
     name: str, order: str
 ) -> None:
     model, batch, loss = problem(CASES[name], samples=5)
@@ -389,18 +389,16 @@ def test_a_forward_that_is_never_differentiated_leaves_no_trace() -> None:
 
 
 def test_part_of_a_forward_that_gets_no_gradient_is_left_out() -> None:
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.left, self.right = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+    def branches(net: Any, x: Tensor) -> Tensor:
+        net.right(net.shared(x.flip(1)))
+        with torch.no_grad():
+            net.left(net.shared(x))
+        return net.left(net.shared(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.right(self.shared(x.flip(1)))
-            with torch.no_grad():
-                self.left(self.shared(x))
-            return self.left(self.shared(x))
-
-    norms = assert_exact(Branches().double(), torch.randn(3, 5, dtype=torch.float64))
+    norms = assert_exact(
+        Toy(branches, shared=nn.Linear(5, 4), left=nn.Linear(4, 3), right=nn.Linear(4, 3)).double(),
+        torch.randn(3, 5, dtype=torch.float64),
+    )
     assert norms.coverage["shared.weight"].uses == 1
     assert norms.coverage["right.weight"].status == "unused"
 
@@ -515,7 +513,7 @@ def test_a_capture_entered_between_forward_and_backward_does_not_see_that_pass()
     model, batch, loss = problem(CASES["mlp"])
     with gramian.per_sample_norms(model) as outer:
         value = loss(model, *batch, reduction="mean")
-        with pytest.raises(GramianError, match="^capture: no backward"), gramian.per_sample_norms(model):
+        with refusal("^capture: no backward"), gramian.per_sample_norms(model):
             value.backward()
     assert_norms(outer.values, loop_norms(model, loss, batch))
 
@@ -523,7 +521,7 @@ def test_a_capture_entered_between_forward_and_backward_does_not_see_that_pass()
 def test_a_capture_left_between_forward_and_backward_does_not_disturb_the_other() -> None:
     model, batch, loss = problem(CASES["tied_gpt"])
     with gramian.per_sample_norms(model) as outer:
-        with pytest.raises(GramianError, match="^capture: no backward"), gramian.per_sample_norms(model):
+        with refusal("^capture: no backward"), gramian.per_sample_norms(model):
             value = loss(model, *batch, reduction="mean")
         value.backward()
     assert_norms(outer.values, loop_norms(model, loss, batch))
@@ -550,7 +548,7 @@ def test_two_models_are_captured_independently() -> None:
     assert_norms(other_norms.values, loop_norms(other, other_loss, others))
 
 
-def test_a_student_and_a_frozen_teacher_of_the_same_class_are_told_apart() -> None:
+def test_a_student_and_a_frozen_teacher_of_the_same_class_are_distinguished() -> None:
     torch.manual_seed(2)
     student, teacher = GPT(tied=False).double(), GPT(tied=False).double().requires_grad_(False)
     ids = torch.randint(13, (3, 6))
@@ -589,7 +587,7 @@ def test_dropout_inside_a_generic_site_is_exact_at_zero_and_refused_by_name_else
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=probability, batch_first=True)).double()
     x = torch.randn(3, 10, 8, dtype=torch.float64)
     if probability:
-        with pytest.raises(GramianError, match=r"^0\.self_attn \(MultiheadAttention\) .*dropout.*expected"):
+        with refusal(r"^0\.self_attn \(MultiheadAttention\) .*dropout.*expected"):
             assert_exact(model, x)
         assert_exact(model.eval(), x)
     else:
@@ -644,8 +642,7 @@ def test_a_functional_call_with_other_parameters_has_the_norms_of_those() -> Non
 def test_a_hook_of_the_user_that_changes_a_gradient_is_no_false_alarm_of_the_audit() -> None:
     model, batch, loss = problem(CASES["mlp"])
     model[0].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert model[0].weight.grad.abs().max() <= 1e-3
     assert_norms(norms.values, loop_norms(CASES["mlp"].make(torch.float64), loss, batch))
 
@@ -661,8 +658,7 @@ def test_a_hook_that_steps_the_optimizer_during_the_backward_is_left_to_work() -
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert_norms(norms.values, expected)
     assert all(p.grad is None for p in model.parameters())
 
@@ -673,8 +669,7 @@ def test_layers_frozen_or_thawed_between_captures_are_noticed(where: str) -> Non
     layer = model[0] if where == "first layer" else model[4]
     for trained in (True, False, True):
         layer.requires_grad_(trained)
-        with gramian.per_sample_norms(model) as norms:
-            loss(model, *batch, reduction="mean").backward()
+        norms = captured(model, loss, batch)
         name = "0.weight" if where == "first layer" else "4.weight"
         assert norms.coverage[name].status == ("covered" if trained else "frozen")
         assert_norms(norms.values, loop_norms(model, loss, batch))
@@ -711,6 +706,5 @@ def test_after_a_rule_is_lifted_gradients_are_formed_again() -> None:
     model, batch, loss = problem(CASES["mlp"])
     with pytest.raises(ValueError, match="user"), hub_of(model).governed_by(Withheld()):
         raise ValueError("user")
-    with gramian.per_sample_norms(model):
-        loss(model, *batch, reduction="mean").backward()
+    captured(model, loss, batch)
     assert all(p.grad is not None for p in model.parameters())

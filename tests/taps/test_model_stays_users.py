@@ -21,7 +21,8 @@ from gramian.taps import hub_of
 from tests.kit.matrix import FULL
 from tests.kit.models import CASES
 from tests.kit.processes import distributed
-from tests.taps.checks import assert_norms, gradients, loop_norms, problem
+from tests.kit.toys import Toy
+from tests.taps.checks import assert_norms, captured, gradients, loop_norms, problem
 
 KINDS = ["mlp", "tied_gpt", "hf_gpt2", "vit", "convnet", "mha", "lora", "pooled"]
 """One of each kind of layer."""
@@ -84,8 +85,7 @@ def test_random_state_and_training_mode_are_left_alone_by_entering_and_leaving()
     model, batch, loss = problem(CASES["vit"])
     model.block.eval()
     modes, state = [m.training for m in model.modules()], torch.get_rng_state()
-    with gramian.per_sample_norms(model):
-        loss(model, *batch, reduction="mean").backward()
+    captured(model, loss, batch)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == modes
 
@@ -103,8 +103,7 @@ def test_dropout_draws_the_same_numbers_with_and_without_a_capture() -> None:
 
 def test_gradients_that_were_none_stay_none_where_nothing_flows() -> None:
     model, batch, loss = problem(CASES["unused"])
-    with gramian.per_sample_norms(model):
-        loss(model, *batch, reduction="mean").backward()
+    captured(model, loss, batch)
     assert {name for name, g in gradients(model).items() if g is None} == {"spare.weight", "spare.bias"}
 
 
@@ -202,8 +201,7 @@ def test_a_copy_made_inside_a_capture_can_be_captured_itself_after_and_meanwhile
     expected = loop_norms(model, loss, batch)
     with gramian.per_sample_norms(model) as norms:
         copy = deepcopy(model)
-        with gramian.per_sample_norms(copy) as of_the_copy:
-            loss(copy, *batch, reduction="mean").backward()
+        of_the_copy = captured(copy, loss, batch)
         loss(model, *batch, reduction="mean").backward()
     assert_norms(norms.values, expected)
     assert_norms(of_the_copy.values, expected)
@@ -231,8 +229,7 @@ def test_a_model_pickled_inside_a_capture_is_loaded_untapped(name: str, how: str
         loss(model, *batch, reduction="mean").backward()
     assert torch.equal(value, loss(model, *batch, reduction="mean"))
     assert [sorted(m.__dict__) for m in model.modules()] == before
-    with gramian.per_sample_norms(loaded) as norms:
-        loss(loaded, *batch, reduction="mean").backward()
+    norms = captured(loaded, loss, batch)
     assert_norms(norms.values, expected)
 
 
@@ -363,8 +360,7 @@ def test_a_forward_that_the_user_put_on_an_instance_is_exact_or_refused_by_name(
 @pytest.mark.parametrize("name", KINDS if FULL else KINDS[1:4])
 def test_a_model_is_garbage_collected_after_a_capture(name: str) -> None:
     model, batch, loss = problem(CASES[name])
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     values, coverage = norms.values, norms.coverage
     modules = [weakref.ref(m) for m in model.modules()]
     tensors = [weakref.ref(p) for p in model.parameters()]
@@ -388,8 +384,7 @@ def test_a_capture_does_not_keep_activations_alive_after_the_backward() -> None:
 def test_results_can_be_read_after_the_model_is_gone() -> None:
     model, batch, loss = problem(CASES["mlp"])
     expected = loop_norms(model, loss, batch)
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     del model
     gc.collect()
     assert_norms(norms.values, expected)
@@ -448,15 +443,7 @@ def test_names_are_the_users_under_ddp(rank: int, world_size: int) -> None:
 
 
 def test_a_submodule_that_the_user_called_module_keeps_its_name() -> None:
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.module(x)
-
-    model = Owner()
+    model = Toy(lambda net, x: net.module(x), module=nn.Linear(5, 3))
     with gramian.per_sample_norms(model) as norms:
         model(torch.randn(4, 5)).square().sum().backward()
     assert list(norms.coverage) == ["module.weight", "module.bias"]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import gramian
-from gramian.core.errors import GramianError
 from gramian.taps.hub import hub_of
+from tests.kit.refusals import refusal
+from tests.kit.toys import Toy
 from tests.taps.test_row_proof import Normalising
 
 COUPLED = "changes when other samples are replaced"
@@ -37,11 +38,9 @@ class Mixing(nn.Module):
         return self.last(h - h.mean(0) if mixes else h)
 
 
-class Centred(nn.Module):
+def centred() -> Toy:
     """Centres samples."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return h - h.mean(0)
+    return Toy(lambda net, h: h - h.mean(0))
 
 
 def norms(model: nn.Module, *arguments: Any, **options: Any) -> Tensor:
@@ -69,7 +68,7 @@ def test_a_flag_of_any_kind_is_part_of_what_is_proven(flag: str) -> None:
     model, x = Mixing(), torch.randn(6, 4)
     apart, mixed = FLAGS[flag]
     assert norms(model, x, apart).isfinite().all()
-    with pytest.raises(GramianError, match=COUPLED):
+    with refusal(COUPLED):
         norms(model, x, mixed)
 
 
@@ -78,28 +77,27 @@ def test_a_module_in_the_memory_of_one_that_is_gone_is_another_module() -> None:
     for kind in (nn.Tanh, nn.ReLU):
         model.act = kind()  # of two that were there before, the place of the first is free again
         norms(model, x)
-    model.act = Centred()
-    with pytest.raises(GramianError, match=COUPLED):
+    model.act = centred()
+    with refusal(COUPLED):
         norms(model, x)
 
 
-class Pairs(nn.Module):
+def pairs() -> Toy:
     """Rows 0 and 1, 2 and 3, … depend on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer((x.unflatten(0, (-1, 2)) - x.unflatten(0, (-1, 2)).mean(1, keepdim=True)).flatten(0, 1))
+    return Toy(
+        lambda net, x: net.layer(
+            (x.unflatten(0, (-1, 2)) - x.unflatten(0, (-1, 2)).mean(1, keepdim=True)).flatten(0, 1)
+        ),
+        layer=nn.Linear(4, 3),
+    )
 
 
 @pytest.mark.parametrize("later", [[0, 1, 2, 3, 4, 5], [0, 1, 1, 2, 2, 0]])
 def test_rows_that_depend_on_each_other_inside_of_units_are_proven_for_these_units_alone(later: list[int]) -> None:
-    model, x = Pairs(), torch.randn(6, 4)
+    model, x = pairs(), torch.randn(6, 4)
     assert norms(model, x, sample_ids=torch.tensor([0, 0, 1, 1, 2, 2])).isfinite().all()
     assert norms(model, x, sample_ids=torch.tensor([2, 2, 0, 0, 1, 1])).isfinite().all()
-    with pytest.raises(GramianError, match=COUPLED):
+    with refusal(COUPLED):
         norms(model, x, sample_ids=torch.tensor(later))
 
 
@@ -115,7 +113,7 @@ def test_a_batch_with_a_sample_that_is_not_finite_covers_no_other() -> None:
     spoilt = x.clone()
     spoilt[2] = torch.nan
     norms(model, spoilt)
-    with pytest.raises(GramianError, match="a backward that is linear"):
+    with refusal("a backward that is linear"):
         norms(model, x)
 
 
@@ -141,7 +139,7 @@ def test_targets_in_a_list_go_with_their_samples(kind: str, counts: tuple[int, .
     x, targets = torch.randn(4, 4), [TARGETS[kind](torch.randn(count, 4)) for count in counts]
     found = norms(Detector(False), x, targets)
     assert found.shape == (4,)
-    with pytest.raises(GramianError, match=COUPLED):
+    with refusal(COUPLED):
         norms(Detector(True), x, targets)
 
 
@@ -195,14 +193,14 @@ UNFIT = {
 
 @pytest.mark.parametrize("kind", UNFIT)
 def test_a_tensor_whose_rows_cannot_be_taken_is_refused_in_one_line(kind: str) -> None:
-    with pytest.raises(GramianError, match=r"^model: is given a tensor that is .*; expected dense tensors"):
+    with refusal(r"^model: is given a tensor that is .*; expected dense tensors"):
         norms(Mixing(), torch.randn(6, 4), UNFIT[kind]())
 
 
 def test_a_complex_parameter_is_refused_by_its_name() -> None:
     model = Mixing()
     model.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
-    with pytest.raises(GramianError, match="^phase: is a complex parameter; expected a real one"):
+    with refusal("^phase: is a complex parameter; expected a real one"):
         norms(model, torch.randn(6, 4))
 
 
@@ -223,25 +221,28 @@ def test_a_layer_without_outputs_is_no_obstacle() -> None:
     torch.testing.assert_close(norms(narrow, x), norms(plain, x))
 
 
-def test_ids_that_are_no_numbers_of_the_batch_are_refused() -> None:
-    with pytest.raises(GramianError, match="^sample_ids: expected ids below"):
+def test_ids_outside_the_batch_are_refused() -> None:
+    with refusal("^sample_ids: expected ids below"):
         norms(Mixing(), torch.randn(3, 4), sample_ids=torch.tensor([0, 1, 10**9]))
 
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_recurrent_layers_under_autocast_are_compared_as_they_round(kind: str) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = getattr(nn, kind)(4, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.layer(x)[0][:, -1])
-
     torch.manual_seed(0)
     # oneDNN has no LSTM in bfloat16 on a CPU without it
     with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert norms(Recurrent(), torch.randn(6, 9, 4)).isfinite().all()
+        assert (
+            norms(
+                Toy(
+                    lambda net, x: net.head(net.layer(x)[0][:, -1]),
+                    layer=getattr(nn, kind)(4, 4, batch_first=True),
+                    head=nn.Linear(4, 2),
+                ),
+                torch.randn(6, 9, 4),
+            )
+            .isfinite()
+            .all()
+        )
 
 
 class Table(nn.Module):
@@ -274,10 +275,7 @@ def test_sums_look_at_a_shared_row_again_where_flags_change(weight: Any, compile
         first = loss(zero)
         first.backward()
     assert float(first) == pytest.approx(plain)
-    with (
-        pytest.raises(GramianError, match="table: returns one row"),
-        kfac.capture(model, loss_reduction="mean", num_terms=6),
-    ):
+    with refusal("table: returns one row"), kfac.capture(model, loss_reduction="mean", num_terms=6):
         loss(weight).backward()
 
 
@@ -288,31 +286,26 @@ class Pair(NamedTuple):
 
 
 def test_a_compiled_model_with_a_class_of_the_users_own_is_refused() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
+    def reads(net: Any, batch: Any) -> Tensor:
+        h = net.layer(batch[0])
+        return h - h.mean(0) if isinstance(batch, Pair) else h
 
-        def forward(self, batch: Any) -> Tensor:
-            h = self.layer(batch[0])
-            return h - h.mean(0) if isinstance(batch, Pair) else h
-
-    model = torch.compile(Reads(), backend="eager")
-    with pytest.raises(GramianError, match="^model: is compiled and gets an argument that no graph can pass"):
+    model = torch.compile(Toy(reads, layer=nn.Linear(4, 3)), backend="eager")
+    with refusal("^model: is compiled and gets an argument that no graph can pass"):
         norms(model, Pair(torch.randn(6, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_integers_are_arguments_like_others(dtype: torch.dtype) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-            return self.layer(x) * counts.long().sum(1, keepdim=True)
-
-    assert norms(Scaled(), torch.randn(6, 4), torch.ones(6, 2).to(dtype)).isfinite().all()
+    assert (
+        norms(
+            Toy(lambda net, x, counts: net.layer(x) * counts.long().sum(1, keepdim=True), layer=nn.Linear(4, 3)),
+            torch.randn(6, 4),
+            torch.ones(6, 2).to(dtype),
+        )
+        .isfinite()
+        .all()
+    )
 
 
 def test_a_hook_that_comes_and_goes_with_every_step_is_proven_once() -> None:

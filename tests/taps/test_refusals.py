@@ -1,7 +1,6 @@
 """What is refused, each with one line that names the field or module and says what would be accepted."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,23 +11,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gramian
-from gramian.core.errors import GramianError
 from gramian.taps import Withheld, hub_of
+from tests.kit import refusals
 from tests.kit.models import CASES
+from tests.kit.toys import Toy
 from tests.taps.checks import problem
 
 
-@contextmanager
-def refused(*words: str) -> Iterator[None]:
-    """A GramianError of one line that begins with the first word, holds the others and says what is expected."""
-    with pytest.raises(GramianError) as caught:
-        yield
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.startswith(words[0]), message
-    assert "expected" in message
-    for word in words[1:]:
-        assert word in message, message
+def refused(*words: str) -> Any:
+    """A `GramianError` of one line that begins with the first word, has the others and says what is expected."""
+    return refusals.refused(*words, "expected")
 
 
 def _mlp() -> tuple[nn.Module, Tensor]:
@@ -67,7 +59,7 @@ def test_an_unknown_per_of_the_fisher_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", [nn.Linear(2, 2)], nn.Linear(2, 2).parameters()], ids=type)
-def test_what_is_no_module_is_refused(model: Any) -> None:
+def test_a_model_that_is_not_a_module_is_refused(model: Any) -> None:
     with refused("model", type(model).__name__):
         gramian.per_sample_norms(model)
 
@@ -187,29 +179,25 @@ def test_a_second_backward_through_one_forward_is_refused(name: str) -> None:
 
 
 def test_two_losses_of_one_forward_backwarded_apart_are_refused() -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.trunk, self.left, self.right = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+    def two_heads(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.trunk(x)
+        return net.left(h), net.right(h)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.trunk(x)
-            return self.left(h), self.right(h)
-
-    model = TwoHeads()
+    model = Toy(two_heads, trunk=nn.Linear(5, 4), left=nn.Linear(4, 3), right=nn.Linear(4, 2))
     with refused("backward", "twice"), gramian.per_sample_norms(model):
         left, right = model(torch.randn(3, 5))
         left.sum().backward(retain_graph=True)
         right.sum().backward()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.inner, self.last, self.use_reentrant = nn.Linear(5, 5), inner, nn.Linear(5, 3), use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant))
+def checkpointed(inner: nn.Module, use_reentrant: bool) -> Toy:
+    return Toy(
+        lambda net, x: net.last(checkpoint(net.inner, net.first(x), use_reentrant=net.use_reentrant)),
+        first=nn.Linear(5, 5),
+        inner=inner,
+        last=nn.Linear(5, 3),
+        use_reentrant=use_reentrant,
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +206,7 @@ class Checkpointed(nn.Module):
     ids=["linear", "two linears", "generic"],
 )
 def test_reentrant_checkpointing_is_refused(inner: Callable[[], nn.Module]) -> None:
-    model = Checkpointed(inner(), use_reentrant=True)
+    model = checkpointed(inner(), use_reentrant=True)
     with refused("", "use_reentrant=False"), gramian.per_sample_norms(model):
         model(torch.randn(4, 5)).sum().backward()
 
@@ -319,15 +307,11 @@ def test_a_weight_used_outside_its_layer_is_noticed_and_named(use: str, name: st
 
 
 def test_a_weight_used_only_outside_its_layer_is_noticed_and_named() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare, self.used = nn.Linear(5, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(F.linear(x, self.spare.weight, self.spare.bias))
-
-    model = Model()
+    model = Toy(
+        lambda net, x: net.used(F.linear(x, net.spare.weight, net.spare.bias)),
+        spare=nn.Linear(5, 4),
+        used=nn.Linear(4, 3),
+    )
     with refused("spare.weight", "own module"), gramian.per_sample_norms(model):
         model(torch.randn(4, 5)).square().sum().backward()
 
@@ -345,66 +329,47 @@ def test_old_style_weight_norm_is_noticed_and_named() -> None:
         model(torch.randn(3, 5)).square().sum().backward()
 
 
-class Noisy(nn.Module):
+def noisy() -> Toy:
     """A raw parameter beside dropout."""
+    return Toy(
+        lambda net, x: net.dropout(net.linear(x)) * net.gain,
+        linear=nn.Linear(5, 40),
+        dropout=nn.Dropout(0.5),
+        gain=nn.Parameter(torch.rand(40)),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout, self.gain = nn.Linear(5, 40), nn.Dropout(0.5), nn.Parameter(torch.rand(40))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x)) * self.gain
-
-
-class Centred(nn.Module):
+def centred() -> Toy:
     """A raw parameter on a layer that mixes samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.rand(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) * self.gain
+    return Toy(lambda net, x: (x - x.mean(0)) * net.gain, gain=nn.Parameter(torch.rand(5)))
 
 
-@pytest.mark.parametrize("layer", [Noisy, Centred])
-def test_a_generic_layer_that_is_random_or_mixes_samples_is_refused_by_name(layer: type[nn.Module]) -> None:
+@pytest.mark.parametrize("layer", [noisy, centred])
+def test_a_generic_layer_that_is_random_or_mixes_samples_is_refused_by_name(layer: Callable[[], nn.Module]) -> None:
     model = nn.Sequential(nn.Tanh(), layer())
-    with refused(f"1 ({layer.__name__})", "register_site"), gramian.per_sample_norms(model):
+    with refused("1 (Toy)", "register_site"), gramian.per_sample_norms(model):
         model(torch.randn(4, 5)).square().sum().backward()
 
 
 # ---- batch axis -----------------------------------------------------------------------------------------------------
 
 
-class Rows(nn.Module):
+def rows_net(rows: int) -> Toy:
     """A layer that sees other rows than the batch."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows, self.mix, self.head = rows, nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + self.mix(x[: self.rows]).sum()
+    return Toy(
+        lambda net, x: net.head(x) + net.mix(x[: net.rows]).sum(), rows=rows, mix=nn.Linear(5, 5), head=nn.Linear(5, 3)
+    )
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
-def test_rows_that_are_no_multiple_of_the_batch_are_refused_by_name(rows: int) -> None:
-    model = Rows(rows)
+def test_rows_that_are_not_a_multiple_of_the_batch_are_refused_by_name(rows: int) -> None:
+    model = rows_net(rows)
     with refused("mix (Linear)", f"{rows} rows", "batch of 6"), gramian.per_sample_norms(model):
         model(torch.randn(6, 5)).square().sum().backward()
 
 
 def test_tokens_first_is_refused_by_name() -> None:
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(5, 3)
-
-        def forward(self, x_BTD: Tensor) -> Tensor:
-            return self.mix(x_BTD.transpose(0, 1)).transpose(0, 1)
-
-    model = TimeFirst()
+    model = Toy(lambda net, x_BTD: net.mix(x_BTD.transpose(0, 1)).transpose(0, 1), mix=nn.Linear(5, 3))
     with refused("mix (Linear)", "7 rows", "batch of 3"), gramian.per_sample_norms(model):
         model(torch.randn(3, 7, 5)).square().sum().backward()
 
@@ -439,29 +404,18 @@ def test_position_ids_without_a_batch_axis_are_refused_by_name_whatever_their_le
 
 @pytest.mark.parametrize("tokens", [5, 4, 8, 2])
 def test_a_linear_on_a_table_without_a_batch_axis_is_refused_by_name(tokens: int) -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.mix, self.head = torch.randn(tokens, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x_BTD: Tensor) -> Tensor:
-            return self.head(x_BTD + self.mix(self.table))
-
-    model = Table()
+    model = Toy(
+        lambda net, x_BTD: net.head(x_BTD + net.mix(net.table)),
+        table=torch.randn(tokens, 4),
+        mix=nn.Linear(4, 4),
+        head=nn.Linear(4, 3),
+    )
     with refused("mix", *_of_no_sample(tokens)), gramian.per_sample_norms(model):
         model(torch.randn(4, tokens, 4)).square().sum().backward()
 
 
-def test_arguments_without_axes_are_no_batch() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(5, 3)
-
-        def forward(self, scale: Tensor, x: Tensor | None = None) -> Tensor:
-            return scale * self.mix(torch.ones(4, 5) if x is None else x)
-
-    model = Scalar()
+def test_arguments_without_axes_are_not_a_batch() -> None:
+    model = Toy(lambda net, scale, x=None: scale * net.mix(torch.ones(4, 5) if x is None else x), mix=nn.Linear(5, 3))
     with refused("model", "batch_size="), gramian.per_sample_norms(model):
         model(torch.tensor(2.0)).sum().backward()
     with gramian.per_sample_norms(model) as norms:
@@ -470,15 +424,7 @@ def test_arguments_without_axes_are_no_batch() -> None:
 
 
 def test_a_model_called_without_any_tensor_is_refused() -> None:
-    class Silent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(5, 3)
-
-        def forward(self, rows: int) -> Tensor:
-            return self.mix(torch.ones(rows, 5))
-
-    model = Silent()
+    model = Toy(lambda net, rows: net.mix(torch.ones(rows, 5)), mix=nn.Linear(5, 3))
     with refused("forward", "tensor"), gramian.per_sample_norms(model):
         model(3).sum().backward()
 
@@ -530,14 +476,6 @@ def test_unbatched_inputs_are_refused_by_name(layer: nn.Module, shape: tuple[int
 
 
 def test_a_batch_inside_a_dict_is_found_and_one_without_tensors_needs_batch_size() -> None:
-    class FromDict(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(5, 3)
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.head(batch["x"])
-
     class Holder:
         def __init__(self, x: Tensor) -> None:
             self.x = x
@@ -545,7 +483,7 @@ def test_a_batch_inside_a_dict_is_found_and_one_without_tensors_needs_batch_size
         def __getitem__(self, name: str) -> Tensor:
             return self.x
 
-    model, batch = FromDict(), {"x": torch.randn(4, 5)}
+    model, batch = Toy(lambda net, batch: net.head(batch["x"]), head=nn.Linear(5, 3)), {"x": torch.randn(4, 5)}
     with gramian.per_sample_norms(model) as norms:
         model(batch).sum().backward()
     assert norms.values.shape == (4,)
@@ -559,29 +497,16 @@ def test_a_batch_inside_a_dict_is_found_and_one_without_tensors_needs_batch_size
 
 
 def test_a_packed_sequence_is_refused_by_name() -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(5, 4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(nn.utils.rnn.pack_padded_sequence(x, [4, 3, 2], batch_first=True))[0].data
-
-    model = Packed()
+    model = Toy(
+        lambda net, x: net.layer(nn.utils.rnn.pack_padded_sequence(x, [4, 3, 2], batch_first=True))[0].data,
+        layer=nn.LSTM(5, 4, batch_first=True),
+    )
     with refused("layer (LSTM)"), gramian.per_sample_norms(model):
         model(torch.randn(3, 4, 5)).sum().backward()
 
 
 def test_an_embedding_bag_with_offsets_is_refused_by_name() -> None:
-    class Bags(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bag = nn.EmbeddingBag(7, 4)
-
-        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-            return self.bag(ids, offsets)
-
-    model = Bags()
+    model = Toy(lambda net, ids, offsets: net.bag(ids, offsets), bag=nn.EmbeddingBag(7, 4))
     with refused("bag (EmbeddingBag)", "register_site"), gramian.per_sample_norms(model, batch_size=3):
         model(torch.randint(7, (8,)), torch.tensor([0, 3, 5])).sum().backward()
 
@@ -596,13 +521,9 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_fsdp1_is_refused_also_inside_the_model() -> None:
-    class FullyShardedDataParallel(nn.Module):
+    class FullyShardedDataParallel(Toy):
         def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self._fsdp_wrapped_module = module
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self._fsdp_wrapped_module(x)
+            super().__init__(lambda net, x: net._fsdp_wrapped_module(x), _fsdp_wrapped_module=module)
 
     with refused("model", "FSDP1", "fully_shard"):
         gramian.per_sample_norms(FullyShardedDataParallel(nn.Linear(5, 4)))

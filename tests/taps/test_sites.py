@@ -14,11 +14,13 @@ from torch.nn.utils import parametrizations
 import gramian
 from tests.kit.matrix import sample
 from tests.kit.models import CASES
+from tests.kit.toys import Toy
 from tests.taps.checks import (
     TOLERANCE,
     assert_exact,
     assert_norms,
     assert_same_bits,
+    captured,
     gradients,
     loop_norms,
     problem,
@@ -81,8 +83,7 @@ def test_p_grad_is_bit_for_bit_that_of_an_untouched_copy(name: str, precision: s
 def test_p_grad_of_a_chain_of_layers_that_see_one_row_is_equal_up_to_rounding() -> None:
     model, batch, loss = problem(CASES["broadcast"])
     untouched = deepcopy(model)
-    with gramian.per_sample_norms(model):
-        loss(model, *batch, reduction="mean").backward()
+    captured(model, loss, batch)
     loss(untouched, *batch, reduction="mean").backward()
     torch.testing.assert_close(gradients(model), gradients(untouched), rtol=1e-13, atol=1e-15)
 
@@ -90,8 +91,7 @@ def test_p_grad_of_a_chain_of_layers_that_see_one_row_is_equal_up_to_rounding() 
 @pytest.mark.parametrize("name", CASES)
 def test_coverage_names_every_parameter_and_says_covered_frozen_or_unused(name: str) -> None:
     model, batch, loss = problem(CASES[name])
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert list(norms.coverage) == [n for n, _ in model.named_parameters()]
     for parameter, p in model.named_parameters():
         expected = "frozen" if not p.requires_grad else "unused" if parameter.startswith("spare.") else "covered"
@@ -111,16 +111,14 @@ def test_coverage_counts_the_uses_of_tied_and_reused_weights() -> None:
         ("reused", "head.weight", 1),
     ):
         model, batch, loss = problem(CASES[name])
-        with gramian.per_sample_norms(model) as norms:
-            loss(model, *batch, reduction="mean").backward()
+        norms = captured(model, loss, batch)
         assert norms.coverage[parameter].uses == uses, parameter
 
 
 @pytest.mark.parametrize("algorithm", ["direct", "gram"])
 def test_a_forced_algorithm_is_the_one_that_coverage_reports(algorithm: str) -> None:
     model, batch, loss = problem(CASES["linear_3d"])
-    with gramian.per_sample_norms(model, algorithm=algorithm) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch, algorithm=algorithm)
     assert norms.coverage["0.weight"].algorithm == norms.coverage["2.weight"].algorithm == algorithm
 
 
@@ -133,8 +131,7 @@ def test_auto_takes_gram_for_few_tokens_direct_for_many_and_rank_one_for_a_singl
 
 def test_coverage_as_text_has_one_row_per_parameter() -> None:
     model, batch, loss = problem(CASES["partially_frozen"])
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     lines = str(norms.coverage).splitlines()
     assert len(lines) == 1 + len(list(model.parameters()))
     assert lines[0].split() == ["parameter", "status", "layer", "algorithm", "uses"]
@@ -149,8 +146,7 @@ def test_coverage_as_text_has_one_row_per_parameter() -> None:
 def test_an_empty_batch_has_no_norms_and_the_gradients_of_an_untouched_copy(name: str) -> None:
     model, batch, loss = problem(CASES[name], samples=0)
     untouched = deepcopy(model)
-    with gramian.per_sample_norms(model, loss_reduction="sum") as norms:
-        loss(model, *batch, reduction="sum").backward()
+    norms = captured(model, loss, batch, "sum", loss_reduction="sum")
     loss(untouched, *batch, reduction="sum").backward()
     assert norms.values.shape == (0,) and norms.values.dtype == torch.float64
     assert_same_bits(gradients(model), gradients(untouched))
@@ -159,8 +155,7 @@ def test_an_empty_batch_has_no_norms_and_the_gradients_of_an_untouched_copy(name
 @pytest.mark.parametrize("name, algorithm", sample(list(product(CASES, ALGORITHMS)), len(CASES)))
 def test_a_batch_of_one_sample_has_the_norm_of_p_grad(name: str, algorithm: str) -> None:
     model, batch, loss = problem(CASES[name], samples=1)
-    with gramian.per_sample_norms(model, algorithm=algorithm) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch, algorithm=algorithm)
     total = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
     assert_norms(norms.values, total.sqrt()[None], 1e-6 if CASES[name].computes_in_float32 else 1e-9)
     assert_norms(norms.values, loop_norms(model, loss, batch), 1e-6 if CASES[name].computes_in_float32 else 1e-9)
@@ -252,17 +247,12 @@ VIEWED: dict[str, Any] = {
     "conv2d": (lambda: nn.Conv2d(4, 6, 2, padding=1, groups=2), (4, 3, 6)),
     "conv2d circular": (lambda: nn.Conv2d(4, 6, 2, padding=1, padding_mode="circular"), (4, 3, 6)),
     "embedding": (lambda: nn.Embedding(6, 5), (4, 6)),
-    "bilinear": (lambda: PairedWithItself(nn.Bilinear(6, 6, 3)), (4, 6)),
+    "bilinear": (lambda: paired_with_itself(nn.Bilinear(6, 6, 3)), (4, 6)),
 }
 
 
-class PairedWithItself(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x)
+def paired_with_itself(layer: nn.Module) -> Toy:
+    return Toy(lambda net, x: net.layer(x, x), layer=layer)
 
 
 @pytest.mark.parametrize("layer, view", sample(list(product(VIEWED, VIEWS)), 30))
@@ -322,15 +312,11 @@ def test_a_convolution_whose_stride_leaves_a_rest_of_the_image_out_is_exact() ->
 
 
 def test_a_convolution_that_sees_several_images_per_sample_is_exact() -> None:
-    class Frames(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(2, 3, 2, groups=1, padding=1)
-
-        def forward(self, video: Tensor) -> Tensor:
-            return self.conv(video.flatten(0, 1)).unflatten(0, video.shape[:2])
-
-    assert_exact(Frames().double(), torch.randn(3, 5, 2, 4, 3, dtype=torch.float64))
+    model = Toy(
+        lambda net, video: net.conv(video.flatten(0, 1)).unflatten(0, video.shape[:2]),
+        conv=nn.Conv2d(2, 3, 2, groups=1, padding=1),
+    ).double()
+    assert_exact(model, torch.randn(3, 5, 2, 4, 3, dtype=torch.float64))
 
 
 def test_transposed_convolutions_take_the_generic_way_and_are_exact() -> None:
@@ -478,16 +464,11 @@ def test_multihead_attention_with_a_two_dimensional_mask_is_exact_also_where_it_
 def test_multihead_attention_with_a_positional_mask_is_exact() -> None:
     layer = nn.MultiheadAttention(8, 2, batch_first=True).double()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = layer
+    def model_forward(net: Any, q: Tensor) -> Tensor:
+        mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+        return net.attention(q, q, q, None, False, mask)[0]
 
-        def forward(self, q: Tensor) -> Tensor:
-            mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
-            return self.attention(q, q, q, None, False, mask)[0]
-
-    assert_exact(Model(), _qkv(3)[0])
+    assert_exact(Toy(model_forward, attention=layer), _qkv(3)[0])
 
 
 @pytest.mark.parametrize("tokens", [5, 2])
@@ -496,15 +477,11 @@ def test_multihead_attention_with_a_key_padding_mask_is_exact(tokens: int) -> No
     mask = torch.zeros(3, tokens + 1, dtype=torch.bool)
     mask[0, -2:] = mask[2, 0] = True
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-            return self.attention(q, k, v, key_padding_mask=mask, need_weights=False)[0]
-
-    assert_exact(Model().double(), q, k, v, mask)
+    model = Toy(
+        lambda net, q, k, v, mask: net.attention(q, k, v, key_padding_mask=mask, need_weights=False)[0],
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+    ).double()
+    assert_exact(model, q, k, v, mask)
 
 
 @pytest.mark.parametrize(
@@ -529,18 +506,14 @@ def test_multihead_attention_with_frozen_parts_is_exact() -> None:
 
 @pytest.mark.parametrize("tokens", [4, 3, 6])
 def test_multihead_attention_with_one_mask_per_sample_and_head_is_exact(tokens: int) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, q: Tensor, mask_BHTT: Tensor) -> Tensor:
-            return self.attention(q, q, q, attn_mask=mask_BHTT.flatten(0, 1), need_weights=False)[0]
-
     q = _qkv(tokens)[0]
     mask = torch.rand(3, 2, tokens, tokens) > 0.5
     mask[..., 0] = False
-    assert_exact(Masked().double(), q, mask)
+    model = Toy(
+        lambda net, q, mask_BHTT: net.attention(q, q, q, attn_mask=mask_BHTT.flatten(0, 1), need_weights=False)[0],
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+    ).double()
+    assert_exact(model, q, mask)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -588,39 +561,32 @@ def test_recurrent_layers_are_exact(name: str, state: bool) -> None:
 
 @pytest.mark.parametrize("layers", [2, 3])
 def test_a_recurrent_layer_with_an_initial_state_is_exact(layers: int) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.GRU(5, 4, num_layers=layers, batch_first=True)
-
-        def forward(self, x: Tensor, state_BLH: Tensor) -> Tensor:
-            return self.layer(x, state_BLH.transpose(0, 1).contiguous())[0]
-
     state = torch.randn(3, layers, 4, dtype=torch.float64)
-    assert_exact(Model().double(), torch.randn(3, 6, 5, dtype=torch.float64), state)
+    model = Toy(
+        lambda net, x, state_BLH: net.layer(x, state_BLH.transpose(0, 1).contiguous())[0],
+        layer=nn.GRU(5, 4, num_layers=layers, batch_first=True),
+    ).double()
+    assert_exact(model, torch.randn(3, 6, 5, dtype=torch.float64), state)
 
 
-class Scale(nn.Module):
+def scale(width: int) -> Toy:
     """A layer that nobody knows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale, self.power = nn.Parameter(torch.rand(width)), nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * x.abs() ** self.power
+    return Toy(
+        lambda net, x: net.scale * x.abs() ** net.power,
+        scale=nn.Parameter(torch.rand(width)),
+        power=nn.Parameter(torch.tensor(1.5)),
+    )
 
 
-class Parent(nn.Module):
+def parent() -> Toy:
     """Raw parameters beside layers, one of them without axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
-        self.offset, self.temperature = nn.Parameter(torch.randn(1, 6)), nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(x)) + self.offset) * self.temperature
+    return Toy(
+        lambda net, x: net.head(torch.tanh(net.inner(x)) + net.offset) * net.temperature,
+        inner=nn.Linear(5, 6),
+        head=nn.Linear(6, 4),
+        offset=nn.Parameter(torch.randn(1, 6)),
+        temperature=nn.Parameter(torch.tensor(0.7)),
+    )
 
 
 class OwnForward(nn.Linear):
@@ -634,38 +600,26 @@ class SameForward(nn.Linear):
     """A subclass that does not."""
 
 
-class Nested(nn.Module):
+def nested() -> Toy:
     """A parent with a raw parameter inside a parent with a raw parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parent, self.gain = Parent(), nn.Parameter(torch.rand(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parent(x) * self.gain
+    return Toy(lambda net, x: net.parent(x) * net.gain, parent=parent(), gain=nn.Parameter(torch.rand(4)))
 
 
-class Conditional(nn.Module):
+def conditional() -> Toy:
     """Looks at values, which vmap cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if float(x.sum()) > -1e9 else x
+    return Toy(lambda net, x: x @ net.weight if float(x.sum()) > -1e9 else x, weight=nn.Parameter(torch.randn(5, 5)))
 
 
 UNKNOWN: dict[str, Any] = {
-    "unknown layer": lambda: Scale(5),
-    "raw parameters on the root": Parent,
-    "raw parameters on two levels": Nested,
+    "unknown layer": lambda: scale(5),
+    "raw parameters on the root": parent,
+    "raw parameters on two levels": nested,
     "subclass with its own forward": lambda: OwnForward(5, 4),
     "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 4)), nn.Tanh()),
     "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(5, 4)), nn.Tanh()),
     "PReLU": lambda: nn.Sequential(nn.Linear(5, 4), nn.PReLU(6)),
-    "bilinear": lambda: PairedWithItself(nn.Bilinear(5, 5, 3)),
-    "looks at values": Conditional,
+    "bilinear": lambda: paired_with_itself(nn.Bilinear(5, 5, 3)),
+    "looks at values": conditional,
 }
 
 
@@ -693,15 +647,10 @@ def test_a_subclass_that_keeps_forward_keeps_the_site_and_one_that_changes_it_do
 
 
 def test_an_unknown_layer_that_is_called_twice_is_exact() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Scale(5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.scale(self.scale(x) + x)
-
-    norms = assert_exact(Twice().double(), torch.randn(3, 6, 5, dtype=torch.float64))
+    norms = assert_exact(
+        Toy(lambda net, x: net.scale(net.scale(x) + x), scale=scale(5)).double(),
+        torch.randn(3, 6, 5, dtype=torch.float64),
+    )
     assert norms.coverage["scale.scale"].uses == 2
 
 
@@ -762,8 +711,7 @@ def test_a_sample_that_is_not_a_number_leaves_the_norms_of_the_others_alone(name
     else:
         table = next(m for m in model.modules() if isinstance(m, nn.Embedding))
         table.register_forward_hook(spoil)
-    with gramian.per_sample_norms(model) as norms:
-        loss(model, *batch, reduction="mean").backward()
+    norms = captured(model, loss, batch)
     assert norms.values.isnan().tolist() == [False, True, False, False]
     others = [0, 2, 3]
     assert_norms(norms.values[others], expected[others], 1e-6 if case.computes_in_float32 else 1e-9)

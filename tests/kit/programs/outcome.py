@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import gramian
 from gramian.core.errors import GramianError
+from tests.kit.private import attach
 from tests.kit.programs.grammar import UNUSUAL, Root, reduced
 from tests.kit.programs.program import Batch, Program
 from tests.kit.programs.truth import Truth, truth
@@ -111,15 +112,11 @@ def private_outcome(program: Program | int) -> Outcome:
             batch_size=program.samples,
             collate_fn=lambda records: program.batch(records, collate=True),
         )
-        _, _, batches = engine.make_private(
-            module=root,
+        _, _, batches = attach(
+            engine, root, loader,
             optimizer=torch.optim.SGD([p for p in root.parameters() if p.requires_grad], lr=1.0),
-            data_loader=loader,
-            noise_multiplier=0.0,
-            max_grad_norm=bound,
-            loss_reduction=program.draft.reduction,
-            poisson_sampling=False,
-        )
+            noise_multiplier=0.0, max_grad_norm=bound, loss_reduction=program.draft.reduction,
+        )  # fmt: skip
         try:
             sums += [_private_sum(program, root, batch) for batch in batches]
             some = {program.longest, *range(0, program.samples, -(-program.samples // REMOVED))}
