@@ -237,7 +237,7 @@ TRAPS = (
     ),
     Mutation(
         "damping not balanced between the sides",
-        Edit("damping:_split_by_trace", "(mean_A / mean_G) ** 0.5", "1.0"),
+        Edit("damping:_balance", "(mean_A / mean_G) ** 0.5", "1.0"),
         test_damping.test_pi_balances_the_two_sides,
     ),
     Mutation(

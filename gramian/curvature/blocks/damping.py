@@ -36,9 +36,13 @@ class DampingMode:
 
 
 def _split_by_trace(lambdas: Lambdas, mean_A: float, mean_G: float) -> tuple[float, float, float]:
-    pi = (mean_A / mean_G) ** 0.5 if mean_A > 0 and mean_G > 0 else 1.0
-    root = lambdas.damping**0.5
+    pi, root = _balance(mean_A, mean_G), lambdas.damping**0.5
     return pi * root, root / pi, pi
+
+
+def _balance(mean_A: float, mean_G: float) -> float:
+    """π = √(mean eigenvalue of A / that of G); 1 where a side is zero."""
+    return (mean_A / mean_G) ** 0.5 if mean_A > 0 and mean_G > 0 else 1.0
 
 
 DAMPING_MODES = {
