@@ -1,5 +1,6 @@
 """The row proof: what it costs, when it runs, what it leaves behind, and what it finds that shapes cannot tell."""
 
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -575,3 +576,14 @@ def test_a_backward_that_is_not_linear_has_no_share_of_a_mean_and_is_refused() -
     model = Normalising()
     with refusal("and a backward that is linear"), gramian.per_sample_norms(model):
         model(torch.randn(5, 4)).square().sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("proof", ["auto", "off"])
+def test_no_graph_outlives_a_proof(proof: str) -> None:
+    def attends(net: Any, x: Tensor) -> Tensor:
+        h = net.first(x)
+        return net.last(h @ (h.mT @ h).softmax(-1))  # softmax saves its own output
+
+    norms(Net(attends), torch.randn(4, 3, 4), proof=proof)
+    gc.collect()
+    assert not [t for t in gc.get_objects() if type(t) is Tensor and t.grad_fn is not None]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gramian.parallel.data_parallel import local
 from gramian.taps.model.preserve_state import preserve_state
@@ -22,7 +22,9 @@ def undisturbed(root: nn.Module, arguments: Iterable[Any]) -> Iterator[None]:
     with (
         preserve_state(root, counters=True, arguments=arguments),
         run_eagerly(),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(
+            Tensor.detach, lambda t: t
+        ),  # an output that is saved as it is holds its graph
         zeros_filled(root),
     ):
         yield
