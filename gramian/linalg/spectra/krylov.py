@@ -91,8 +91,9 @@ class KrylovBasis:
 
     @property
     def rounding(self) -> float:
-        """Length below which a residual may be zero."""
-        return self._operator.rounding * self.scale
+        """Length below which a residual may be zero; below the smallest normal number, numbers lie evenly."""
+        info = torch.finfo(self._operator.dtype)
+        return self._operator.rounding * self.scale + 8 * self._operator.dim * info.smallest_normal * info.eps
 
     @property
     def nbytes(self) -> int:
