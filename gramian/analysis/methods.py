@@ -6,6 +6,7 @@ from typing import Any
 
 from gramian.analysis.layer_places import kind, kronecker_layers
 from gramian.core.durable_files import replace_text
+from gramian.curvature.blocks.damping import DAMPING_MODES
 
 MISSING = "not recorded"
 FISHERS = {
@@ -116,7 +117,7 @@ def _checklist(result: Mapping[str, Any]) -> list[str]:
     items = [
         (
             "Damping values (λ_A, λ_G)",
-            f"{mode}: {dampings[0]}, {dampings[1]}" + " (one λ on the product)" * (mode == "joint"),
+            f"{mode}: {dampings[0]}, {dampings[1]}" + " (one λ on the product)" * DAMPING_MODES[mode].on_product,
         ),
         ("Condition number clipping (κ_max)", f"{clip}; metrics and spectra here are unclipped"),
         ("Update frequency", f"{options['update_freq']}; {record['refreshes']} refresh made here"),

@@ -13,9 +13,6 @@ from gramian.curvature import Block, KFACNaturalGradient
 from gramian.verify.checks import Comparison, relative_error
 from gramian.verify.kfac_reference import DAMPING, DAMPING_A, DAMPING_G, KAPPA, ExpectedBlock, KFACReference
 
-POLICIES = ("all", "auto", "hybrid", "small_only")
-DAMPING_MODES = ("pi", "factored", "joint")
-
 
 def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **options: Any) -> KFACNaturalGradient:
     """Make the K-FAC object of a case; its thresholds make policies differ on small widths."""

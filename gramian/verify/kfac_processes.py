@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gramian.curvature import KFACNaturalGradient
+from gramian.curvature.blocks.damping import DAMPING_MODES
+from gramian.curvature.options import POLICIES
 from gramian.verify.checks import Comparison, VerifyCheck, relative_error
 from gramian.verify.kfac_comparison import (
-    DAMPING_MODES,
-    POLICIES,
     compare_factors,
     compare_kfac,
     compare_natural,

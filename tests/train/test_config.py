@@ -1,12 +1,22 @@
 """The config: every key typed, every refusal one line that names it."""
 
 import dataclasses
+import typing
+from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from gramian.core.errors import GramianError
+from gramian.curvature.blocks.damping import DAMPING_MODES
+from gramian.curvature.options import POLICIES
+from gramian.distill.cache.kind_registry import KINDS
+from gramian.distill.loss.temperature import TemperatureKind
+from gramian.kernels.distillation.divergence import DIRECTIONS
+from gramian.privacy.options import Storage
 from gramian.train.config.config import RUN_ONLY, SECTIONS, Config, load_config, parse_config
+from gramian.train.loop.schedule import SCHEDULES
 
 
 def written(folder: Path, text: str) -> Path:
@@ -25,6 +35,24 @@ def test_the_resolved_config_reads_as_itself(tmp_path: Path) -> None:
 
 def test_every_section_of_the_config_is_known() -> None:
     assert set(SECTIONS) == {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "names"),
+    [
+        ("schedule", "kind", SCHEDULES),
+        ("kfac", "damping_mode", DAMPING_MODES),
+        ("kfac", "kfac_policy", POLICIES),
+        ("privacy", "clipping", get_args(Storage)),
+        ("teacher", "source", ["live", *KINDS]),
+        ("teacher", "direction", DIRECTIONS),
+        ("teacher", "temperature_kind", get_args(TemperatureKind)),
+    ],
+)
+def test_the_config_offers_every_entry_of_a_registry(section: str, key: str, names: Iterable[str]) -> None:
+    hint = typing.get_type_hints(SECTIONS[section])[key]
+    offered = [name for part in (hint, *get_args(hint)) for name in get_args(part) if isinstance(name, str)]
+    assert sorted(offered) == sorted(names)
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:
