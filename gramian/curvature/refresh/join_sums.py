@@ -143,7 +143,7 @@ class Join:
         try:
             if make is not None:
                 return make()
-        except Exception as error:
+        except Exception as error:  # whatever it is, other processes wait in the collective; `agree` raises it on all
             if self.exchange is None:
                 raise
             self._problem = self._problem or f"{type(error).__name__}: {error}"

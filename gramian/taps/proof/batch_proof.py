@@ -79,7 +79,7 @@ class BatchProof:
                 refuse(failure)
             except GramianError:
                 raise
-            except Exception:
+            except Exception:  # of the user's own model, raised again below
                 first.runs.tapped(first.runs.everyone)  # a tap's refusal says more than the layer's own failure
                 raise
 

@@ -273,7 +273,7 @@ def blamed_on(expanded: set[str]) -> Iterator[None]:
         yield
     except GramianError:
         raise
-    except Exception as error:
+    except Exception as error:  # of the user's own code
         if not expanded:
             raise
         raise Refuted(

@@ -109,7 +109,7 @@ def _gradients_alone(
         )
     except GramianError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's own code may fail in any way on one sample
         return f"the model does not run on it ({type(error).__name__})"
     return "outputs of another shape" if gradients is None else gradients
 
