@@ -1,4 +1,4 @@
-"""gramian: capture each layer's input and output gradient once, in the backward pass that happens anyway.
+"""gramian: curvature, DP-SGD and distillation; each layer's input and output gradient are captured once, in the usual backward.
 
 The public names are listed in `__all__`; everything else may change.
 """
@@ -40,7 +40,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Load distillation when it is first asked for."""
+        """Import the submodule `distill` when it is first accessed; other unknown names raise AttributeError."""
         if name == "distill":
             import gramian.distill
 

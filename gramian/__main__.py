@@ -1,4 +1,4 @@
-"""`python -m gramian`: the command line, also under torchrun."""
+"""`python -m gramian` runs the command line of the package; it also works under torchrun."""
 
 from gramian.cli import main
 

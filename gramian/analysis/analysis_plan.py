@@ -1,4 +1,4 @@
-"""Memory of an analysis, from shapes alone: K-FAC's own plan, and the bases of Lanczos and of the quadrature."""
+"""Memory of a curvature analysis, from shapes alone: K-FAC's memory plan, and the vectors of Lanczos and of the quadrature."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,28 +16,28 @@ from gramian.plan.budget import Budget
 from gramian.train.build.snapshot_budget import available_memory
 
 WORK = 6
-"""Float64 vectors of parameter length beside a basis: a product, its residual and temporaries."""
+"""Number of float64 vectors of parameter length that Lanczos needs beside its basis: a product, its residual, temporaries."""
 BLOCK = 2**30
-"""Bytes of bases up to which the quadrature runs several probes at once."""
+"""The quadrature runs several probes at once as long as their Lanczos bases take at most this many bytes."""
 
 
 @dataclass(frozen=True)
 class AnalysisPlan:
-    """Bytes of every stage on the model's device; stages run one after another."""
+    """Bytes that every stage of an analysis needs on the model's device; stages run one after another."""
 
     table: str
-    """K-FAC's table, with one line for all blocks of one shape."""
+    """Table of K-FAC's memory as text, with one line for all blocks of one shape."""
     stages: dict[str, int]
-    """{stage: bytes}."""
+    """{name of the stage: bytes that it needs}."""
     device: torch.device
 
     @property
     def most(self) -> int:
-        """Bytes of the largest stage."""
+        """Bytes of the stage that needs the most."""
         return max(self.stages.values())
 
     def lines(self) -> list[str]:
-        """The text that is printed."""
+        """The plan as lines of text for the terminal: K-FAC's table, then the bytes of every stage."""
         parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in self.stages.items())
         return [
             *self.table.splitlines(),
@@ -45,14 +45,14 @@ class AnalysisPlan:
         ]
 
     def facts(self) -> dict[str, Any]:
-        """The entries of the JSON record."""
+        """The plan as a JSON object: bytes of every stage, their maximum, and the device."""
         return {"stages": dict(self.stages), "most": self.most, "device": self.device.type}
 
     def check(self) -> None:
-        """Raise if the largest stage does not fit into the free memory.
+        """Raise a GramianError if the stage that needs the most memory does not fit into the free memory of the device.
 
         Raises:
-            GramianError: with both amounts.
+            GramianError: its message has the bytes needed and the bytes free.
         """
         free = Budget(_free(self.device))
         if not free.fits(self.most):
@@ -64,7 +64,7 @@ class AnalysisPlan:
 
 
 def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -> AnalysisPlan:
-    """Plan an analysis without allocating anything."""
+    """Plan the memory of an analysis of `subject` with `settings`; `kfac` is its K-FAC object. Nothing is allocated."""
     first = next(subject.model.parameters())
     planned = kfac.plan(subject.model, tokens=subject.tokens, fisher_type=settings.fisher)
     planned_bytes = planned.totals[first.device.type].stages()
@@ -82,7 +82,10 @@ def make_plan(subject: Subject, settings: Settings, kfac: KFACNaturalGradient) -
 
 
 def _decomposed(row: CurvatureRow) -> int:
-    """Bytes while the widest matrix of a block is decomposed: 3·8·n², or 64 vectors of a side that is too wide for that."""
+    """Bytes while the widest matrix of a K-FAC block is decomposed.
+
+    n × n matrices take 3·8·n² bytes; a side that is too wide for that takes 64 float64 vectors of its width.
+    """
     if not row.tokens:
         return 0
     if row.G.startswith("diagonal ") and row.outputs > WIDEST_DENSE:
@@ -92,7 +95,7 @@ def _decomposed(row: CurvatureRow) -> int:
 
 
 def _free(device: torch.device) -> int | None:
-    """Free bytes of a device; None: unknown."""
+    """Free bytes of a device; None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

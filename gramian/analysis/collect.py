@@ -1,4 +1,4 @@
-"""K-FAC factors of several batches in one refresh, with one backward for each batch."""
+"""K-FAC factors from several batches as if they were one, with one backward for each batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,12 +32,12 @@ def collect(
     seed: int,
     update: Callable[[int, int], None],
 ) -> float:
-    """Refresh the factors by all batches, equal to those of one pass over all rows; the model is not changed.
+    """Compute K-FAC's factors from all batches as if they were one batch; the model is not changed.
 
-    The model is measured in evaluation mode, as products with the Gauss-Newton matrix are, on "labels" [B, positions] that are
-    not shifted. Labels that `fisher` "mc" and "true" draw are keyed by row and position, so any split into batches is the same.
-    Returns the mean cross entropy of the data's own labels, in nats per term. Cost: a forward and a backward of every batch,
-    without weight gradients.
+    The model runs in evaluation mode. "labels" [B, positions] of a batch are the target of each position: nothing is shifted.
+    `fisher` "mc" and "true" draw labels with a generator keyed by row and position, so the split into batches does not matter.
+    `update` is called with (batches done, batches in total). Returns the mean cross entropy of the data's own labels, in nats
+    per label. Cost: a forward and a backward of every batch, without weight gradients.
 
     Raises:
         GramianError: if labels do not fit, the factors are not finite, or a gradient reaches a parameter past its layer.
@@ -79,7 +79,7 @@ def collect(
 
 @contextmanager
 def _evaluation_mode(root: torch.nn.Module) -> Iterator[None]:
-    """Switch dropout off, and restore the mode of every module afterwards."""
+    """Context: evaluation mode of a model, which switches dropout off; the mode of every module is restored afterwards."""
     modes = [(module, module.training) for module in root.modules()]
     root.eval()
     try:

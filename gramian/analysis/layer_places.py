@@ -16,7 +16,7 @@ class Place:
 
 
 def place(name: str) -> Place:
-    """Parse a name: "model.encoder.layer.3.attention.self.query" is "attention.self.query" of block 3."""
+    """Parse a layer's module name: "model.encoder.layer.3.attention.self.query" is layer "attention.self.query" of block 3."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -25,30 +25,30 @@ def place(name: str) -> Place:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """{name: the name without the components that all names begin with}."""
+    """{full layer name: the name without the dotted components with which all given names begin}."""
     common = commonprefix([name.split(".")[:-1] for name in names]) if len(names) > 1 else []
     return {name: ".".join(name.split(".")[len(common) :]) for name in names}
 
 
 def short_roles(roles: Iterable[str]) -> dict[str, str]:
-    """{role: its last two components, or all of it where those are ambiguous}."""
+    """{role: its last two dotted parts, or all of it where those are ambiguous}; a role is a layer's name inside its block."""
     roles = list(dict.fromkeys(roles))
     cut = {role: ".".join(re.sub(r"\.(dense|self)\b", "", role).split(".")[-2:]) for role in roles}
     return {role: short if list(cut.values()).count(short) == 1 else role for role, short in cut.items()}
 
 
 def kind(layer: Mapping[str, Any]) -> str:
-    """Kind of a layer's block in the record: K-FAC, EK-FAC, diagonal or exact block."""
+    """How K-FAC approximates a layer, from its entry in `kfac.record()`: "K-FAC", "EK-FAC", or the name of another block."""
     if "K-FAC" not in layer["approximation"]:
         return str(layer["approximation"])
     return "EK-FAC" if layer["ekfac"] and layer["ekfac"]["corrected"] else "K-FAC"
 
 
 def kronecker_layers(result: Mapping[str, Any]) -> list[str]:
-    """Names of the layers with a Kronecker block, in the model's order."""
+    """Names of the layers whose block is a Kronecker product (K-FAC or EK-FAC) in a result of `analyse`, in model order."""
     return [name for name, layer in result["kfac"]["record"]["layers"].items() if kind(layer).endswith("K-FAC")]
 
 
 def estimate_name(result: Mapping[str, Any]) -> str:
-    """Name of the estimate behind the eigenvalues: "K-FAC" or "EK-FAC"."""
+    """Name of the estimate that the eigenvalues in a result of `analyse` come from: "K-FAC" or "EK-FAC"."""
     return "EK-FAC" if result["settings"]["ekfac"] else "K-FAC"

@@ -1,4 +1,4 @@
-"""Encoders that return logits of masked positions alone, and the masks.
+"""Encoders that return logits at masked positions only, and the choice of these positions.
 
 Legend: B windows, T tokens of a window, M masked positions of a window, D width, V vocabulary.
 """
@@ -17,7 +17,7 @@ class EmbeddingScores(nn.Module):
     """
 
     def __init__(self, encoder: Any) -> None:
-        """Tie a head to the embedding."""
+        """Tie an output layer to the input embedding of `encoder`, a Hugging Face model without a head."""
         super().__init__()
         self.model = encoder
         table = encoder.get_input_embeddings()
@@ -27,36 +27,36 @@ class EmbeddingScores(nn.Module):
             encoder.pooler.requires_grad_(False)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that computes the logits."""
+        """The linear layer that computes the logits; its weight is the input embedding."""
         return self.head
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Map ids [B, T] and positions [B, M] to logits [B, M, V]."""
+        """Map token ids [B, T] and positions [B, M] to the logits [B, M, V] at these positions."""
         hidden_BTD = self.model(input_ids=input_ids).last_hidden_state
         logits_BMV: Tensor = self.head(_at(hidden_BTD, positions))
         return logits_BMV
 
 
 class MaskedHead(nn.Module):
-    """An encoder with a masked-language-model head of its own."""
+    """An encoder that has a masked-language-model head, and returns its logits at chosen positions."""
 
     def __init__(self, model: Any) -> None:
-        """Wrap the model."""
+        """Wrap `model`, a Hugging Face model for masked language modelling."""
         super().__init__()
         self.model = model
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer that computes the logits."""
+        """The last linear layer of the model's head, which computes the logits."""
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Map ids [B, T] and positions [B, M] to logits [B, M, V]; the head runs on all positions."""
+        """Map token ids [B, T] and positions [B, M] to the logits [B, M, V] at these positions; the head runs on all T."""
         return _at(self.model(input_ids=input_ids).logits, positions)
 
 
 def mask(windows_BT: Tensor, token: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a share of every window's tokens, at least one, by the mask token's id; where T > 2, never one at an end.
+    """Replace a share of the tokens of every window, at least one, by the id `token`; where T > 2, never the first or the last.
 
     Returns ids [B, T], masked positions [B, M] in ascending order, and the ids that stood there [B, M].
     """

@@ -1,7 +1,7 @@
-"""The analysis: K-FAC and its metrics, then products with the Gauss-Newton matrix and, optionally, the Hessian.
+"""The curvature analysis: K-FAC and its metrics, then products with the Gauss-Newton matrix and, optionally, with the Hessian.
 
-Each stage adds a section to one JSON-able result, which is passed on after every stage, so that a later failure loses nothing.
-Factors are released before the bases of Lanczos are made: peak memory is that of the most expensive stage.
+Each stage adds a section to one JSON-able result, which is passed on after every stage, so a later failure loses nothing.
+K-FAC's factors are freed before Lanczos allocates its basis: peak memory is that of the most expensive stage.
 """
 
 import math
@@ -27,14 +27,14 @@ from gramian.linalg.spectra.operator import Operator
 
 SCHEMA = 1
 Update = Callable[[int, int], None]
-"""Called with (units done, units in total)."""
+"""Progress callback of a stage: called with (units done, units in total)."""
 Stage = Callable[[str], AbstractContextManager[Update]]
-"""Opens a stage by its name; the context's value shows its progress."""
+"""Function that opens a stage by its name: returns a context around the stage, whose value is the progress callback."""
 Result = dict[str, Any]
 
 
 def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
-    """Make the K-FAC object of an analysis, with factors as precise as the model and the damping of the metrics."""
+    """Make the K-FAC object of an analysis, with the damping of `settings`, in float64 for a float64 model, else float32."""
     return KFACNaturalGradient(
         damping=settings.damping,
         damping_mode="joint",
@@ -46,10 +46,10 @@ def kfac_of(subject: Subject, settings: Settings) -> KFACNaturalGradient:
 
 
 def plan_of(subject: Subject, settings: Settings) -> AnalysisPlan:
-    """Plan the memory of the analysis; nothing is allocated.
+    """Plan the memory of an analysis of `subject` with `settings`; nothing is allocated.
 
     Raises:
-        GramianError: if more eigenvalues are requested than exist.
+        GramianError: if more eigenvalues are requested than the model has trained parameters.
     """
     plan = make_plan(subject, settings, kfac_of(subject, settings))
     if settings.eigenvalues > subject.parameters:
@@ -70,7 +70,7 @@ def analyse(
     Args:
         subject: the model and its batches.
         settings: what to compute.
-        stage: context that is opened around every stage.
+        stage: called with a stage's name; returns a context around that stage, whose value is the progress callback.
         keep: called with the result after every stage; its "complete" is true after the last one.
 
     Returns:
@@ -139,14 +139,14 @@ def _kfac(subject: Subject, settings: Settings, update: Update) -> Result:
 
 
 class _Counted(Operator):
-    """An operator that reports how many products it has computed."""
+    """A matrix operator that wraps another one and reports how many products with vectors it has computed."""
 
     def __init__(self, operator: Operator, update: Update, total: int) -> None:
         self._operator, self._update, self.total, self.products = operator, update, total, 0
         self.dim, self.dtype, self.device = operator.dim, operator.dtype, operator.device
 
     def matmat(self, y_NK: Tensor) -> Tensor:
-        """Compute M Y."""
+        """The product of the operator's matrix with a matrix of K columns, [N, K]; reports K more products."""
         found = self._operator.matmat(y_NK)
         self.products += y_NK.shape[1]
         self._update(self.products, max(self.total, self.products))
@@ -154,7 +154,7 @@ class _Counted(Operator):
 
 
 def _ggn(subject: Subject, settings: Settings, update: Update) -> Result:
-    """Largest eigenvalues by Lanczos; the density and functions of it by quadrature."""
+    """Largest eigenvalues of the Gauss-Newton matrix by Lanczos; its density, trace and related sums by quadrature."""
     ggn = GGNOperator(subject.model, subject.batches, causal_shift=False)
     operator = _Counted(ggn, update, settings.lanczos_limit + settings.probes * settings.steps)
     extremes = _lanczos(operator, settings.eigenvalues, "LA", settings)
@@ -164,10 +164,10 @@ def _ggn(subject: Subject, settings: Settings, update: Update) -> Result:
 
 
 def _functions(density: SpectralDensity, damping: float) -> Result:
-    """Nodes and weights, the density in decades, and traces of functions with the standard errors of the probes.
+    """Quadrature results of a matrix M: nodes and weights, density per decade, and traces of functions with standard errors.
 
-    Gauss' rule is exact for the trace and tr M². It overestimates x/(x + λ), whose even derivatives are negative: the
-    effective dimension is an upper bound, and falls with more steps.
+    Gauss' rule is exact for the trace and tr M². It overestimates x/(x + λ), λ = `damping`, whose even derivatives are
+    negative: the effective dimension is an upper bound, and falls with more steps.
     """
     trace = density.trace_of(lambda nodes: nodes.clamp(min=0))
     dimension = density.trace_of(lambda nodes: nodes.clamp(min=0) / (nodes.clamp(min=0) + damping))
@@ -194,7 +194,7 @@ def _hessian(subject: Subject, settings: Settings, update: Update) -> Result:
 
 
 def _lanczos(operator: Operator, k: int, which: Any, settings: Settings) -> Result:
-    """Extreme eigenvalues from one Krylov space, in which a repeated eigenvalue appears once."""
+    """The k extreme eigenvalues of an operator, at the ends `which`, from one Krylov space: repeated ones appear once."""
     found: LanczosSpectrum = lanczos(
         operator,
         k,

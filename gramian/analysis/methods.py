@@ -1,4 +1,4 @@
-"""A Methods paragraph and the reproducibility checklist, from the recorded numbers of an analysis alone."""
+"""Write a Methods paragraph and a reproducibility checklist from the recorded numbers of a curvature analysis alone."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,16 +17,16 @@ FISHERS = {
 
 
 def write_methods(result: Mapping[str, Any], path: str | Path) -> None:
-    """Write the Methods page of a result of `analyse` or curvature.json, as in `write_methods(result, "methods.md")`.
+    """Write the Methods page of a result of `analyse`, or of its curvature.json, as in `write_methods(result, "methods.md")`.
 
     Raises:
-        GramianError: if it cannot be written.
+        GramianError: if the file cannot be written.
     """
     replace_text(Path(path), methods(result))
 
 
 def methods(result: Mapping[str, Any]) -> str:
-    """Format the page as Markdown."""
+    """The Methods page of a result of `analyse` as Markdown: paragraphs, a reproducibility checklist, a table of the layers."""
     parts = ["# Methods", "", *_paragraphs(result), "", "# Reproducibility checklist", "", *_checklist(result)]
     return "\n".join([*parts, "", "# Per layer", "", *_per_layer(result), ""])
 
@@ -183,7 +183,7 @@ def _of(facts: Mapping[str, Any], key: str) -> str:
 
 
 def _range(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Format "name = 3" or "name from 1 to 3" from the recorded values."""
+    """Format the recorded values of `key` in all rows as "name = 3", or as "name from 1 to 3" if they differ."""
     values = [row[key] for row in rows if row.get(key) is not None]
     if not values:
         return f"{MISSING}: {name}"

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder and text files as the subject of an analysis.
+"""Use a Hugging Face model folder and text files as the model and the data of a curvature analysis.
 
 Legend: B windows, T tokens of a window, M masked positions of a window, V vocabulary.
 """
@@ -34,21 +34,21 @@ def from_folder(
     masked: bool,
     seed: int,
 ) -> Subject:
-    """Make a subject of a causal language model on next tokens, or of an encoder on masked ones.
+    """Load a model folder and text files as a `Subject`: a causal language model on next tokens, or an encoder on masked ones.
 
     Args:
         path: folder with config.json, safetensors and tokenizer; nothing is downloaded and none of its code is run.
         texts: files, or folders of them.
         device: where the analysis runs.
         dtype: "fp32" or "fp64"; None: fp32.
-        tokens: about how many to read; windows are evenly spaced over the text.
-        rows: windows of one pass; None: as many as have `PASS` tokens.
-        length: T; less where the model's context, or the text, is shorter.
-        masked: replace 15 % of the positions by the mask token and score those.
-        seed: of the masks.
+        tokens: about how many tokens to read; windows are evenly spaced over the text.
+        rows: windows per batch; None: as many as have 1024 tokens.
+        length: tokens of a window; fewer where the model's context, or the text, is shorter.
+        masked: for an encoder: replace 15 % of the tokens by the mask token; the loss is on those.
+        seed: of the choice of masked positions.
 
     Raises:
-        GramianError: naming the argument, or the file.
+        GramianError: if an argument or a file does not fit; the message names it.
     """
     kind = dtype or "fp32"
     tokenizer = _tokenizer(path)
@@ -98,7 +98,7 @@ def _causal(path: str, vocabulary: int, seed: int) -> tuple[Any, nn.Module, dict
 
 
 def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
-    """Load an encoder with its masked-language-model head; without one it is scored against its input embeddings."""
+    """Load an encoder with its masked-language-model head; without a head, logits are products with its input embeddings."""
     with open_model_folder(path, MODEL, "an encoder in safetensors") as (shape, _):
         from transformers import AutoModel, AutoModelForMaskedLM
 
@@ -120,7 +120,7 @@ def _encoder(path: str) -> tuple[Any, nn.Module, dict[str, Any]]:
 
 
 def _is(shape: Any, *kinds: str) -> bool:
-    """Whether a config names an architecture of one of these kinds."""
+    """Whether a Hugging Face config names an architecture that ends in one of `kinds`, such as "ForMaskedLM"."""
     return any(str(name).endswith(kinds) for name in shape.architectures or ())
 
 
@@ -137,7 +137,7 @@ def _tokenizer(path: str) -> Any:
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]:
-    """Concatenate the tokens of all files, each followed by the end-of-text token if there is one; returns them and a hash."""
+    """Tokenize all files into one row of ids, each file followed by the end-of-text token if `ends`; returns ids and hash."""
     end = [tokenizer.eos_token_id] if ends and tokenizer.eos_token_id is not None else []
     ids: list[int] = []
     for file in find_files(texts, "text", "argument --text"):
@@ -149,13 +149,13 @@ def _ids(tokenizer: Any, texts: Sequence[str], ends: bool) -> tuple[Tensor, str]
 
 
 def _causal_windows(ids_N: Tensor, length: int) -> Tensor:
-    """Cut ids into [windows, T + 1]; a shorter rest is dropped, unless it is the only window."""
+    """Cut token ids [N] into windows [windows, length + 1]; a shorter rest is dropped, unless it is the only window."""
     size = min(length + 1, len(ids_N))
     return ids_N[: len(ids_N) // size * size].view(-1, size)
 
 
 def _masked_windows(tokenizer: Any, ids_N: Tensor, length: int) -> Tensor:
-    """Cut ids into [windows, T], each between the tokens that begin and end a text."""
+    """Cut token ids [N] into windows [windows, length], each between the tokenizer's tokens that begin and end a text."""
     if tokenizer.mask_token_id is None:
         raise GramianError(f"{MODEL}: its tokenizer has no mask token; expected an encoder, or no --masked")
     first, last = tokenizer.cls_token_id, tokenizer.sep_token_id

@@ -1,4 +1,4 @@
-"""Options of an analysis."""
+"""Options of a curvature analysis."""
 
 import math
 from dataclasses import dataclass
@@ -7,36 +7,37 @@ from typing import Literal
 from gramian.core.errors import GramianError
 
 DAMPING = 0.03
-"""The default of `KFACNaturalGradient`."""
+"""Default damping of an analysis; it is also the default of `KFACNaturalGradient`."""
 TOLERANCE = 1e-3
-"""Largest residual of Lanczos relative to the largest eigenvalue; the error of an eigenvalue is about its square."""
+"""Lanczos stops when residuals are below this, relative to the largest eigenvalue; an eigenvalue's error is about its square.
+"""
 FISHERS = ("empirical", "mc", "true")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of an analysis, as in `Settings(fisher="empirical", probes=0)`."""
+    """Options of a curvature analysis, as in `Settings(fisher="empirical", probes=0)`."""
 
     fisher: Literal["empirical", "mc", "true"] = "mc"
-    """Labels of K-FAC: the data's own, drawn from the model, or drawn with the head's Fisher exact."""
+    """Labels behind K-FAC's gradients: "empirical" the data's, "mc" drawn from the model, "true" as "mc" with an exact head."""
     damping: float = DAMPING
-    """λ of log_det, effective_dimension and condition_number."""
+    """Damping λ, which is added to the eigenvalues for log_det, effective_dimension and condition_number."""
     eigenvalues: int = 5
-    """k: largest eigenvalues of K-FAC and of the Gauss-Newton matrix."""
+    """Number of largest eigenvalues that are computed, of K-FAC and of the Gauss-Newton matrix."""
     probes: int = 4
-    """Random vectors of the density of the Gauss-Newton matrix; 0: no product with it is made at all."""
+    """Number of random vectors that estimate the spectral density of the Gauss-Newton matrix; 0: that matrix is left out."""
     steps: int = 16
-    """Lanczos steps of each probe."""
+    """Number of Lanczos steps, and so of quadrature nodes, for each random vector."""
     hessian: bool = False
-    """Also compute both ends of the Hessian's spectrum."""
+    """Also compute the smallest and the largest eigenvalues of the Hessian."""
     ekfac: bool = False
-    """Correct K-FAC's eigenvalues to EK-FAC's."""
+    """Replace K-FAC's eigenvalues by those of EK-FAC."""
     samples: float | None = None
-    """n of the heuristic pac_bayes = √(trace/n): how many samples the model was trained on; None: without it."""
+    """Number of samples the model was trained on, n of the heuristic pac_bayes = √(trace/n); None: pac_bayes is left out."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse an option that does not fit, naming it."""
+        """Raise a GramianError that names the first option whose value is not allowed."""
         if self.fisher not in FISHERS:
             raise GramianError(f"fisher: {self.fisher!r}; expected one of {', '.join(FISHERS)}")
         for name, value in (("damping", self.damping), ("samples", 1.0 if self.samples is None else self.samples)):
@@ -53,10 +54,10 @@ class Settings:
 
     @property
     def lanczos_basis(self) -> int:
-        """Number of vectors in the basis of Lanczos."""
+        """Number of vectors that Lanczos stores as its basis."""
         return 2 * self.eigenvalues + 20
 
     @property
     def lanczos_limit(self) -> int:
-        """Number of products after which Lanczos ends, converged or not."""
+        """Number of matrix-vector products after which Lanczos ends, whether it has converged or not."""
         return 3 * self.lanczos_basis

@@ -31,9 +31,9 @@ STYLE: dict[Any, Any] = {
     "figure.dpi": 120,
 }
 WIDTH = 10.0
-"""Inches: 1200 pixels."""
+"""Width of a picture in inches: 1200 pixels."""
 MOST_ROLES = 8
-"""Most panels and lines of a picture; further roles are in the numbers."""
+"""Most panels and lines of a picture, one per role (name of a layer inside its block); the JSON file has all roles."""
 
 
 def available() -> bool:
@@ -46,7 +46,7 @@ def available() -> bool:
 
 
 def draw(result: Mapping[str, Any], folder: str | Path) -> list[Path]:
-    """Write the pictures of a result of `analyse`, with "kfac" at least, into a folder, and return the files.
+    """Write the pictures of a result of `analyse` that has its "kfac" section into a folder; returns the written files.
 
     Raises:
         GramianError: if a file cannot be written.
@@ -80,7 +80,7 @@ def _figure(rows: int, columns: int, height: float, result: Mapping[str, Any], t
 
 
 def _caption(result: Mapping[str, Any]) -> str:
-    """The caption of every picture: model and data."""
+    """The caption below every picture: model, data and settings of a result of `analyse`."""
     model, data, settings = result["model"], result["data"], result["settings"]
     name = Path(str(model["path"])).name if "path" in model else model.get("kind", "model")
     facts = [
@@ -91,7 +91,10 @@ def _caption(result: Mapping[str, Any]) -> str:
 
 
 def _groups(result: Mapping[str, Any]) -> dict[str, dict[str, Place]]:
-    """{role: {layer: place}}, with role "" outside the blocks; at most `MOST_ROLES`, those with the most layers."""
+    """{role: {layer name: place}} of the layers with a Kronecker block; a role is a layer's name inside its block, "" outside.
+
+    At most `MOST_ROLES` roles, those with the most layers.
+    """
     found: dict[str, dict[str, Place]] = {}
     for name in kronecker_layers(result):
         where = place(name)
@@ -199,7 +202,7 @@ def _depth(result: Mapping[str, Any]) -> Figure:
 
 
 def _outside_at(result: Mapping[str, Any], name: str, last: int, outside: Sequence[tuple[int, str]]) -> int:
-    """Position of a layer outside the blocks: before them or after them, as in the model."""
+    """Position on the depth axis of a layer that is outside the blocks: before or after them, as in the model."""
     order = list(result["kfac"]["record"]["layers"])
     first = next((i for i, other in enumerate(order) if place(other).block is not None), len(order))
     taken = [at for at, _ in outside]
@@ -271,7 +274,7 @@ def _density(result: Mapping[str, Any]) -> Figure:
 
 
 def _some(blocks: Sequence[int]) -> Sequence[int]:
-    """At most 16 block numbers, evenly spaced."""
+    """At most 16 of the given block numbers, evenly spaced, as labels of an axis."""
     return blocks[:: -(-len(blocks) // 16)] if blocks else blocks
 
 

@@ -11,14 +11,14 @@ from gramian.core.errors import GramianError
 
 FILE = "curvature.json"
 FORMAT = 1
-"""Version of the file."""
+"""Version of the layout of `curvature.json`."""
 
 
 def write_result(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write the result as JSON, with null for infinity and NaN.
+    """Write a result of `analyse` to `curvature.json` in a folder, with null for infinity and NaN; returns its path.
 
     Raises:
-        GramianError: if it cannot be written.
+        GramianError: if the file cannot be written.
     """
     path = folder / FILE
     replace_text(path, json.dumps(_finite({"format": FORMAT, **result}), indent=1, allow_nan=False) + "\n")

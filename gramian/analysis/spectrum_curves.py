@@ -14,20 +14,20 @@ from gramian.curvature.spectrum.side_spectra import ONE, SideSpectrum, estimate,
 from gramian.curvature.spectrum.spectrum_products import Values, count_above
 
 POINTS = 121
-"""Points of a layer's curve, evenly spaced in the logarithm."""
+"""Number of points of a layer's curve, evenly spaced in the logarithm of the eigenvalue."""
 DECADES = 12
-"""Decades that the curve covers below the largest eigenvalue."""
+"""Number of decades below the largest eigenvalue that a layer's curve covers."""
 PER_DECADE = 10
-"""Points of a density in each decade."""
+"""Number of points at which a spectral density is evaluated in each decade."""
 KERNEL = 0.2
-"""Standard deviation of the density's kernel, in decades; wider where nodes are farther apart than that."""
+"""Standard deviation of the Gaussian that smooths a density, in decades; wider where quadrature nodes are farther apart."""
 
 
 def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float]]]:
     """{layer: {"eigenvalues": descending values, "ranks": how many eigenvalues of the layer exceed each}}.
 
-    Counts come from the spectra of both sides without forming a product (`count_above`), so a vocabulary-sized layer costs no
-    more than its sides. If a side is too wide to be decomposed, counts are means over the probes of its quadrature.
+    Counts come from the spectra of the factors A and G without forming their product, so a vocabulary-sized layer costs no more
+    than its factors. If a factor is too wide to be decomposed, counts are means over random probes of its quadrature.
     """
     plain = [block for block in blocks.values() if block.correction is None]
     factors = list({id(f): f for block in plain for f in block.factors.values()}.values())
@@ -44,7 +44,7 @@ def layer_spectra(blocks: Mapping[str, Block]) -> dict[str, dict[str, list[float
 
 
 def _pair(block: Block, sides: Mapping[int, SideSpectrum]) -> tuple[SideSpectrum, SideSpectrum]:
-    """Spectra of both sides; of a block that EK-FAC corrects, its eigenvalues and a single 1."""
+    """Spectra of a block's factors A and G; of a block that EK-FAC corrects, a single 1 and the corrected eigenvalues."""
     if block.correction is not None:
         values = Values.of(block.correction.values_RS.flatten(), block.G.dim * block.correction.A.dim)
         return ONE, SideSpectrum.of(values)
@@ -58,7 +58,7 @@ def _count(A: SideSpectrum, G: SideSpectrum, share: float) -> float:
 
 
 def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """Eigenvalues per decade of all layers together, with the kernel of `ggn_density`, so that both can be compared."""
+    """K-FAC's eigenvalues per decade, all layers together, smoothed as in `ggn_density`, so that both can be compared."""
     values, weights = [], []
     for curve in spectra.values():
         before = 0.0
@@ -71,9 +71,10 @@ def kfac_density(spectra: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[s
 
 
 def ggn_density(nodes_PS: Tensor, weights_PS: Tensor, resolution: float) -> dict[str, list[float]]:
-    """Eigenvalues per decade from the Gauss rules of probes, without those below `resolution`.
+    """Density of the Gauss-Newton matrix's spectrum, in eigenvalues per decade, from the Gauss rules of random probes.
 
-    Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²), the mean over probes, and its standard error; σ_i is half the mean distance to the
+    A probe has nodes θ_i and weights w_i, both [probes, nodes]; nodes below `resolution` are left out. The density at t is
+    Σ_i w_i N(log₁₀ t; log₁₀ θ_i, σ_i²), the mean over probes, with its standard error; σ_i is half the mean distance to the
     neighbouring nodes, at least 0.2: a Gauss rule does not resolve what lies between two nodes.
     """
     return _per_decade(nodes_PS, torch.where(nodes_PS > resolution, weights_PS, 0.0))
@@ -99,7 +100,7 @@ def _per_decade(nodes_PS: Tensor, weights_PS: Tensor) -> dict[str, list[float]]:
 
 
 def _smoothed(logs_S: Tensor, weights_S: Tensor, grid_T: Tensor) -> Tensor:
-    """Σ_i w_i N(t; x_i, σ_i²) on a grid."""
+    """A sum of Gaussians Σ_i w_i N(t; x_i, σ_i²) at the points t of `grid_T`, with x_i = `logs_S` and w_i = `weights_S`."""
     logs_S, order = logs_S.sort()
     widths_S = torch.full_like(logs_S, KERNEL)
     if len(logs_S) > 1:

@@ -1,4 +1,4 @@
-"""The subject of an analysis: a model, its batches, and facts about both."""
+"""The subject of a curvature analysis: a model, its batches, and facts about both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ from gramian.train.state.saved_run import is_run, load_run
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 PASS = 1024
-"""Tokens of one pass, unless a number of windows is given."""
+"""Number of tokens per batch where the number of windows per batch is not given."""
 Batch = Mapping[str, Any]
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its batches.
+    """The model that an analysis measures, and its batches.
 
     Example:
         `Subject(model, [{"tokens_BT": tokens, "labels": targets}])`.
@@ -39,7 +39,7 @@ class Subject:
         batches: "labels" [B, positions] are the target of each position, −100 where there is none; nothing is shifted.
         model_facts: JSON-able facts on the weights.
         data_facts: JSON-able facts on the tokens.
-        notes: caveats for a reader of any number.
+        notes: caveats that are printed with the results.
     """
 
     model: nn.Module
@@ -49,7 +49,7 @@ class Subject:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Refuse batches without labels, naming what is missing."""
+        """Raise a GramianError if there is no batch, or a batch has no tensor "labels"."""
         if not self.batches:
             raise GramianError("batches: is empty; expected at least one batch")
         for batch in self.batches:
@@ -58,28 +58,28 @@ class Subject:
 
     @property
     def terms(self) -> int:
-        """Number of loss terms of all batches."""
+        """Number of labels, over all batches, that have a loss term."""
         return sum(int((batch["labels"] != IGNORED).sum()) for batch in self.batches)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the model reads; of positions, if its inputs are not ids."""
+        """Number of tokens that the model reads in all batches; if its inputs are not ids, number of label positions."""
         return sum(_first(batch).numel() for batch in self.batches)
 
     @property
     def parameters(self) -> int:
-        """Number of trained parameters, tied ones once."""
+        """Number of trained parameters of the model; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
 def from_config(config: Config, device: torch.device, dtype: str | None, tokens: int, rows: int | None) -> Subject:
-    """Make a subject of a config's model, with the weights of its run if there is one, and windows of its training data.
+    """Load the model of a training config, with the weights of its run if there is one, and windows of its training data.
 
-    The dtype is "fp32" or "fp64", by default that of a run in float64, else fp32. About `tokens` are read, in windows evenly
-    spaced over the data, `rows` of them in one pass (default: as many as have `PASS` tokens).
+    `dtype` is "fp32" or "fp64"; None: that of the config, at least fp32. About `tokens` tokens are read, in windows evenly
+    spaced over the data, with `rows` windows per batch (None: as many as have 1024 tokens).
 
     Raises:
-        GramianError: naming the field.
+        GramianError: if a field of the config does not fit; the message names it.
     """
     training, _ = load_windows(config.data)
     model, weights = _weights(config, training.vocabulary)
@@ -108,18 +108,18 @@ def from_config(config: Config, device: torch.device, dtype: str | None, tokens:
 
 
 def evenly_spaced(total: int, wanted: int) -> Int64s:
-    """Choose window numbers, evenly spaced from the first to the last."""
+    """Choose `wanted` of `total` window numbers, evenly spaced from the first to the last; all of them if there are fewer."""
     return np.unique(np.linspace(0, total - 1, min(total, wanted)).round().astype(np.int64))
 
 
 def pieces(chosen: Int64s, rows: int | None, length: int) -> list[Int64s]:
-    """Split window numbers into passes of `rows`; None: as many as have `PASS` tokens."""
+    """Split window numbers into batches of `rows` windows; None: as many as have 1024 tokens."""
     rows = rows or max(1, PASS // length)
     return [chosen[start : start + rows] for start in range(0, len(chosen), rows)]
 
 
 def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
-    """Load the model, and describe the origin of its weights; a run of another config in the folder is refused."""
+    """Load a config's model and describe where its weights are from; raises if its folder has a run of another config."""
     folder = Path(config.run.folder)
     if not is_run(folder) or not any(folder.glob("checkpoints/*")):
         return build_model(config, vocabulary), "fresh" if config.model.path is None or config.model.fresh else "loaded"
@@ -134,7 +134,7 @@ def _weights(config: Config, vocabulary: int) -> tuple[nn.Module, str]:
 
 
 def _batch(model: nn.Module, windows: Windows, index: Int64s, device: torch.device) -> Batch:
-    """Stack windows under the names of the model's arguments."""
+    """Stack windows of the data as a batch: inputs under the names of the model's arguments, and "labels"."""
     rows = {name: values.to(device) for name, values in windows.stack(index).items()}
     if not isinstance(model, GPT | Goose):
         return {"input_ids": rows["tokens"], "use_cache": False, "labels": rows["targets"]}

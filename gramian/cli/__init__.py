@@ -24,10 +24,8 @@ COMMANDS = {
     "verify": ("verify", "prove on this machine that the library computes what it promises"),
     "profile": ("profile.profile", "measure what a feature costs in time and memory"),
 }
-"""{command: (module below `gramian.cli`, line in the help)}.
-
-The module of the chosen command alone is imported. It defines `add_arguments(parser)` and `run(arguments)`, which returns the
-exit code; its docstring is the description in the help.
+"""{command: (module below `gramian.cli`, line in the help)}. Only the module of the chosen command is imported. It defines
+`add_arguments(parser)` and `run(arguments)`, which returns the exit code; its docstring is the description in the help.
 """
 
 

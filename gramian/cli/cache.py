@@ -25,7 +25,7 @@ add_arguments = add_config_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the cache."""
+    """Build the teacher's cache of a config; the first process prints a summary. Returns the exit code."""
     from gramian.parallel.world import world
     from gramian.train.config.config import load_config
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_cache(config: Config, where: ProcessGrid, numbers: Precision, update: Update) -> Manifest:
-    """Compute the teacher's signal for the training windows of a config and write what its cache folder lacks. Collective."""
+    """Compute the teacher's signal for a config's training windows and write the missing part of its cache. Collective."""
     from gramian.data import load_windows
     from gramian.distill.cache.builder import build_cache
     from gramian.train.build.build_teacher import cache_folder, cache_options, live_teacher

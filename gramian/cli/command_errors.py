@@ -1,4 +1,4 @@
-"""Failures of commands: the exception behind exit code 1, one-line descriptions, and who prints under torchrun."""
+"""Failures of commands: the exception behind exit code 1, one-line descriptions, and which process prints under torchrun."""
 
 import os
 from collections.abc import Callable
@@ -11,12 +11,12 @@ class RunFailed(Exception):
 
 
 def is_first_process() -> bool:
-    """Whether this process prints for all that torchrun started."""
+    """Whether this is rank 0 of the processes that torchrun started, which alone prints; also true without torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def only_first_complains(run: Callable[[], int]) -> int:
-    """Run a command whose errors are the same on every process: the first one raises them, the rest return the code."""
+    """Run a command whose errors are the same on every process: rank 0 raises them, the others only return the exit code."""
     try:
         return run()
     except (GramianError, RunFailed) as problem:
@@ -46,6 +46,6 @@ def is_out_of_memory(problem: BaseException) -> bool:
 
 
 def names_of_failed(failed: list[str], total: int, most: int = 3) -> str:
-    """Count failed checks and name the first of them, for the last line of a command."""
+    """One line for the end of a command: how many of `total` checks failed, and the names of the first `most` of them."""
     more = f"; and {len(failed) - most} more" if len(failed) > most else ""
     return f"{len(failed)} of {total} checks failed: {'; '.join(failed[:most])}{more}"

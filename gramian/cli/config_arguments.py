@@ -1,4 +1,4 @@
-"""Arguments that several commands share: a config with overrides, counts, targets; and the device that a config asks for."""
+"""Command-line arguments that several commands share: a config with overrides, integers, TARGET; and checks of the device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CONFIG.toml and its overrides."""
+    """Add the positional arguments CONFIG.toml and section.key=value (overrides of the config) to a parser."""
     parser.add_argument("config", metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
 
 
 def positive_integer(text: str) -> int:
-    """Parse an integer of at least 1."""
+    """Parse the text of an argument as an integer of at least 1; raises argparse's ArgumentTypeError otherwise."""
     return _integer(text, 1, math.inf, "of at least 1")
 
 
 def seed_number(text: str) -> int:
-    """Parse an integer from 0 to 2**63 - 1."""
+    """Parse the text of an argument as an integer from 0 to 2**63 - 1; raises argparse's ArgumentTypeError otherwise."""
     return _integer(text, 0, 2**63 - 1, "from 0 to 2**63 - 1")
 
 
@@ -43,12 +43,12 @@ def _integer(text: str, least: int, most: float, expected: str) -> int:
 def check_target(
     command: str, arguments: argparse.Namespace, usages: Mapping[str, str], foreign: Mapping[str, Sequence[str]]
 ) -> None:
-    """Check TARGET of a command, and that no option of another target is given.
+    """Check the argument TARGET of a command, and that no option is given that belongs to other targets only.
 
     `usages` is {target: its usage}, `foreign` is {target: names of arguments that it does not have}.
 
     Raises:
-        GramianError: naming the argument, and what is expected.
+        GramianError: its message names the argument, and what is expected.
     """
     target, expected = arguments.target, f"expected {', '.join(usages)}"
     if target is None:
@@ -64,10 +64,10 @@ def check_target(
 
 
 def check_device(config: Config) -> None:
-    """Refuse a GPU that is not there.
+    """Raise a GramianError if a config asks for a GPU and this machine has none.
 
     Raises:
-        GramianError: naming the key.
+        GramianError: for `run.device = "cuda"` without a CUDA device.
     """
     import torch
 
@@ -76,7 +76,7 @@ def check_device(config: Config) -> None:
 
 
 def is_sharded(config: Config) -> bool:
-    """Whether FSDP2 shards the model: as the config says, or, for "auto", if the planner finds that it must be."""
+    """Whether FSDP2 shards the model of a config; for the strategy "auto" the memory planner decides."""
     import torch
 
     from gramian.parallel.world import started_by_torchrun

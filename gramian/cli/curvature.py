@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 DEFAULT_OUT = Path("runs/curvature")
 STAGE_NAMES = {"kfac": "K-FAC", "ggn": "Gauss-Newton matrix", "hessian": "Hessian"}
 PARTS = 8
-"""Progress lines of a stage where the output is not a terminal."""
+"""Number of progress lines that a stage prints where the output is not a terminal."""
 MOST_ROWS = 64
-"""Most layers in the table: those with the largest share of the trace."""
+"""Most layers in the printed table: those with the largest share of the trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian curvature` to a parser."""
     add = parser.add_argument
     add("config", nargs="?", metavar="CONFIG.toml", help="a training config")
     add("overrides", nargs="*", metavar="section.key=value", help="with a config")
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write."""
+    """Measure the curvature of a model, print tables, and write curvature.json and pictures. Returns the exit code."""
     settings = _settings(arguments)
 
     from gramian.analysis import plots
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    """Check the arguments that need no model, and make the settings of the analysis."""
+    """Check the arguments that can be checked before the model is loaded, and make the `Settings` of the analysis."""
     for name, choices in (("device", ("cpu", "cuda")), ("dtype", ("fp32", "fp64"))):
         value = getattr(arguments, name)
         if value is not None and value not in choices:
@@ -178,7 +178,7 @@ def _device(asked: str | None, configured: str) -> torch.device:
 
 @contextmanager
 def _stage(console: Console, name: str) -> Iterator[Update]:
-    """Show the progress of a stage as a bar on a terminal, as `PARTS` lines elsewhere."""
+    """Context that shows the progress of a stage: a bar on a terminal, elsewhere at most `PARTS` lines."""
     started = time.perf_counter()
 
     def line(done: int, total: int, _: str) -> None:
@@ -190,7 +190,7 @@ def _stage(console: Console, name: str) -> Iterator[Update]:
 
 
 def _stored_part(folder: Path, stored: Mapping[str, Any]) -> str:
-    """Say what is on disk after an early end; an empty folder is removed."""
+    """Describe what curvature.json has after an analysis that ended early; an empty folder is removed."""
     if not stored:
         folder.rmdir()
         return "nothing was written"
@@ -227,7 +227,7 @@ def _report(result: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _layer_table(result: Mapping[str, Any]) -> RenderableType:
-    """A row per Kronecker block, in the model's order, and one for all other parameters."""
+    """Table of the layers: a row per Kronecker block, in the model's order, and one for all other parameters."""
     from gramian.analysis.layer_places import kind, kronecker_layers, short_names
 
     record, metrics = result["kfac"]["record"]["layers"], result["kfac"]["metrics"]
@@ -266,7 +266,7 @@ def _layer_table(result: Mapping[str, Any]) -> RenderableType:
 
 
 def _model_table(result: Mapping[str, Any]) -> RenderableType:
-    """Numbers of all layers together: K-FAC beside the Gauss-Newton matrix."""
+    """Table of the model's totals, such as trace and largest eigenvalue: K-FAC beside the Gauss-Newton matrix."""
     from gramian.analysis.layer_places import estimate_name
 
     model, ggn = result["kfac"]["metrics"]["model"], result.get("ggn")
@@ -297,7 +297,7 @@ def _plus_minus(estimate: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, digits: int = 4) -> str:
-    """Format to `digits` significant digits, without a power of ten below a billion."""
+    """Format a number to `digits` significant digits, without a power of ten below a billion."""
     return f"{value:,.0f}" if 10 ** (digits - 1) <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 

@@ -23,7 +23,7 @@ add_arguments = add_config_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine and print the table.
+    """Run the checks of `gramian doctor` on a config and print their table. Returns the exit code.
 
     Raises:
         RunFailed: if a check failed.
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(checks: Sequence[Check]) -> RenderableType:
-    """A row per check."""
+    """Table of the doctor's checks: a row per check, with measured value, threshold, verdict and hint."""
     from rich.text import Text
 
     table = make_table()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian eval` to a parser."""
     add = parser.add_argument
     add("target", metavar="RUN_DIR | CONFIG.toml", help="a run folder, or a config whose run there is")
     add("overrides", nargs="*", metavar="section.key=value", help="with a config")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, or write a text."""
+    """Print the perplexity of a run's model, or with --prompt a text that it generates. Returns the exit code."""
     if arguments.prompt is not None and arguments.prompt.encode(errors="replace").decode() != arguments.prompt:
         raise GramianError("argument --prompt: is not UTF-8; expected text")
     for name in ("windows", "stride", "json"):

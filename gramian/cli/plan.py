@@ -32,7 +32,7 @@ GPUS_PER_HOST = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian plan` to a parser."""
     add_config_arguments(parser)
     add = parser.add_argument
     add("--gpus", type=positive_integer, metavar="N", help="how many to plan for (default: those of this machine)")
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and the decision."""
+    """Print the memory table of a config and whether, and how, its run fits. Returns the exit code."""
     from gramian.plan.parallel_strategy import decide
     from gramian.train.build.memory_needs import needs_of, vocabulary_of
     from gramian.train.config.config import load_config
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _host(
     config: Config, vocabulary: int, place: _Place, decision: Decision, needs: Needs, arguments: argparse.Namespace
 ) -> HostPlan:
-    """Plan the copies of the state in host memory under the chosen strategy."""
+    """Plan the copies of the training state in host memory, under the parallel strategy that was chosen."""
     from gramian.plan.host_memory import copy_bytes, plan_host
     from gramian.train.build.snapshot_budget import available_memory, factor_bytes
 
@@ -112,13 +112,13 @@ class _Place:
     device: str
     gpus: int
     memory: int
-    """Bytes of one GPU, or of the machine."""
+    """Bytes of one GPU, or of the machine if the run is on the CPU."""
     capability: tuple[int, int] | None
-    """CUDA compute capability of the GPUs here; None: unknown."""
+    """CUDA compute capability of this machine's GPUs; None if the planned ones are not here."""
     simulated: bool
 
     def precision(self, config: Config) -> Kind:
-        """Resolve the config's precision on these devices; GPUs that are not here are assumed to be recent."""
+        """The number format that the config's precision means on these devices; GPUs that are not here count as recent."""
         import torch
 
         from gramian.train.loop.precision import AMPERE, resolve_precision
@@ -135,7 +135,7 @@ class _Place:
 
 
 def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
-    """Take devices from the options, and from this machine where an option is absent."""
+    """The devices to plan for: from the options --gpus and --gpu-memory, and from this machine where one is absent."""
     if gpus is not None and memory is not None:
         return _Place("cuda", gpus, memory, None, simulated=True)
 
@@ -155,7 +155,7 @@ def _place(config: Config, gpus: int | None, memory: int | None) -> _Place:
 
 
 def _machine_memory() -> int:
-    """Bytes that this process may use: the machine's, or its container's."""
+    """Bytes of memory that this process may use: those of the machine, or the limit of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -181,7 +181,7 @@ def _heading(config: Config, needs: Needs, place: _Place, decision: Decision) ->
 
 
 def _private(needs: Needs, place: _Place) -> list[str]:
-    """Describe the cost of the row proof beside its row of the table, and what the table leaves out."""
+    """Lines on the cost of the row proof (the test that rows of a batch do not mix), and on what the table leaves out."""
     from gramian.plan.proof_cost import plan_proof
     from gramian.privacy.audit.independence import numberings
 
@@ -200,7 +200,7 @@ def _private(needs: Needs, place: _Place) -> list[str]:
 
 
 def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -> CurvaturePlan:
-    """Plan the memory of [kfac] on each of `processes` processes."""
+    """Plan the memory of the config's [kfac] section on each of `processes` processes."""
     import torch
 
     from gramian.models.huggingface import open_model_folder
@@ -225,7 +225,7 @@ def _curvature(config: Config, vocabulary: int, place: _Place, processes: int) -
 
 
 def _table(decision: Decision) -> RenderableType:
-    """A row per part, a column per strategy."""
+    """Table of the memory plan: a row per part of the state, a column per parallel strategy."""
     table = make_table()
     table.add_column("part", no_wrap=True)
     table.add_column("arithmetic")

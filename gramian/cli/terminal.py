@@ -1,4 +1,4 @@
-"""What every command prints with: a console, lines and tables, and a progress bar for long work."""
+"""What all commands print with: a console, lines, tables, and a progress bar."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_WIDTH = 120
-"""Columns where the output is not a terminal."""
+"""Width of the output in columns where it is not a terminal."""
 
 
 class Update(Protocol):
-    """Shows progress: units done, units in total, and a few words on the state."""
+    """A callback that shows progress."""
 
     def __call__(self, done: int, total: int, text: str = "", /) -> None:
-        """Redraw."""
+        """Show that `done` of `total` units are done, with `text` on the state."""
 
 
 def make_console(quiet: bool = False) -> Console:
-    """Make the console of standard output; quiet for all processes but the first."""
+    """Make the console that prints to standard output; with `quiet`, for all processes but the first, it prints nothing."""
     from rich.console import Console
 
     console = Console(highlight=False, quiet=quiet)
@@ -31,7 +31,7 @@ def make_console(quiet: bool = False) -> Console:
 
 
 def show(console: Console, *parts: RenderableType) -> None:
-    """Print lines, which are neither wrapped nor read as markup, and tables."""
+    """Print lines and tables on a console; lines are neither wrapped nor read as markup."""
     for part in parts:
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
@@ -49,21 +49,21 @@ def make_table(*headings: str, title: str | None = None) -> Table:
 
 
 def add_group(table: Table, name: str, rows: Iterable[Iterable[RenderableType]]) -> None:
-    """Add rows under one name, which the first of them shows, and a line below them."""
+    """Add rows to a table under one name, which only the first row shows, and a separating line below them."""
     for number, row in enumerate(rows):
         table.add_row("" if number else name, *row)
     table.add_section()
 
 
 def verdict_text(passed: bool) -> Text:
-    """A green "ok" or a red "FAILED"."""
+    """The verdict of a check for a table: a green "ok" if `passed`, else a red "FAILED"."""
     from rich.text import Text
 
     return Text("ok", style="green") if passed else Text("FAILED", style="bold red")
 
 
 def in_parts(parts: int, line: Callable[[int, int, str], None]) -> Update:
-    """Report progress by at most `parts` calls of `line(done, total, text)`, where the output is not a terminal."""
+    """Make a progress callback that calls `line(done, total, text)` at most `parts` times; for output without a terminal."""
     reached = 0
 
     def update(done: int, total: int, text: str = "", /) -> None:
@@ -78,7 +78,7 @@ def in_parts(parts: int, line: Callable[[int, int, str], None]) -> Update:
 
 @contextmanager
 def progress_bar(console: Console, title: str = "") -> Iterator[Update]:
-    """Show a bar with the remaining time on a terminal, and nothing elsewhere."""
+    """Context whose value is a progress callback: on a terminal it draws a bar with the remaining time, elsewhere nothing."""
     if not console.is_terminal or console.quiet:
         yield lambda done, total, text="", /: None
         return

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 FAILED_ON_ONE = re.compile(r"process \d+: (?!GramianError)\w*(Error|Exception|Interrupt)\b")
-"""Message of an error that another process raised while all of them computed curvature."""
+"""Matches the message of an error that another process raised while all of them computed curvature."""
 
 
 add_arguments = add_config_arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train."""
+    """Train the run of a config file, or resume it. Returns the exit code."""
     from gramian.train.config.config import load_config
 
     try:
@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train(config: Config) -> int:
-    """Train as this process of the run; the first one prints.
+    """Train the run of a config on this process, one of those that torchrun started; the first one prints.
 
     Returns:
         The exit code: 0 if the run reached its end or was asked to stop.
 
     Raises:
-        RunFailed: if the guard stopped the run, or something outside its config did.
+        RunFailed: if the guard, which watches loss and gradient norm, stopped the run, or an event outside its config did.
     """
     from gramian.parallel.world import world
     from gramian.train.state.run_folder import RunFolder
@@ -90,10 +90,10 @@ def _train(config: Config, where: ProcessGrid, folder: RunFolder) -> int:
 
 @contextmanager
 def _one_line_failures(where: ProcessGrid) -> Iterator[None]:
-    """Turn failures that a correct config can meet into one-line errors.
+    """Context: turn failures that can occur with a correct config into one-line errors.
 
     Raises:
-        RunFailed: for dead data workers, full memories, lost processes, and errors of another process.
+        RunFailed: for dead data workers, full memory, lost processes, and errors of another process.
     """
     from gramian.data import DataWorkerDied
 

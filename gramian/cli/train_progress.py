@@ -27,14 +27,14 @@ EVENT_LINES = {
     "eval_cost": "evaluation would take {every_100:.1%} of the time every 100 steps, {every_300:.1%} every 300, "
     "{every_500:.1%} every 500, at most {every_auto:.0%} with eval.every=auto",
 }
-"""{event: the line it prints}, with fields of the event in braces."""
+"""{event: the line that is printed for it}, with fields of the event in braces."""
 
 
 class Progress:
-    """Prints the progress of one run."""
+    """Prints the progress of one training run."""
 
     def __init__(self, console: Console, config: Config) -> None:
-        """Prepare the bar on a console, which is quiet on all processes but the first."""
+        """Prepare the progress bar of a run on a console, which is quiet on all processes but the first."""
         from rich import progress
 
         self._console = console
@@ -58,21 +58,21 @@ class Progress:
         self._bar.stop()
 
     def show_step(self, outcome: StepOutcome, run: Trainer) -> None:
-        """Update the bar after a step."""
+        """Update the progress bar after a training step."""
         state = f"loss {outcome.loss:.4f}{self._label}  lr {outcome.attempt.rate:.2e}"
         if run.best is not None:
             state += f"  best validation {run.best['loss']:.4f}"
         self._bar.update(self._task, completed=outcome.attempt.step + 1, state=state)
 
     def show_event(self, event: Mapping[str, Any]) -> None:
-        """Print the line of an event, if it has one; may be called from any thread."""
+        """Print the line of a logged event, if `EVENT_LINES` has one; may be called from any thread."""
         line = line_of(event)
         if line is not None:
             label = self._label if event.get("covered_by_epsilon") is False else ""
             self._console.print(f"{line}{label}", markup=False, highlight=False, soft_wrap=True)
 
     def end(self, run: Trainer, reason: str) -> None:
-        """Print the last line."""
+        """Print the last line of a run: why it ended, its step, and the best validation loss."""
         best = ""
         if run.best is not None:
             best = f", best validation loss {run.best['loss']:.4f}{self._label} at step {run.best['step']}"
@@ -83,12 +83,12 @@ class Progress:
 
     @staticmethod
     def validity(run: Trainer) -> str:
-        """Say why ε is not valid; empty if it is, or if the run is not private."""
+        """Text that says why the reported ε is not valid; empty if it is valid, or if the run is not private."""
         return f"; ε is not valid: {'; '.join(run.record.not_valid)}" if run.record.not_valid else ""
 
 
 def line_of(event: Mapping[str, Any]) -> str | None:
-    """Format the line of an event; None: it has none."""
+    """The line that is printed for an event; None if `EVENT_LINES` has none."""
     form = EVENT_LINES.get(event["event"])
     shares = {f"every_{every}": share for every, share in event.get("share_of_time_by_interval", {}).items()}
     return None if form is None else form.format_map({**event, **shares})

@@ -1,6 +1,6 @@
 """`gramian verify kfac | clipping | distill | resume`: prove on this machine that the library computes what it promises.
 
-Compares the library with its oracles, or resumed runs with uninterrupted ones. Also under torchrun.
+Compares the library with independent reference computations, or resumed runs with uninterrupted ones. Also under torchrun.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ FOREIGN = {
     "distill": ("config", "tp", "profile"),
     "resume": ("tp", "profile"),
 }
-"""{target: arguments that it does not have}."""
+"""{target: names of the arguments of `gramian verify` that belong to other targets only}."""
 ERRORS = "Errors: norm of the difference over norm of the reference"
 KILLS = 4
-"""Runs that `verify resume` kills."""
+"""Number of runs that `gramian verify resume` kills and resumes."""
 NAMED = 3
-"""Differences of a resumed run that its line names."""
+"""Most differences of a resumed run that are named in its line of the output."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian verify` to a parser."""
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help=f"what to prove: {', '.join(USAGES)}")
     add("config", nargs="?", metavar="CONFIG.toml", help="resume: config of the run that is killed, shortened")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks and print the outcome; under torchrun the first process alone prints."""
+    """Run the checks that TARGET names and print their outcome; under torchrun only the first process prints."""
     check_target("verify", arguments, USAGES, FOREIGN)
     if arguments.target == "resume":
         return only_first_complains(lambda: _verify_resume(arguments))
@@ -67,20 +67,20 @@ def _no_profile(where: ProcessGrid, console: Console) -> tuple[Iterable[Renderab
 
 @dataclass(frozen=True)
 class _Suite:
-    """Checks of one target, and how they are described."""
+    """The checks of one target of `gramian verify`, and the texts that describe them."""
 
     plan: Callable[[ProcessGrid], Sequence[VerifyCheck]]
-    """Makes the checks, the same on all processes."""
+    """Makes the checks, equal on all processes."""
     title: Callable[[ProcessGrid], str]
-    """Names both sides of the comparison."""
+    """Makes the title, which names both sides of the comparison."""
     legend: str
-    """Explains the errors."""
+    """Line below the table that defines the printed errors."""
     profile: Callable[[ProcessGrid, Console], tuple[Iterable[RenderableType], str]] = _no_profile
-    """Measures after the checks, on all processes; returns what to print, and why it failed."""
+    """Measures times after the checks, on all processes; returns what to print, and why the measurement failed ("" if not)."""
 
 
 def _kfac(arguments: argparse.Namespace) -> _Suite:
-    """One process against the oracle; several processes, FSDP2 or tensor parallelism against one process."""
+    """Checks of K-FAC: one process against a reference; several processes, FSDP2 or tensor parallelism against one process."""
     from gramian.parallel.world import started_by_torchrun
     from gramian.verify import kfac_matrix, kfac_processes
     from gramian.verify.model_layouts import ModelLayout
@@ -133,7 +133,7 @@ def _distill(arguments: argparse.Namespace) -> _Suite:
 
 
 def _verify(arguments: argparse.Namespace, suite: _Suite) -> int:
-    """Run checks on the processes that torchrun started, or on this one; all of them reach the same verdict."""
+    """Run the checks on all processes that torchrun started, or on this one; all processes reach the same verdict."""
     from gramian.cli.verify_report import conclude, report_checks
     from gramian.parallel.world import world
     from gramian.verify.agreement import agree
@@ -170,7 +170,7 @@ def _machine(where: ProcessGrid | None = None) -> str:
 
 
 def _verify_resume(arguments: argparse.Namespace) -> int:
-    """Kill runs and resume them, in processes of their own; under torchrun as many as there are here."""
+    """Kill training runs and resume them, in subprocesses; under torchrun each run has as many as torchrun started."""
     import tempfile
     from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tables and lines of `gramian verify`: a row per check, per comparison, and per phase of private steps."""
+"""Tables and lines that `gramian verify` prints: a row per check, per comparison, and per phase of private steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def report_checks(
     outcomes: Sequence[VerifyOutcome], title: str, legend: str, verbose: bool
 ) -> Iterator[RenderableType]:
-    """The tables of the checks, and the approximations that were compared as declared."""
+    """Tables of the checks' outcomes, with notes on the approximations in use; `verbose` adds a row per comparison."""
     if verbose:
         yield from map(_comparison_table, outcomes)
     yield title
@@ -36,7 +36,7 @@ def report_checks(
 def conclude(
     console: Console, target: str, failed: Mapping[str, str], outcomes: Sequence[VerifyOutcome], total: int
 ) -> None:
-    """Print the checks that failed on any process, {title: what is wrong}, and how many of all planned ones passed here.
+    """Print the checks that failed on any process, {title: what is wrong}, and how many of the `total` checks passed here.
 
     After a crash of a collective check the rest did not run.
 
@@ -53,7 +53,7 @@ def conclude(
 
 
 def _check_table(outcomes: Sequence[VerifyOutcome]) -> RenderableType:
-    """A row per check, with its largest error."""
+    """Table of the checks: a row per check, with its largest error."""
     table = make_table("model", "check", ">comparisons", ">worst error", ">tolerance", "verdict")
     for model, group in groupby(outcomes, lambda outcome: outcome.check.model):
         rows = [
@@ -71,7 +71,7 @@ def _check_table(outcomes: Sequence[VerifyOutcome]) -> RenderableType:
 
 
 def _comparison_table(outcome: VerifyOutcome) -> RenderableType:
-    """A row per layer and case."""
+    """Table of one check: a row per layer and case that was compared."""
     from rich.text import Text
 
     check = outcome.check
@@ -85,7 +85,7 @@ def _comparison_table(outcome: VerifyOutcome) -> RenderableType:
 
 
 def time_table(report: Sequence[Mapping[str, Any]], verbose: bool) -> RenderableType:
-    """Mean times of the private steps, a row per phase and algorithm; verbose: per parameter, too."""
+    """Table of mean times of the private steps: a row per phase and algorithm, with `verbose` also per parameter."""
     headings = ("phase", *["parameter"] * verbose, "way", ">calls", ">total ms", ">ms a call")
     table = make_table(*headings, title="time of the private steps")
     sums: dict[tuple[str, ...], tuple[int, float]] = {}

@@ -21,24 +21,24 @@ from gramian.distill.teacher.signal import DenseSignal, SampledSignal, Signal, S
 from gramian.kernels.distillation.distill_rows import RowObjective
 
 IGNORED = -100
-"""The target of tokens that do not count."""
+"""Target of tokens that have no loss."""
 REPORTED_SUMS = ("nats", *SUMS, "feature_loss")
-"""Names of the sums that `DistillObjective` returns: over tokens; the last over micro-batches, weighted by their tokens."""
+"""Names of the sums that `DistillObjective` returns: sums over tokens, and last the feature loss times the number of tokens."""
 
 
 class DistillObjective(nn.Module):
-    """kd_weight · T² · D(teacher, student) + ce_weight · CE, plus an optional loss on features."""
+    """A student with its distillation loss: kd_weight · T² · D(teacher, student) + ce_weight · CE, plus a loss on features."""
 
     def __init__(self, model: nn.Module, objective: RowObjective, features: FeatureLoss | None = None) -> None:
-        """Prove the student's head (`head_of`).
+        """Wrap a student, and test that its logits are those of its linear head with a known scale and soft cap.
 
         Args:
-            model: the student, of a family that `hidden_of` reads, on its device.
+            model: the student: GPT, Goose or a Hugging Face causal language model, on its device.
             objective: weights and direction of the loss.
-            features: the loss on features, with projectors to be trained.
+            features: loss on layers of the residual stream, whose projectors are trained too; None: without.
 
         Raises:
-            GramianError: if the student's head is not understood.
+            GramianError: if the student's logits are not those of a linear head.
         """
         super().__init__()
         self.model, self.features, self._objective = model, features, objective
@@ -56,21 +56,21 @@ class DistillObjective(nn.Module):
         feature_weight: float = 0.0,
         compare: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The loss to call backward on, and sums for metrics.
+        """The loss of a micro-batch to call backward on, and sums for metrics.
 
         Args:
-            tokens_BT: ids.
-            targets_BT: the next token of each, or −100.
+            tokens_BT: token ids.
+            targets_BT: the token that follows each one, or −100 where there is no loss.
             coefficient: factor of one token's loss in the first result, above 0.
             documents_BT: document of each token, for models that keep documents apart.
-            signal: the teacher's; None: the cross entropy alone, as for evaluation.
-            temperature: T.
+            signal: the teacher's signal; None: the loss is the cross entropy alone, as for evaluation.
+            temperature: T of the divergence.
             feature_weight: factor of the loss on features; 0: it is not computed.
-            compare: only compare final hidden states.
+            compare: return the CKA with the teacher's final hidden states in place of a loss.
 
         Returns:
             The loss; and [len(REPORTED_SUMS)] float64 without a graph, or without a signal only Σ −log p(target). With
-            `compare`, the debiased CKA of the student's final hidden states with the teacher's, twice.
+            `compare`, both results are the debiased CKA of the student's final hidden states with the teacher's.
         """
         # Also while the weight is 0: a compiled forward does not see hooks that are added later.
         layers = () if self.features is None else self.features.student_layers
@@ -105,7 +105,7 @@ class DistillObjective(nn.Module):
 
 
 def _teacher_of(signal: Signal) -> dict[str, Any]:
-    """The signal as arguments of `distill_loss`, with tokens flattened to [N, …]."""
+    """Convert a teacher's signal to keyword arguments of `distill_loss`, with batch and time flattened to N tokens."""
     match signal:
         case DenseSignal():
             return {"teacher_hidden": signal.hidden_BTD.flatten(0, 1), "teacher_weight": signal.head}

@@ -14,20 +14,20 @@ class FeatureSwitch:
     """
 
     def __init__(self, weight: float, begin: int, tolerance: float) -> None:
-        """Set the weight while on, the first step with features (from 0), and the tolerated relative rise of the perplexity."""
+        """Set the weight while on, the first step (from 0) with features, and the tolerated relative rise of the perplexity."""
         self.full, self.begin, self.tolerance = weight, begin, tolerance
         self._measures: list[list[Any]] = []
-        """[number of steps before it, validation loss] of all baselines so far; the last one is in use."""
+        """[steps done, validation loss] of every baseline so far; the last one is in use."""
         self.killed_at: int | None = None
-        """Number of steps before the validation that switched it off."""
+        """Number of steps done when a validation switched the loss on features off; None: it has not been switched off."""
 
     def weight(self, step: int) -> float:
-        """The weight of a step, counted from 0."""
+        """The weight of the loss on features at step number `step`, counted from 0."""
         killed = self.killed_at is not None and step >= self.killed_at
         return self.full if step >= self.begin and not killed else 0.0
 
     def validated(self, done: int, loss: float) -> str | None:
-        """Take the validation loss after `done` steps into account, in nats per token; returns a message if it switched off."""
+        """Record the validation loss (nats per token) after `done` steps; returns a message if it switches features off."""
         if self.killed_at is not None or not self.full:
             return None
         if done <= self.begin or not self._measures:
@@ -43,15 +43,15 @@ class FeatureSwitch:
         )
 
     def forget_after(self, done: int) -> None:
-        """Undo the validations after more than `done` steps, which will be repeated."""
+        """Undo the effect of validations after more than `done` steps, for a rollback that repeats those steps."""
         self._measures = [measure for measure in self._measures if measure[0] <= done]
         if self.killed_at is not None and self.killed_at > done:
             self.killed_at = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from."""
+        """The baselines and the step of switching off, for a checkpoint."""
         return {"measures": [list(measure) for measure in self._measures], "killed_at": self.killed_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
+        """Restore the state that `state_dict` returned."""
         self._measures, self.killed_at = [list(measure) for measure in state["measures"]], state["killed_at"]

@@ -17,18 +17,19 @@ from gramian.distill.teacher.signal import DenseSignal, Signal
 from gramian.parallel.process_grid import ProcessGrid
 
 EXTRA_FIELDS = (*REPORTED_SUMS[1:], *Temperature.FIELDS)
-"""Names of the values that a distilling step reports in addition, in this order."""
+"""Names, in order, of the values that a training step with a teacher reports in addition to those of a plain step."""
 
 
 class Teaching:
-    """A teacher, and the state of distillation from step to step.
+    """A teacher with the state of distillation from step to step: temperature, feature weight, reported events.
 
     Args:
-        source: gives the signal of a micro-batch.
-        temperature: T.
-        switch: weight of the loss on features.
+        source: live teacher or cache that returns the signal of a micro-batch.
+        temperature: T of each step.
+        switch: weight of the loss on features at each step.
         world: the process grid of the run.
-        correlation: of the targets' log-probabilities with the teacher's; below it an evaluation logs an event.
+        correlation: an evaluation logs an event if Pearson's r between the targets' log-probabilities under student and teacher
+            is below this.
     """
 
     def __init__(
@@ -48,22 +49,23 @@ class Teaching:
 
     @property
     def teacher(self) -> str:
-        """Hash of the teacher's model. Collective if the model is sharded."""
+        """Hash of the teacher's class, config and weights. Collective if the teacher is sharded."""
         return self.source.hash
 
     def begin(self, step: int) -> None:
-        """Prepare the step of this number."""
+        """Set the temperature for training step number `step`."""
         self._step, self._now = step, self.temperature.begin(step)
 
     def arguments(self, micro: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The arguments of the objective for a micro-batch, in addition to tokens and targets."""
+        """Keyword arguments of `DistillObjective` for a micro-batch: teacher's signal, temperature and feature weight."""
         signal: Signal = self.source(micro)
         return {"signal": signal, "temperature": self._now, "feature_weight": self.switch.weight(self._step)}
 
     def finish(self, scale: float, stepped: bool = True) -> Tensor:
-        """Move T after the backwards of a step; returns the values of `Temperature.FIELDS` for the T that the step used.
+        """Update T after the backward passes of a step; returns the values of `Temperature.FIELDS` for the T of that step.
 
-        `scale` is the factor of the loss in addition to the number of processes; T stays if the loss scaler skipped the step.
+        `scale` is the factor on the loss besides the number of processes. With `stepped` false (the loss scaler skipped the
+        step) T stays.
         """
         values = self.temperature.values(self._step)
         gradient = self.temperature.gradient()
@@ -73,7 +75,7 @@ class Teaching:
         return values
 
     def observe_step(self, extra: Mapping[str, float]) -> list[dict[str, Any]]:
-        """Take the extra values of a finished step into account; returns the events to log."""
+        """Record the correlation and the temperature that a finished step reports; returns the events to log."""
         self._correlation = step_metrics(extra, 1)["correlation"]
         before, self._stuck = self._stuck, extra["temperature_stuck"] >= STUCK_STEPS
         if before or not self._stuck:  # a step that the scaler skips is reported twice
@@ -86,7 +88,7 @@ class Teaching:
         return [{"event": "temperature_stuck", "temperature": extra["temperature"], "text": text}]
 
     def validated(self, done: int, loss: float) -> list[dict[str, Any]]:
-        """Take the validation loss after `done` steps into account; returns the events to log."""
+        """Record the validation loss after `done` steps, which may switch the feature loss off; returns the events to log."""
         events: list[dict[str, Any]] = []
         if (text := self.switch.validated(done, loss)) is not None:
             events.append({"event": "features_off", "text": text})
@@ -105,7 +107,7 @@ class Teaching:
     def similarity(self, module: nn.Module, batch: Mapping[str, Tensor]) -> float | None:
         """Debiased CKA of the student's final hidden states with the teacher's; None if the signal has no hidden states.
 
-        `module` is the student's objective in evaluation mode; the windows are the same on all processes.
+        `module` is the student's `DistillObjective` in evaluation mode; `batch` has the same windows on all processes.
         """
         signal = self.source(batch)
         if not isinstance(signal, DenseSignal):
@@ -117,11 +119,11 @@ class Teaching:
         return float(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from."""
+        """Temperature, feature switch and flags of reported events, for a checkpoint."""
         return {"temperature": self.temperature.state_dict(), **self.observed_state()}
 
     def observed_state(self) -> dict[str, Any]:
-        """The part of the state that follows from reported metrics, not from the steps themselves."""
+        """The part of the state that follows from reported metrics: feature switch, correlation, flags of reported events."""
         return {
             "switch": self.switch.state_dict(),
             "correlation": self._correlation,
@@ -130,7 +132,7 @@ class Teaching:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], validated: int | None = None) -> None:
-        """Restore the state.
+        """Restore the state that `state_dict` returned.
 
         For a rollback, `validated` is the number of steps up to which validations are not repeated, so their effect stays.
         """
@@ -143,12 +145,12 @@ class Teaching:
             self.switch.forget_after(validated)
 
     def close(self) -> None:
-        """Close a cache's files."""
+        """Close the files of the teacher's cache; a live teacher has none."""
         self.source.close()
 
 
 def step_metrics(extra: Mapping[str, float], tokens: int) -> dict[str, float | None]:
-    """Metrics of a step from its extra values; None for those that are unknown for this kind of teacher, or without tokens."""
+    """Metrics of a step from its `EXTRA_FIELDS`; None for those that this kind of teacher does not have, or without tokens."""
     sums = torch.tensor([extra[name] for name in REPORTED_SUMS[1:-1]], dtype=torch.float64)
     metrics = {name: float(value) for name, value in metrics_of(sums).items()}
     metrics["feature_loss"] = extra["feature_loss"] / max(1, tokens)

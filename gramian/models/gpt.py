@@ -49,7 +49,7 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a shape that cannot be built, naming the field."""
+        """Raise a GramianError that names the first field with an impossible value."""
         check_shape(self, ("vocabulary", "context", "layers", "width", "heads"))
         if self.width % self.heads:
             raise GramianError(f"width: got {self.width}; expected a multiple of heads ({self.heads})")
@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter as GPT-2 does: matrices by `draw_matrices`, biases to 0, normalisation weights to 1."""
+        """Set all parameters as GPT-2 does: matrices from N(0, 0.02²) as a function of `seed`, biases 0, norm weights 1."""
         draw_matrices(self, seed, self.config.layers, ("attention_out.weight", "mlp_out.weight"))
         for name, parameter in self.named_parameters():
             if parameter.dim() != 2:
@@ -147,9 +147,9 @@ class GPT(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the input of the head [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        """Run the model without its head; returns the head's input [B, T, D] and {layer: residual stream [B, T, D]}.
 
-        `layers` are those whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
+        The head's input is the stream after the final norm. `layers`: 0 is the embedding, l is after block l, counted from 1.
         """
         length = tokens_BT.shape[1]
         if length > self.config.context:
@@ -170,12 +170,12 @@ class GPT(nn.Module):
         return self.final_norm(x_BTD), streams
 
     def num_parameters(self) -> int:
-        """Return the number of scalar parameters; a shared one counts once."""
+        """Number of scalar parameters; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def isolated(documents_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positions [B, T] that restart with each document, and its attention mask [B, 1, T, T]. Cost: O(B T²) bytes."""
+    """Positions [B, T] that restart with each document, and a causal mask [B, 1, T, T] within documents; O(B T²) bytes."""
     length = documents_BT.shape[1]
     order_T = torch.arange(length, device=documents_BT.device)
     same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)

@@ -14,12 +14,12 @@ from gramian.core.errors import GramianError
 def load_huggingface(
     path: str, fresh: bool, vocabulary: int, length: int, seed: int, field: str = "model.path"
 ) -> nn.Module:
-    """Load a model with the folder's weights, or with `fresh` ones drawn from `seed`.
+    """Load a Hugging Face causal language model with the folder's weights, or with `fresh` ones drawn from `seed`.
 
     It must have at least `vocabulary` token ids and a context of `length` tokens; errors name the config key `field`.
 
     Raises:
-        GramianError: naming the field that does not fit.
+        GramianError: if the folder or the model does not fit; the message names `field`.
     """
     missing: list[str] = []
     with open_model_folder(path, field) as (shape, causal):
@@ -53,12 +53,12 @@ def load_huggingface(
 def open_model_folder(
     path: str, field: str = "model.path", expected: str = "a causal language model in safetensors"
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the folder's config and the library's model class.
+    """Context whose value is (config of the folder, `AutoModelForCausalLM`).
 
-    Inside, the library shows no progress and no warnings, and any of its errors becomes one line that says what was `expected`.
+    Inside, transformers shows no progress and no warnings, and any of its errors becomes one line with `field` and `expected`.
 
     Raises:
-        GramianError: naming the field.
+        GramianError: if the folder cannot be read; the message names `field`.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -27,7 +27,7 @@ def draw_matrices(model: nn.Module, seed: int, layers: int, residual: tuple[str,
 
 
 def check_shape(config: Any, counts: Sequence[str]) -> None:
-    """Refuse a model config with a count below 1 or an impossible dropout, naming the field."""
+    """Raise a GramianError that names the first of the fields `counts` of a model config below 1, or an impossible dropout."""
     for field in counts:
         if getattr(config, field) < 1:
             raise GramianError(f"{field}: got {getattr(config, field)}; expected an integer of at least 1")

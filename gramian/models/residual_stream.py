@@ -1,4 +1,4 @@
-"""Run the blocks of a model on its residual stream: return the stream after some of them, recompute in segments.
+"""Run the blocks of a model on its residual stream: return the stream after some blocks, recompute activations in segments.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -19,7 +19,7 @@ def through_blocks(
     layers: Sequence[int] = (),
     size: int = 0,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the blocks in order: the stream after the last one, and {layer: stream} of the wanted layers.
+    """Run blocks in order; returns the residual stream after the last one, and {layer: stream} of the wanted layers.
 
     Args:
         blocks: the blocks.
@@ -56,5 +56,5 @@ def through_blocks(
 
 
 def segment_size(model: nn.Module, blocks: int) -> int:
-    """Return `blocks` if there will be a backward pass that can recompute activations, else 0."""
+    """Number of blocks per recomputed segment: `blocks` if the model trains with gradients enabled, else 0."""
     return blocks if model.training and torch.is_grad_enabled() else 0

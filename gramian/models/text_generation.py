@@ -12,7 +12,7 @@ from gramian.models.token_sampling import refuse_to_sample, sample_tokens
 def generate_text_tokens(
     model: nn.Module, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """Sample a continuation; the same seed gives the same text.
+    """Sample a continuation of a prompt of token ids; the same seed gives the same text.
 
     Args:
         model: a model of any kind; its training mode is restored afterwards.
@@ -41,7 +41,7 @@ def generate_text_tokens(
 
 
 def _generate_huggingface(model: Any, prompt_T: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-    """Sample with the model's cache of keys and values; a model without one reads the text again for every token.
+    """Sample with a Hugging Face model's cache of keys and values; a model without one reads the text again for every token.
 
     The library's `generate` would stop at an end-of-text token, apply the sampling options of the folder, and draw from the
     global generator.

@@ -17,7 +17,7 @@ def sample_tokens(
     seed: int,
     next_logits: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Continue a prompt by tokens drawn from `next_logits(tokens_T)` [V], with the model in evaluation mode.
+    """Continue a prompt by tokens drawn from the logits `next_logits(tokens so far)` [V], with the model in evaluation mode.
 
     Arguments and result are those of `gramian.models.generate_text_tokens`.
     """
@@ -36,7 +36,7 @@ def _draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> T
 
 
 def refuse_to_sample(prompt_T: Tensor, length: int, temperature: float) -> None:
-    """Refuse arguments of a generation that cannot be continued, naming the argument."""
+    """Raise a GramianError that names the first argument of a generation that is not allowed."""
     if prompt_T.dim() != 1 or not prompt_T.numel():
         raise GramianError(f"prompt: got the shape {list(prompt_T.shape)}; expected [T] with at least one token")
     if length < 0:
@@ -47,7 +47,7 @@ def refuse_to_sample(prompt_T: Tensor, length: int, temperature: float) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode without gradients, and restore the mode that each of its modules was in."""
+    """Context: put a model into evaluation mode without gradients; the mode of every module is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,1 +1,1 @@
-"""What `gramian verify` and `gramian profile` run: comparisons with the oracles, and measurements."""
+"""What `gramian verify` and `gramian profile` run: comparisons with independent reference computations, and measurements."""

@@ -1,4 +1,4 @@
-"""Processes that ran the same checks exchange their failures, so that all reach one verdict."""
+"""Processes that ran the same checks exchange their failures, so that all reach the same verdict."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from gramian.verify.checks import VerifyOutcome
 
 
 def agree(where: ProcessGrid, outcomes: Sequence[VerifyOutcome]) -> dict[str, str]:
-    """Collect the failures of all processes, {title of a check: what is wrong}; the result is the same on each.
+    """Collect the failed checks of all processes, {title of a check: what is wrong}; every process returns the same.
 
     Call it after the process group is destroyed: only then do processes return that were waiting for a crashed one.
     """

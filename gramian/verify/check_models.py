@@ -1,4 +1,4 @@
-"""Small models and batches of the checks: the same every time, without zeros and ones that would hide errors."""
+"""Small models and batches for the checks of `gramian verify`: the same every time, without zeros that would hide errors."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from gramian.models import GPT, GPTConfig
 
 
 def perturbed(build: Callable[[], nn.Module], scale: float) -> nn.Module:
-    """Build a float64 model with fixed random weights, and add noise of a scale: zero biases and unit scales hide errors."""
+    """Build a float64 model with fixed random weights plus noise of a given scale: zero biases and unit norms hide errors."""
     generator = torch.Generator().manual_seed(1)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -20,9 +20,10 @@ def perturbed(build: Callable[[], nn.Module], scale: float) -> nn.Module:
 
 
 def draw_batch(samples: int, shape: tuple[int, ...], ids: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Draw inputs [samples, *shape], token ids or for `ids` 0 normal float64 numbers, and labels below `classes`.
+    """Draw inputs [samples, *shape] and labels below `classes`, the same every time.
 
-    There is one label per token where there are as many classes as ids, else one per sample.
+    Inputs are token ids below `ids`, or normal float64 numbers if `ids` is 0. There is one label per token if `classes` equals
+    `ids`, else one per sample.
     """
     generator, size = torch.Generator().manual_seed(2), (samples, *shape)
     x = (

@@ -1,4 +1,4 @@
-"""Checks of the library against its oracles on the user's own hardware: comparisons, tolerances and outcomes.
+"""Checks of the library against independent reference computations on the user's hardware: comparisons, tolerances, outcomes.
 
 A check computes and returns plain data; the command line prints it.
 """
@@ -14,20 +14,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """The error of one result of the library against a reference."""
+    """The error of one tensor that the library computed, relative to a reference."""
 
     layer: str
-    """What was compared: a layer, a parameter or a side of a block."""
+    """What was compared: a layer, a parameter, or a factor (A or G) of a block."""
     case: str
-    """Options under which it was computed."""
+    """Options under which the tensor was computed."""
     error: float
     declared: str = ""
-    """The approximation that the library's own record declares, if the reference is that one; empty: it is exact."""
+    """Name of the approximation that `kfac.record()` declares, if the reference computes that one too; empty: it is exact."""
 
 
 @dataclass(frozen=True)
 class VerifyCheck:
-    """A property, and the function that measures how far the library is from it.
+    """A property of the library on one model, and the function that measures its errors.
 
     Example:
         `VerifyCheck("mlp", "factors", 1e-10, lambda: [Comparison("0 A", "pi", 3e-16)])`.
@@ -36,25 +36,25 @@ class VerifyCheck:
     model: str
     name: str
     tolerance: float
-    """Largest error that passes."""
+    """Largest error with which the check passes."""
     measure: Callable[[], Iterable[Comparison]]
     unit: str = ""
     """Unit of error and tolerance; empty: relative errors."""
 
     @property
     def title(self) -> str:
-        """Model and property, which identify the check."""
+        """Model and property of the check as "model: property", which identify it."""
         return f"{self.model}: {self.name}"
 
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """The comparisons of a check, and its crash if there was one."""
+    """The comparisons that a check made, and the exception that ended it if there was one."""
 
     check: VerifyCheck
     comparisons: tuple[Comparison, ...]
     crash: str = ""
-    """The exception that ended it, if one did."""
+    """Type and message of the exception that ended the check; empty if none did."""
 
     @property
     def worst(self) -> Comparison | None:
@@ -69,7 +69,7 @@ class VerifyOutcome:
 
     @property
     def problem(self) -> str:
-        """Describe what is wrong; empty if it passed."""
+        """What is wrong with the check, as text; empty if it passed."""
         if self.passed:
             return ""
         if self.crash:
@@ -86,7 +86,7 @@ def run_checks(
     on_progress: Callable[[int, VerifyCheck], None] = lambda done, check: None,
     stop_at_crash: bool = False,
 ) -> list[VerifyOutcome]:
-    """Run checks in order; one that raises has failed, and the rest still run.
+    """Run checks in order; a check that raises has failed, and the others still run.
 
     `on_progress` is called before each check with the number of finished ones. `stop_at_crash` ends after a check that raises:
     collective checks would wait for each other. Returns one outcome per check that ran.
@@ -110,7 +110,7 @@ def run_checks(
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Set torch's number of CPU threads, and restore it."""
+    """Context: set torch's number of CPU threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -120,7 +120,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def relative_error(value: Tensor, reference: Tensor, size: float | None = None) -> float:
-    """‖value − reference‖ / size in float64 on the CPU, by default with the size ‖reference‖; absolute where that is zero.
+    """‖value − reference‖ / size in float64 on the CPU; `size` is ‖reference‖ by default. If it is 0 the error is absolute.
 
     Raises:
         ValueError: if the shapes differ.

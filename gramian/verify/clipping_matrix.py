@@ -1,7 +1,7 @@
-"""Private training against a loop of single samples: layers times algorithms, modes, dtypes and reductions, on every process.
+"""Checks of DP-SGD clipping against a loop over single samples: models times algorithms, modes, dtypes and loss reductions.
 
-Every process draws the same samples and takes its own, a different number of them. The reference is the loop over the samples
-of all processes, in float64 on the CPU: nothing of the library takes part in it.
+Every process draws the same samples and takes its own part, of a different size. The reference is the loop over the samples of
+all processes, in float64 on the CPU: nothing of the library takes part in it.
 
 Legend: B samples, C the clip norm.
 """
@@ -28,19 +28,21 @@ from gramian.verify.clipping_subjects import SUBJECTS, ClippingSubject, loss_of,
 from gramian.verify.model_layouts import gathered, spread
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""Of norms, and of sums relative to the added norms. In float32 a declared margin makes C smaller by 8e-6."""
+"""{dtype: largest error} of per-sample norms, and of clipped sums relative to the sum of the norms that are added. In float32 a
+declared safety margin makes the clip norm smaller by 8e-6.
+"""
 MODES = ("auto", "bookkeeping", "keep", "two_pass")
 ALGORITHMS = ("auto", "gram", "direct")
 REDUCTIONS: tuple[str | float, ...] = ("mean", "sum", 0.25)
 SAMPLES = (3, 1, 4, 2)
-"""Samples of each process; further processes repeat the sequence."""
+"""Number of samples of each process; further processes repeat the sequence."""
 EXPECTED_BATCH = 5.0
-"""Divisor of a step: not the number of samples of any process."""
+"""Expected batch size, by which a private step divides: not the number of samples of any process."""
 
 
 @dataclass(frozen=True)
 class ClippingCase:
-    """Options under which a sum is formed."""
+    """Options of one clipped-sum comparison: clipping mode, norm algorithm, loss reduction."""
 
     mode: str
     algorithm: str
@@ -48,7 +50,7 @@ class ClippingCase:
 
     @property
     def label(self) -> str:
-        """Name in a table."""
+        """Name of the case in tables: mode, algorithm and reduction."""
         return f"{self.mode}, {self.algorithm}, {self.reduction}"
 
 
@@ -61,7 +63,7 @@ CASES = tuple(
 
 @cache
 def _gradients(name: str, samples: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients {parameter: [B, ...]} of the samples of all processes, at weights and inputs rounded to the dtype."""
+    """Reference gradients {parameter: [B, ...]} of the samples of all processes, at weights and inputs rounded to `dtype`."""
     subject = SUBJECTS[name]
     x, y = subject.batch(samples, dtype)
     exact = (x.double() if x.is_floating_point() else x, y)
@@ -70,44 +72,44 @@ def _gradients(name: str, samples: int, dtype: torch.dtype) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Bench:
-    """One subject in one dtype on this process."""
+    """Checks of clipping for one model in one dtype, on this process."""
 
     subject: ClippingSubject
     dtype: torch.dtype
     where: ProcessGrid
     cases: tuple[ClippingCase, ...]
     stopwatch: Stopwatch | None = None
-    """Collects times of the private steps."""
+    """Collects the times of the private steps; None: they are not timed."""
 
     @property
     def counts(self) -> list[int]:
-        """Number of samples of every process."""
+        """Number of samples of every process, by rank."""
         return [SAMPLES[rank % len(SAMPLES)] for rank in range(self.where.size)]
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Reference gradients of all samples."""
+        """Reference gradients {parameter: [B, ...]} of the samples of all processes."""
         return _gradients(self.subject.name, sum(self.counts), self.dtype)
 
     @property
     def limit(self) -> float:
-        """A clip norm C that clips about half of the samples."""
+        """A clip norm that clips about half of the samples."""
         return float(clip(self.gradients, 1.0).norms_B.quantile(0.5)) * 0.97
 
     @property
     def rows(self) -> slice:
-        """Slice of this process's samples."""
+        """Slice of this process's samples among those of all processes."""
         start = sum(self.counts[: self.where.rank])
         return slice(start, start + self.counts[self.where.rank])
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """All samples, on the device."""
+        """Inputs and labels of the samples of all processes, on this process's device."""
         x, y = self.subject.batch(sum(self.counts), self.dtype)
         return x.to(self.where.device), y.to(self.where.device)
 
     @contextmanager
     def private(self, **options: Any) -> Iterator[tuple[nn.Module, torch.optim.SGD, PrivacyEngine]]:
-        """Make a private model without noise, placed on the processes."""
+        """Context: the model made private without noise and placed on the processes, its optimizer, and the privacy engine."""
         model = spread(self.subject.model(self.dtype).to(self.where.device), self.where)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         engine = PrivacyEngine(insecure_reproducible=True, seed=0)
@@ -135,7 +137,7 @@ class _Bench:
     # ---- checks ----
 
     def sums(self) -> Iterator[Comparison]:
-        """A step's gradients and every sample's norm, in all cases."""
+        """Compare the gradients after a private step, and every sample's norm, with the reference, in all cases."""
         want = clip(self.gradients, self.limit)
         (x, y), mine = self.batch(), self.rows
         for case in self.cases:
@@ -151,7 +153,7 @@ class _Bench:
             yield Comparison("norms", case.label, norms)
 
     def accumulated(self) -> Iterator[Comparison]:
-        """Several backwards before a step, in one of which the last process has no samples."""
+        """Compare a private step after several backwards, in one of which the last process has no samples."""
         want = clip(self.gradients, self.limit)
         (x, y), mine = self.batch(), self.rows
         alone = self.where.size == 1
@@ -165,7 +167,7 @@ class _Bench:
                 yield from _compare(model, want, mode)
 
     def single(self) -> Iterator[Comparison]:
-        """Batches of one sample, whose summed gradient is clipped."""
+        """Compare a private step whose batches have one sample each, so that the ordinary summed gradient is clipped."""
         (x, y), mine = self.batch(), self.rows
         with self.private(clipping="keep", max_physical_batch=1) as (model, optimizer, _):
             for i in range(max(self.counts)):
@@ -177,7 +179,7 @@ class _Bench:
             yield from _compare(model, clip(self.gradients, self.limit), "one at a time")
 
     def nonfinite(self) -> Iterator[Comparison]:
-        """The first sample of the first process is NaN and is left out."""
+        """Compare a private step in which the first sample of the first process is NaN: it must be left out."""
         want = clip({name: g[1:] for name, g in self.gradients.items()}, self.limit)
         (x, y), mine = self.batch(), self.rows
         weights = torch.ones(len(x), dtype=self.dtype, device=self.where.device)
@@ -192,7 +194,7 @@ class _Bench:
 
 
 def _compare(model: nn.Module, want: ClippedSum, case: str) -> Iterator[Comparison]:
-    """Compare every gradient after a step with the clipped sum over the expected batch."""
+    """Compare every parameter's gradient after a step with the reference: clipped sum / expected batch size."""
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -209,7 +211,7 @@ def plan(
     cases: Sequence[ClippingCase] = CASES,
     stopwatch: Stopwatch | None = None,
 ) -> list[VerifyCheck]:
-    """Plan every check of clipping, model by model; nothing is computed yet.
+    """List the checks of clipping, model by model; nothing is computed yet.
 
     The checks are collective, in the same order on every process. A stopwatch collects the times of all private steps.
     """

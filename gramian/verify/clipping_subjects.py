@@ -1,4 +1,4 @@
-"""Models and batches on which private training is checked, and their loss.
+"""Models and batches on which DP-SGD clipping is checked, and their loss.
 
 Legend: B samples, T tokens, D width, V classes.
 """
@@ -16,7 +16,7 @@ from gramian.verify.check_models import draw_batch, perturbed, tiny_gpt
 
 
 class _Text(nn.Module):
-    """An embedding with a padding row, layer norm, RMS norm, three-dimensional linears, one token per sample at the end."""
+    """A model of an embedding with a padding row, layer norm, RMS norm and linear layers on [B, T, D]; then a mean over T."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _Text(nn.Module):
 
 
 class _Reused(nn.Module):
-    """One linear called three times, another that is never called."""
+    """A model in which one linear layer is called three times, and another one never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Reused(nn.Module):
 
 
 class _Adapted(nn.Module):
-    """Frozen linears with trained adapters of low rank beside them, and a trained bias beside a frozen weight."""
+    """A model of frozen linear layers with trained low-rank adapters beside them, and a trained bias beside a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Adapted(nn.Module):
 
 
 class _Raw(nn.Module):
-    """Parameters outside layers, which no formula covers."""
+    """A model with parameters that do not belong to a layer, so no norm formula covers them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def _checkpointed() -> nn.Module:
 
 @dataclass(frozen=True)
 class ClippingSubject:
-    """A model and the shape of its inputs; one label per sample, or one per token for ids."""
+    """A model to check and the shape of its inputs; there is one label per sample, or per token if `classes` equals `ids`."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -106,14 +106,14 @@ class ClippingSubject:
     """Number of token ids; 0: inputs are normal numbers."""
     classes: int = 5
     shards: bool = True
-    """Whether it can be run with `fully_shard`."""
+    """Whether the model can be run with `fully_shard`."""
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         """Build the model, with the same weights every time."""
         return perturbed(self.build, 0.2).to(dtype)
 
     def batch(self, samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Draw inputs and labels, the same every time."""
+        """Draw `samples` inputs and labels, the same every time."""
         x, y = draw_batch(samples, self.shape, self.ids, self.classes)
         return (x if self.ids else x.to(dtype)), y
 
@@ -135,14 +135,14 @@ SUBJECTS = {
 
 
 def loss_terms(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """[B]: the loss of every sample."""
+    """Cross entropy of every sample, [B]; the mean over its tokens if there is one label per token."""
     logits = model(x)
     terms = F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="none").view(y.shape)
     return terms.flatten(1).mean(1) if terms.dim() > 1 else terms
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str | float = "sum") -> Tensor:
-    """The loss of a batch: mean, sum, or a coefficient times the sum."""
+    """Loss of a batch: the "mean" or "sum" of the samples' losses, or a number times their sum."""
     terms_B = loss_terms(model, x, y)
     if isinstance(reduction, str):
         return {"mean": terms_B.mean, "sum": terms_B.sum}[reduction]()

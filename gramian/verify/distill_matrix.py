@@ -1,6 +1,6 @@
 """Checks of distillation: fused loss against eager float64, caches against the live teacher, several processes against one.
 
-Legend: N tokens, D width, V vocabulary, K ids kept.
+Legend: N tokens, D width, V vocabulary, K stored ids of a token.
 """
 
 import tempfile
@@ -38,16 +38,16 @@ from gramian.verify.model_layouts import gathered
 TEMPERATURES = (1.0, 1.5, 2.0, 5.0, 10.0)
 DIRECTIONS = (("forward", 0.5), ("reverse", 0.5), ("jsd", 0.3))
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest relative error of a gradient."""
+"""{dtype: largest relative error} of losses and gradients."""
 SLACKS = {torch.float64: 0.0, torch.float32: 1e-5, torch.bfloat16: 1e-3}
-"""Absolute error of dL/dT that is not counted, in units of its terms kd_weight · 2T·KL, which cancel at some T."""
+"""{dtype: error of dL/dT that is ignored}, in units of kd_weight · 2T · KL: terms of that size cancel in dL/dT at some T."""
 KEPT = 24
-"""K of the top-k check."""
+"""Number of ids K that the top-k check gives to the loss."""
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Shapes of a student and a teacher; one token in five has no target."""
+    """Sizes of a distillation problem: N tokens, V ids, widths of student and teacher; one token in five has no target."""
 
     N: int
     V: int
@@ -73,7 +73,7 @@ class _Problem:
 
 
 def plan(where: ProcessGrid) -> list[VerifyCheck]:
-    """Plan the checks that these processes can run; nothing is computed yet."""
+    """List the checks of distillation that these processes can run; nothing is computed yet."""
     device, checks = where.device, []
     if where.size == 1:
         for dtype in (torch.float64, torch.float32, *[torch.bfloat16] * (device.type == "cuda")):
@@ -126,7 +126,7 @@ def _dense(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Itera
 
 
 def _topk(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Iterator[Comparison]:
-    """At temperatures that are knots, where the tail's curve is exact: the loss is compared, not the curve."""
+    """Compare the loss with a top-k teacher at temperatures that are knots, where its tail curve is exact."""
     given = problem.tensors(dtype, device)
     teacher_NV = given["teacher_hidden"].double() @ given["teacher_weight"].double().T
     logits_NK, ids_NK = teacher_NV.topk(KEPT)
@@ -150,7 +150,7 @@ def _topk(problem: _Problem, dtype: torch.dtype, device: torch.device) -> Iterat
 
 
 def _parts(problem: _Problem, device: torch.device) -> Iterator[Comparison]:
-    """Micro-batches with a common number of terms add up to the batch."""
+    """Check that losses and gradients of micro-batches with a common `num_terms` add up to those of the batch."""
     given = problem.tensors(torch.float64, device)
     terms = int((given["targets"] != IGNORED).sum())
 
@@ -186,14 +186,14 @@ def _scan(device: torch.device) -> Iterator[Comparison]:
 
 
 def _windows(tokens: int = 400, length: int = 16) -> Windows:
-    """Documents of unequal length, each padded to its own windows."""
+    """Windows of documents of unequal length, each document padded to windows of its own."""
     edges = np.array([0, 3, 40, 45, 130, 131, 250, tokens])
     drawn = np.random.default_rng(0).integers(0, 96, tokens)
     return Windows(Stream([drawn], edges, vocabulary=97, end=96), length, pack=False)
 
 
 def _teacher(device: torch.device, dtype: torch.dtype) -> GPT:
-    """A GPT whose logits differ clearly."""
+    """A small GPT whose head is scaled up, so that its logits differ clearly."""
     model = GPT(GPTConfig(vocabulary=97, context=16, layers=2, width=32, heads=2), seed=3).to(device, dtype)
     with torch.no_grad():
         model.head.weight.mul_(20.0)
@@ -201,7 +201,7 @@ def _teacher(device: torch.device, dtype: torch.dtype) -> GPT:
 
 
 def _caches(where: ProcessGrid) -> Iterator[Comparison]:
-    """Loss of a student with cached hidden states and top-k logits against that with the live teacher, at several T."""
+    """Compare a student's loss with cached hidden states and with cached top-k logits to that with the live teacher."""
     windows = _windows()
     live = LiveTeacher(_teacher(where.device, torch.float32))
     student = DistillObjective(
@@ -229,7 +229,7 @@ def _caches(where: ProcessGrid) -> Iterator[Comparison]:
 
 
 def _processes(where: ProcessGrid) -> Iterator[Comparison]:
-    """Gradients of student and T under DDP or FSDP2, with uneven rows, against one process with all rows."""
+    """Compare gradients of student and T under DDP or FSDP2, with uneven batches, to those of one process with all rows."""
     windows, device = _windows(), where.device
     index = np.arange(len(windows))
     rows = {name: t.to(device) for name, t in windows.stack(index).items()}

@@ -1,4 +1,4 @@
-"""Comparisons of K-FAC with the oracle and with another K-FAC object, under the options of the checks.
+"""Compare K-FAC's factors and natural gradients with the dense reference, or with another K-FAC object.
 
 Legend: O outputs, M inputs with the bias.
 """
@@ -15,7 +15,7 @@ from gramian.verify.kfac_reference import DAMPING, DAMPING_A, DAMPING_G, KAPPA, 
 
 
 def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **options: Any) -> KFACNaturalGradient:
-    """Make the K-FAC object of a case; its thresholds make policies differ on small widths."""
+    """Make a K-FAC object with these options; its size thresholds are low, so that policies differ on small models."""
     if mode == "factored":
         options |= {"damping_A": DAMPING_A, "damping_G": DAMPING_G}
     return KFACNaturalGradient(
@@ -32,7 +32,7 @@ def make_kfac(mode: str = "pi", policy: str = "all", clip: bool = False, **optio
 
 
 def _as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Arrange the parameters of a block as Y [O, M], bias last."""
+    """Arrange the tensors of a block's parameters as a matrix [O, M], with the bias as last column."""
     weight, *bias = (tensors[name] for name in block.spec.parameters)
     if block.A is None:
         return weight.reshape(-1, 1)
@@ -43,7 +43,7 @@ def _as_matrix(block: Block, tensors: Mapping[str, Tensor]) -> Tensor:
 def compare_factors(
     kfac: KFACNaturalGradient, expected: Mapping[str, ExpectedBlock], case: str
 ) -> Iterator[Comparison]:
-    """Compare A and G of every block with the oracle's.
+    """Compare the factors A and G of every block with those of the dense reference.
 
     Raises:
         ValueError: if one of them lacks a block.
@@ -58,7 +58,7 @@ def compare_factors(
 
 
 def _raised_damping(block: Block, mode: str) -> float | None:
-    """The larger damping that replaces the clip, as the block declares; None: the clip is exact."""
+    """The larger damping by which a block replaces the condition-number clip, if it declares that; None: the clip is exact."""
     joint = block.clips.get("joint")
     if mode != "joint" or joint is None or not block.G.work.clip_note.startswith("damping raised"):
         return None
@@ -74,7 +74,10 @@ def compare_natural(
     clip: bool,
     case: str,
 ) -> Iterator[Comparison]:
-    """Compare (F + damping)^power ∇ of every block with the oracle's; a declared approximation with the same one."""
+    """Compare the natural gradient (F + damping)^power ∇ of every block with the dense reference.
+
+    Where a block declares an approximation, the reference computes the same approximation.
+    """
     for name, block in kfac.kfac_factors.items():
         damping = _raised_damping(block, mode)
         exact = damping is None
@@ -84,7 +87,7 @@ def compare_natural(
 
 
 def compare_kfac(kfac: KFACNaturalGradient, other: KFACNaturalGradient, case: str) -> Iterator[Comparison]:
-    """Compare both sides of every block of two K-FAC objects.
+    """Compare the factors A and G of every block of two K-FAC objects.
 
     Raises:
         ValueError: if one of them lacks a block.

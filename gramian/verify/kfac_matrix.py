@@ -1,4 +1,4 @@
-"""K-FAC against the dense oracle: small float64 models times policies, damping modes, powers and the clip.
+"""Checks of K-FAC against a dense reference: small float64 models times storage policies, damping modes, powers and the clip.
 
 Each check compares factors or natural gradients of the library with those of `KFACReference`, as relative errors.
 
@@ -29,19 +29,20 @@ from gramian.verify.kfac_reference import KFACReference
 from gramian.verify.kfac_subjects import IGNORE, SUBJECTS, KFACSubject, cross_entropy
 
 TOLERANCE = 1e-10
-"""Of everything in float64 on one device."""
+"""Largest relative error of results in float64 on one device."""
 DEVICES_FLOAT64 = 1e-8
 DEVICES_FLOAT32 = 1e-5
 STANDARD_ERRORS = 5.0
-"""Most by which label frequencies may be off; labels of a neighbouring position are off by about 20."""
+"""Largest deviation of label frequencies, in standard errors; labels of a neighbouring position would be off by about 20."""
 POWERS = {-1.0: "-1", -0.5: "-1/2", 0.5: "1/2", 1.0: "1"}
 DRAWS, CONTRAST = 32, 4.0
-"""Draws of labels for their frequencies, and the factor on the head's weight that makes positions differ more."""
+"""Number of draws of labels in the check of their frequencies, and the factor on the head's weight that makes positions differ.
+"""
 
 
 @dataclass(frozen=True)
 class KFACCase:
-    """Options under which a natural gradient is computed."""
+    """Options of one natural-gradient comparison: storage policy, damping mode, condition-number clip, power."""
 
     policy: str
     mode: str
@@ -50,7 +51,7 @@ class KFACCase:
 
     @property
     def label(self) -> str:
-        """Name in a table."""
+        """Name of the case in tables: policy, power, and whether the clip is on."""
         return f"{self.policy}, power {POWERS.get(self.power, self.power)}{', clip' if self.clip else ''}"
 
 
@@ -66,7 +67,7 @@ def _capture(
     scale: float = 1.0,
     **options: Any,
 ) -> None:
-    """Run one backward inside a capture."""
+    """Run one backward of the model's loss inside `kfac.capture`, which computes the factors."""
     model.zero_grad()
     options = {"loss_reduction": reduction, **options}
     with kfac.capture(model, num_terms=y.numel(), **options):
@@ -75,7 +76,7 @@ def _capture(
 
 @dataclass(frozen=True)
 class _Bench:
-    """The checks of one model on one device."""
+    """The checks of K-FAC on one model and one device."""
 
     subject: KFACSubject
     device: torch.device
@@ -83,36 +84,36 @@ class _Bench:
 
     @cached_property
     def reference(self) -> KFACReference:
-        """The oracle's blocks, shared by all checks."""
+        """Blocks of the dense reference, shared by all checks of this model."""
         return KFACReference(self.subject)
 
     @property
     def policies(self) -> list[str]:
-        """Policies of the cases."""
+        """Storage policies that occur in the cases."""
         return list(dict.fromkeys(case.policy for case in self.cases))
 
     @property
     def extremes(self) -> list[KFACCase]:
-        """Cases with the most low-rank factors, and with none."""
+        """Cases of the two extreme policies: all factors may be low-rank ("all"), or none ("small_only")."""
         return [case for case in self.cases if case.policy in ("all", "small_only")]
 
     def library(
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float64
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """Model, inputs and labels."""
+        """The model, and inputs and labels of its batch, on a device and in a dtype."""
         where = device or self.device
         return self.subject.model(where, dtype), *self.subject.batch(where, dtype)
 
     def factors(self) -> Iterator[Comparison]:
-        """A and G under every policy."""
+        """Compare A and G with the reference under every storage policy."""
         return self._factors(self.reference)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
-        """(F + damping)^p ∇ under every policy and power, with the clip and without."""
+        """Compare natural gradients (F + damping)^p ∇ of one damping mode with the reference, in all its cases."""
         return self._natural([case for case in self.cases if case.mode == mode], self.reference)
 
     def exact_head(self) -> Iterator[Comparison]:
-        """The head's G from the softmax, and its natural gradient."""
+        """Compare factors with the exact softmax G of the head, and the head's natural gradient, with the reference."""
         reference = KFACReference(self.subject, exact_head=True)
         yield from self._factors(reference, kfac_true_fisher_head=True)
         for comparison in self._natural(self.extremes, reference, kfac_true_fisher_head=True):
@@ -138,7 +139,7 @@ class _Bench:
     # ---- Monte Carlo labels ----
 
     def mc_labels(self) -> Iterator[Comparison]:
-        """Factors of drawn labels equal those of the same labels given, and labels are drawn where the batch has them."""
+        """Check that drawn labels give the factors of the same labels given, and are drawn only where the batch has labels."""
         _, gradients, counted, kfac = self._drawn(1)
         labels = gradients[0].argmin(-1).masked_fill(~gradients[0].any(-1), IGNORE)
         wrong = int((labels != IGNORE).ne(counted).sum())
@@ -146,7 +147,7 @@ class _Bench:
         yield from compare_factors(kfac, KFACReference(self.subject, labels).blocks, "mc")
 
     def mc_frequencies(self) -> Iterator[Comparison]:
-        """Σ log p(label) over draws and positions against its mean, in standard errors."""
+        """Compare Σ log p(label) over draws and positions with its expectation, in standard errors."""
         logits, gradients, counted, _ = self._drawn(DRAWS, CONTRAST)
         log_p = logits.log_softmax(-1)
         mean = (log_p.exp() * log_p).sum(-1)
@@ -156,9 +157,10 @@ class _Bench:
         yield Comparison("all positions", f"{len(gradients)} draws", abs(float(drawn[:, counted].sum())) / deviation)
 
     def _drawn(self, draws: int, contrast: float = 1.0) -> tuple[Tensor, list[Tensor], Tensor, KFACNaturalGradient]:
-        """Logits, the gradient p − e of every draw at them, and which positions should count, on the CPU.
+        """Draw labels `draws` times; returns logits, the gradient p − e_label of each draw, counted positions, and the K-FAC.
 
-        A plain torch hook on the head sees the gradients, and thereby the labels, after those of the row proof.
+        A plain torch hook on the head sees the gradients, and thereby the labels; earlier ones, of the test that rows of the
+        batch do not mix, are left out.
         """
         model, x, y = self.library()
         head = model.get_submodule(self.subject.head)
@@ -194,13 +196,13 @@ class _Bench:
     # ---- invariances ----
 
     def twice(self) -> Iterator[Comparison]:
-        """The same batch twice is the same Fisher and the same mean gradient."""
+        """Check that a batch repeated twice gives the same factors and the same natural gradient."""
         model, x, y = self.library()
         for mode in DAMPING_MODES:
             yield from self._same(model, mode, "batch twice", (torch.cat([x, x]), torch.cat([y, y])))
 
     def reductions(self) -> Iterator[Comparison]:
-        """The Fisher does not depend on how the loss adds up its terms; the natural gradient scales as the gradient does."""
+        """Check that factors do not depend on the loss's reduction or scale, and natural gradients scale as the gradient."""
         model, x, y = self.library()
         terms = y.numel()
         for mode in DAMPING_MODES:
@@ -211,7 +213,7 @@ class _Bench:
     def _same(
         self, model: nn.Module, mode: str, what: str, batch: tuple[Tensor, Tensor], factor: float = 1.0, **how: Any
     ) -> Iterator[Comparison]:
-        """Factors and natural gradient of `batch` against those of the plain batch; its gradient is `factor` times larger."""
+        """Compare factors and natural gradient of `batch`, whose gradient is `factor` times larger, with the plain batch's."""
         plain, other = make_kfac(mode), make_kfac(mode)
         _capture(plain, model, *self.subject.batch(self.device))
         natural = plain.compute_natural_gradient(model)
@@ -224,7 +226,7 @@ class _Bench:
     # ---- two devices ----
 
     def devices_float64(self) -> Iterator[Comparison]:
-        """Natural gradients in float64, here and on the CPU."""
+        """Compare natural gradients in float64 on this device and on the CPU."""
         for (policy, mode, clip), group in itertools.groupby(self.extremes, lambda c: (c.policy, c.mode, c.clip)):
             sides = []
             for device in (self.device, torch.device("cpu")):
@@ -238,7 +240,7 @@ class _Bench:
                     yield Comparison(name, f"{mode}, {case.label}", relative_error(value, there[name]))
 
     def devices_float32(self) -> Iterator[Comparison]:
-        """Factors of a float32 model stored in float32, here and on the CPU."""
+        """Compare the factors of a float32 model, stored in float32, on this device and on the CPU."""
         with _no_tf32():
             for policy in self.policies:
                 sides = []
@@ -251,7 +253,7 @@ class _Bench:
 
 @contextmanager
 def _no_tf32() -> Iterator[None]:
-    """Compute in full float32 precision, without TF32."""
+    """Context: compute in full float32 precision, without TF32."""
     before = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -265,9 +267,10 @@ def _no_tf32() -> Iterator[None]:
 def plan(
     device: torch.device | None = None, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[KFACCase] = CASES
 ) -> list[VerifyCheck]:
-    """Plan every check of K-FAC, model by model; nothing is computed yet.
+    """List the checks of K-FAC, model by model; nothing is computed yet.
 
-    The library runs on `device`, by default a GPU if there is one, the oracle on the CPU. Fewer cases make the run shorter.
+    The library runs on `device`, by default a GPU if there is one, the reference on the CPU. Fewer `cases` make the run
+    shorter.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: list[VerifyCheck] = []

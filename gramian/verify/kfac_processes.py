@@ -1,8 +1,8 @@
-"""K-FAC of several processes against one: models times reductions, policies, damping modes and dtypes.
+"""Checks of K-FAC on several processes: models times reductions, storage policies, damping modes and dtypes.
 
-Every process draws the same samples and takes its own: different numbers of them, or, for the last process, none. Their joint
-result is compared with the dense oracle on all samples, which every process computes for itself in float64 on the CPU; drawn
-labels, subsets and float32, which the oracle does not cover, are compared with the library on one process.
+Every process draws the same samples and takes its own part: different numbers of them, or, for the last process, none. Their
+joint result is compared with the dense reference on all samples, which every process computes for itself in float64 on the CPU.
+Drawn labels, token subsets and float32 are compared with the library on one process.
 
 Legend: N loss terms of all processes, W processes with samples of their own.
 """
@@ -35,21 +35,21 @@ from gramian.verify.model_layouts import ModelLayout, gathered
 REDUCTIONS = ("gram", "gather", "dense")
 POWERS = {-1.0: "-1", -0.5: "-1/2"}
 SAMPLES = (3, 1, 2, 1)
-"""Samples of each process; further processes repeat the sequence."""
+"""Number of samples of each process; further processes repeat the sequence."""
 SUBSET = 2
-"""Tokens of a keyed subset: fewer than any model here has."""
+"""Number of tokens that the check of token subsets selects: fewer than any model here has."""
 LINEARS: dict[str, dict[str, str]] = {
     "mlp": {"0": "outputs", "2": "inputs"},
     "gpt": {"blocks.*.fc": "outputs", "blocks.*.mlp_out": "inputs"},
 }
-"""{model: {layer that processes share: the side by which it is split}}."""
+"""{model: {tensor-parallel linear layer: the side by which it is split, "outputs" or "inputs"}}."""
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 OF_THE_BOUND = "of bound"
 
 
 @dataclass(frozen=True)
 class ProcessCase:
-    """Options under which processes are compared with one."""
+    """Options of one comparison: reduction over processes, storage policy, damping mode, condition-number clip."""
 
     reduction: str
     policy: str
@@ -58,7 +58,7 @@ class ProcessCase:
 
     @property
     def label(self) -> str:
-        """Name in a table."""
+        """Name of the case in tables: reduction, policy, and whether the clip is on."""
         return f"{self.reduction}, {self.policy}{', clip' if self.clip else ''}"
 
 
@@ -67,22 +67,22 @@ CASES = tuple(ProcessCase(*which) for which in itertools.product(REDUCTIONS, POL
 
 @dataclass(frozen=True)
 class _Bench:
-    """The checks of one model; collective, in the same order on every process."""
+    """The checks of K-FAC on several processes for one model; collective, in the same order on every process."""
 
     subject: KFACSubject
     layout: ModelLayout
     cases: tuple[ProcessCase, ...]
     alone: Any
-    """A process group of this process alone; None: there is one process."""
+    """A process group with this process as its only member; None if there is only one process."""
 
     @cached_property
     def reference(self) -> KFACReference:
-        """The oracle's blocks on all samples."""
+        """Blocks of the dense reference on the samples of all processes."""
         return KFACReference(self.subject)
 
     @property
     def splits(self) -> dict[str, list[int]]:
-        """{name: samples of every process}, with the same total.
+        """Ways to split the samples, {name: number of samples of every process}, all with the same total.
 
         Torch cannot run a tensor-parallel layer on an empty batch that has an axis of positions.
         """
@@ -93,23 +93,23 @@ class _Bench:
 
     @property
     def reductions(self) -> list[str]:
-        """Reductions of the cases."""
+        """Reductions over processes that occur in the cases."""
         return list(dict.fromkeys(case.reduction for case in self.cases))
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """Build the model and place it on the processes."""
+        """Build the model and place it on the processes (DDP, FSDP2 or tensor parallel)."""
         model = self.subject.model(self.layout.where.device, dtype)
         return self.layout.place(model, LINEARS[self.subject.name] if self.layout.tensor_parallel else None)
 
     def batch(self, counts: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, labels and global sample ids of this process."""
+        """Inputs and labels of this process's samples, and their numbers among all samples."""
         x, y = self.subject.batch(self.layout.where.device, dtype)
         start = sum(counts[: self.layout.rank])
         ids = torch.arange(start, start + counts[self.layout.rank], device=x.device)
         return x[ids], y[ids], ids
 
     def capture(self, kfac: KFACNaturalGradient, model: nn.Module, counts: Sequence[int], **options: Any) -> None:
-        """Run one backward of a summed loss inside a capture."""
+        """Run one backward of a summed loss on this process's samples inside `kfac.capture`."""
         x, y, ids = self.batch(counts, **options)
         model.zero_grad()
         with kfac.capture(model, num_terms=y.numel(), loss_reduction="sum", sample_ids=ids):
@@ -118,7 +118,7 @@ class _Bench:
     # ---- against the oracle ----
 
     def factors(self) -> Iterator[Comparison]:
-        """A and G of every reduction and policy."""
+        """Compare A and G with the reference under every reduction and storage policy."""
         model = self.model()
         chosen = dict.fromkeys((case.reduction, case.policy) for case in self.cases)
         for (how, counts), (reduction, policy) in itertools.product(self.splits.items(), chosen):
@@ -128,7 +128,7 @@ class _Bench:
             yield from compare_factors(kfac, self.reference.blocks, case)
 
     def natural(self, mode: str) -> Iterator[Comparison]:
-        """(F + damping)^p ∇ of every reduction and policy, with the clip and without; ∇ is taken from `p.grad`."""
+        """Compare natural gradients (F + damping)^p ∇ of one damping mode with the reference, in all its cases."""
         model = self.model()
         counts = _samples(self.layout.data)
         mean = self.layout.data / self.reference.terms  # W processes divide by W the sum over N terms
@@ -142,15 +142,15 @@ class _Bench:
                 yield from compare_natural(kfac, natural, self.reference, mode, power, case.clip, label)
 
     def exact_head(self) -> Iterator[Comparison]:
-        """The head's G from the softmax."""
+        """Compare the factors with the reference, where G of the head is the exact one of its softmax."""
         reference = KFACReference(self.subject, exact_head=True)
         for case, kfac in self._together(kfac_true_fisher_head=True):
             yield from compare_factors(kfac, reference.blocks, case)
 
     def half_precision(self) -> Iterator[Comparison]:
-        """Factors stored in half precision, in units of their bound: √r times the error that the record declares.
+        """Errors of factors stored in half precision, divided by their bound √rank · (rounding error that the record declares).
 
-        Sides of a tied weight are sums of rounded ones in float32: their bound is the rounding of these.
+        Factors of a tied weight are float32 sums of rounded ones: their bound has the rounding of the half-precision dtype.
         """
         model = self.model()
         for (name, dtype), reduction in itertools.product(HALF.items(), self.reductions):
@@ -169,7 +169,7 @@ class _Bench:
     # ---- against the library on one process ----
 
     def drawn_labels(self) -> Iterator[Comparison]:
-        """Labels depend on a sample's id, not on its process."""
+        """Check that drawn labels depend on a sample's id, not on its process: factors equal those of one process."""
         model = self.model()
         x, y = self.subject.batch(self.layout.where.device)
         ids = torch.arange(len(x), device=x.device)
@@ -184,12 +184,12 @@ class _Bench:
             yield from compare_kfac(together, one, _label("mc", reduction, how))
 
     def subset(self) -> Iterator[Comparison]:
-        """All processes together choose the tokens with the smallest keys, as one process does."""
+        """Check that all processes together select the same token subset, that of the smallest keys, as one process does."""
         for case, together in self._together(max_tokens=SUBSET):
             yield from compare_kfac(together, self._alone(max_tokens=SUBSET), case)
 
     def float32(self) -> Iterator[Comparison]:
-        """A float32 model with factors in float32."""
+        """Compare the factors of a float32 model, stored in float32, with those of one process."""
         one = self._alone(torch.float32, woodbury_dtype="fp32")
         for case, together in self._together(torch.float32, woodbury_dtype="fp32"):
             yield from compare_kfac(together, one, case)
@@ -197,7 +197,7 @@ class _Bench:
     def _together(
         self, dtype: torch.dtype = torch.float64, **options: Any
     ) -> Iterator[tuple[str, KFACNaturalGradient]]:
-        """K-FAC of all processes under every split of the samples and every reduction, with the name of the case."""
+        """K-FAC of all processes under every split of the samples and every reduction; yields (case name, K-FAC object)."""
         model = self.model(dtype)
         for (how, counts), reduction in itertools.product(self.splits.items(), self.reductions):
             kfac = make_kfac(kfac_distributed_reduce=reduction, **options)
@@ -205,7 +205,7 @@ class _Bench:
             yield _label(reduction, how), kfac
 
     def _alone(self, dtype: torch.dtype = torch.float64, **options: Any) -> KFACNaturalGradient:
-        """K-FAC of one process on all samples."""
+        """K-FAC of this process alone on the samples of all processes."""
         kfac = make_kfac(process_group=self.alone, **options)
         model = self.subject.model(self.layout.where.device, dtype)
         x, y = self.subject.batch(self.layout.where.device, dtype)
@@ -219,14 +219,14 @@ def _label(*parts: str) -> str:
 
 
 def _samples(processes: int) -> list[int]:
-    """Number of samples of every process."""
+    """Number of samples of every process, by rank."""
     return [SAMPLES[rank % len(SAMPLES)] for rank in range(processes)]
 
 
 def plan(
     layout: ModelLayout, models: Sequence[str] = tuple(SUBJECTS), cases: Sequence[ProcessCase] = CASES
 ) -> list[VerifyCheck]:
-    """Plan every check of K-FAC on several processes, model by model; nothing is computed yet.
+    """List the checks of K-FAC on several processes, model by model; nothing is computed yet.
 
     The checks are collective, in the same order on every process. Tensor parallelism checks the models in `LINEARS` alone.
     """

@@ -1,7 +1,7 @@
-"""K-FAC of a model by the dense oracle, on the CPU in float64.
+"""Dense reference of K-FAC for a model, on the CPU in float64.
 
-The oracle knows linear layers only. It is given a twin of the model with the same numbers, in which an embedding is a linear
-layer on one-hot rows and a convolution one on patches; nothing of the library takes part in the twin.
+The reference code knows linear layers only. It is given a twin of the model with the same numbers, in which an embedding is a
+linear layer on one-hot rows and a convolution one on patches; nothing of the library takes part in the twin.
 
 Legend: B samples, T tokens, I inputs (M with the bias), O outputs, V classes, N loss terms.
 """
@@ -21,11 +21,11 @@ from gramian.verify.kfac_subjects import IGNORE, KFACSubject, cross_entropy
 
 DAMPING, DAMPING_A, DAMPING_G = 1e-2, 2e-2, 5e-3
 KAPPA = 10.0
-"""Largest condition number of the clip: so low that it acts on most layers."""
+"""Largest condition number that the clip allows in the checks: so low that it acts on most layers."""
 
 
 class _Lookup(nn.Module):
-    """An embedding as a linear layer on one-hot rows; a single row of ids is expanded to the batch."""
+    """An embedding, computed as a linear layer on one-hot rows; a single row of ids is expanded to the batch."""
 
     def __init__(self, table: nn.Embedding, batch: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Lookup(nn.Module):
 
 
 class _Patches(nn.Module):
-    """A convolution as a linear layer on patches."""
+    """A convolution, computed as a linear layer on the patches of its input."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -68,15 +68,15 @@ def _linear_with(weight_OI: Tensor, bias_O: Tensor | None) -> nn.Linear:
 
 @dataclass(frozen=True)
 class ExpectedBlock:
-    """One block by the oracle: A and G, and the gradient Y in their shape."""
+    """One block of the reference: factors A [M, M] and G [O, O], and gradient Y [O, M] (O outputs, M inputs with the bias)."""
 
     G: Tensor
     Y_OM: Tensor
     A: Tensor | None = None
-    """None: the block is G alone, and Y a column."""
+    """Input factor; None: the block is the matrix G alone, and Y is a column."""
 
     def natural(self, mode: str, power: float, clip: bool, damping: float = DAMPING) -> Tensor:
-        """(F + damping)^power Y."""
+        """The natural gradient (F + damping)^power Y of this block, with damping mode `mode` and optionally the clip."""
         kappa = KAPPA if clip else None
         if self.A is None:
             value = DAMPING_G if mode == "factored" else damping
@@ -85,13 +85,13 @@ class ExpectedBlock:
 
 
 class KFACReference:
-    """The oracle's blocks of a model on a batch, computed when first used.
+    """The reference blocks of a model on a batch, computed when first used.
 
     Blocks have the library's names: that of the first layer that uses the weight, or of the parameter itself.
     """
 
     def __init__(self, subject: KFACSubject, labels: Tensor | None = None, exact_head: bool = False) -> None:
-        """Build the model and its batch.
+        """Build the model and the batch of `subject`; blocks are computed later.
 
         `labels` replace the batch's own; positions that are `IGNORE` have no term. `exact_head` computes the head's G from its
         softmax instead of its gradients.
@@ -104,7 +104,7 @@ class KFACReference:
         self._computed: dict[tuple[str, str, float, bool, float], Tensor] = {}
 
     def natural(self, block: str, mode: str, power: float, clip: bool, damping: float = DAMPING) -> Tensor:
-        """(F + damping)^power Y of one block; computed once."""
+        """The natural gradient (F + damping)^power Y of the block named `block`; computed once."""
         key = (block, mode, power, clip, damping)
         if key not in self._computed:
             self._computed[key] = self.blocks[block].natural(mode, power, clip, damping)
@@ -112,7 +112,7 @@ class KFACReference:
 
     @cached_property
     def blocks(self) -> dict[str, ExpectedBlock]:
-        """{name: block} of all parameters."""
+        """{block name: reference block} of all parameters of the model."""
         layers = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.Linear | nn.Embedding | nn.Conv2d)}
         of_twin = self._layers_of_twin(layers)
         users: dict[int, list[str]] = {}
@@ -157,12 +157,12 @@ class KFACReference:
         return found
 
     def _weights(self, tokens: int) -> Tensor:
-        """1 for tokens with a loss term, else 0; if a sample has one label, all its tokens share it."""
+        """Weight of each of `tokens` tokens, 1 if it has a loss term, else 0; a sample's only label counts for all of them."""
         counted = (self.y != IGNORE).double()
         return counted.flatten().repeat_interleave(tokens // counted.numel())
 
     def _single_parameters(self, names: Sequence[str]) -> dict[str, ExpectedBlock]:
-        """Parameters outside K-FAC: Σ_i g_i g_iᵀ / N from one backward per sample."""
+        """Blocks Σ_i g_i g_iᵀ / N of parameters outside K-FAC's layers, from one backward per sample (gradient g_i)."""
 
         def summed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return cross_entropy(model, x, y, "sum")
@@ -176,9 +176,9 @@ class KFACReference:
 
 
 def _tied(table: ExpectedBlock, head: ExpectedBlock) -> ExpectedBlock:
-    """Join the blocks of a weight that is both table and head: means of their sides at trace 1, weighted by the blocks' traces.
+    """Join the blocks of a weight tied between embedding and head: means of factors at trace 1, weighted by block traces.
 
-    The table is the head's weight transposed, so its sides are exchanged.
+    The embedding is the head's weight transposed, so its A and G are exchanged.
     """
     assert table.A is not None and head.A is not None
     of_head = head.A.trace() * head.G.trace()

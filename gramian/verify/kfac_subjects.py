@@ -19,7 +19,7 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class KFACSubject:
-    """A model and one batch for it; the loss is a cross entropy with one term per label."""
+    """A model to check and one batch for it; the loss is a cross entropy with one term per label."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -27,7 +27,7 @@ class KFACSubject:
     """Shape of one sample."""
     samples: int
     head: str
-    """The layer that returns the logits."""
+    """Name of the layer that returns the logits."""
     classes: int
     ids: int = 0
     """Number of token ids; 0: inputs are normal numbers."""
@@ -35,11 +35,11 @@ class KFACSubject:
     """Whether position t predicts the label of t+1 in a Hugging Face style batch."""
 
     def model(self, device: torch.device, dtype: torch.dtype = torch.float64) -> nn.Module:
-        """Build the model, with the same weights every time."""
+        """Build the model on a device and in a dtype, with the same weights every time."""
         return perturbed(self.build, 0.3).to(device, dtype)
 
     def batch(self, device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Draw inputs and labels, the same every time."""
+        """Draw the batch's inputs and labels, the same every time."""
         x, y = draw_batch(self.samples, self.shape, self.ids, self.classes)
         return x.to(device) if self.ids else x.to(device, dtype), y.to(device)
 
@@ -81,5 +81,5 @@ SUBJECTS = {
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy over all labels that are not `IGNORE`: the loss of all subjects."""
+    """Cross entropy of a model over all labels that are not −100, with torch's `reduction`: the loss of all checks."""
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten(), ignore_index=IGNORE, reduction=reduction)

@@ -22,12 +22,12 @@ def spread(model: nn.Module, where: ProcessGrid) -> nn.Module:
 
 
 def layout_name(where: ProcessGrid) -> str:
-    """Name the layout of `spread`: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
+    """Text for how `spread` places a model: "DDP over 2", "FSDP2 over 2", or empty on one process without FSDP2."""
     return {"one": "", "ddp": f"DDP over {where.size}", "fsdp2": f"FSDP2 over {where.size}"}[where.kind]
 
 
 def gathered(t: Tensor) -> Tensor:
-    """Gather a tensor that may be sharded. Collective if it is."""
+    """The full tensor of a tensor that may be sharded (DTensor). Collective if it is."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -40,7 +40,7 @@ def _sharded(model: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """A grid of processes: those of a row share layers and see the same samples, those of a column have their own samples."""
+    """A grid of processes: those of a row share tensor-parallel layers and samples, different rows have different samples."""
 
     where: ProcessGrid
     fsdp: bool
@@ -48,28 +48,31 @@ class ModelLayout:
 
     @property
     def tensor(self) -> int:
-        """Number of processes that share layers: all, or, with FSDP2 too, two of an even number; 1: no layer is shared."""
+        """Number of processes that share tensor-parallel layers; 1 without tensor parallelism.
+
+        All processes, or, with FSDP2 too, two of an even number.
+        """
         if not self.tensor_parallel:
             return 1
         return 2 if self.fsdp and self.where.size % 2 == 0 else self.where.size
 
     @property
     def data(self) -> int:
-        """Number of processes with samples of their own."""
+        """Number of groups of processes that have samples of their own."""
         return self.where.size // self.tensor
 
     @property
     def rank(self) -> int:
-        """Number of this process among those."""
+        """Number of this process's group among the groups that have samples of their own."""
         return self.where.rank // self.tensor
 
     def __str__(self) -> str:
-        """Describe the grid, for a title."""
+        """Text for a title that describes the grid, such as "FSDP2 over 2 × tensor parallel over 2"."""
         parts = [f"FSDP2 over {self.data}"] * self.fsdp + [f"tensor parallel over {self.tensor}"] * self.tensor_parallel
         return " × ".join(parts) or f"DDP over {self.data}"
 
     def place(self, model: nn.Module, linears: Mapping[str, str] | None) -> nn.Module:
-        """Place an unsharded model of this process's device on this grid.
+        """Place an unsharded model on this grid: DDP, FSDP2, tensor-parallel layers, or both.
 
         `linears` are {name or pattern of a linear layer: "outputs" or "inputs", the side that is split}; None: none is.
         """
@@ -83,7 +86,10 @@ class ModelLayout:
 
 
 def _styles(model: nn.Module, linears: Mapping[str, str], size: int) -> dict[str, ParallelStyle]:
-    """Outputs that cannot be split evenly stay DTensors: local tensors do not carry the full number of features."""
+    """Torch's parallel style of every layer in `linears`.
+
+    Outputs that cannot be split evenly stay DTensors: local tensors do not carry the full number of features.
+    """
     cut = [name for name, by in linears.items() if by == "outputs"]
     layers = [m for name, m in model.named_modules() for pattern in cut if fnmatchcase(name, pattern)]
     even = all(layer.out_features % size == 0 for layer in layers if isinstance(layer, nn.Linear))

@@ -1,8 +1,8 @@
 """Compare killed and resumed runs with an uninterrupted one, bit for bit: parameters, optimizer, metrics.
 
 One run trains to the end. Others of the same config are killed (SIGKILL, all processes) at a step or inside a save, and started
-again until they end. A run is `python -m gramian train` in processes forked from a server that has the library loaded, so that
-a start costs little.
+again. A run is `python -m gramian train` in processes forked from a server that has the library loaded, so that a start
+costs little.
 """
 
 import contextlib
@@ -44,10 +44,10 @@ class Kill:
     """The moment at which a run is killed."""
 
     at: str
-    """"step": as soon as its line is in metrics.jsonl; "save": as soon as a save after it is under way."""
+    """When to kill: "step" as soon as the step's line is in metrics.jsonl, "save" as soon as a later save is under way."""
     step: int
     delay: float = 0.0
-    """Seconds to wait after that."""
+    """Seconds to wait after the moment that `at` and `step` name."""
 
     def __str__(self) -> str:
         moment = "step" if self.at == "step" else "a save from step"
@@ -68,7 +68,7 @@ def shortened(config: Config, fsdp: bool = False) -> Config:
 
 
 def random_kills(steps: int, count: int, seed: int) -> list[Kill]:
-    """Draw moments over a run, every third inside a save."""
+    """Draw `count` moments over a run of `steps` steps at which it is killed, every third inside a save."""
     draw = random.Random(seed)
     return [
         Kill("save" if i % 3 == 2 else "step", draw.randrange(max(1, steps - 1)), draw.random() * 0.02)
@@ -82,7 +82,7 @@ def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = 
     Returns True if the run reached its end, False if all processes were killed before, at the moment of `kill`.
 
     Raises:
-        GramianError: if it ended by itself with an exit code other than 0.
+        GramianError: if the run ended by itself with an exit code other than 0.
     """
     path = folder.with_name(f"{folder.name}.toml")
     path.write_text(config.toml(), encoding="utf-8")
@@ -111,7 +111,7 @@ def train(config: Config, folder: Path, processes: int = 1, kill: Kill | None = 
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """List what differs between two run folders: tensors and facts of the newest checkpoint, and the metrics."""
+    """Names of what differs between two run folders: tensors and facts of the newest checkpoint, and metrics."""
     one, other = (CheckpointStore(folder / "checkpoints", 1).newest() for folder in (expected, found))
     if one is None or other is None:
         return ["checkpoints: one of the runs has none"]
@@ -142,7 +142,7 @@ def check_resume(
     processes: int = 1,
     on_progress: Callable[[int, str], None] = lambda done, name: None,
 ) -> dict[str, list[str]]:
-    """Train once without a kill, and once with each: {kill: differences from the run that was not killed}.
+    """Train once without a kill and once with each of `kills`, resumed: {kill: differences from the run without a kill}.
 
     The runs are in folders below `folder`; `on_progress` is called with the number of finished runs and the name of the next.
     """
@@ -159,7 +159,7 @@ def check_resume(
 
 
 def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:
-    """Wait until all have ended; True if they were killed."""
+    """Wait until all processes of a run have ended; True if they were killed at the moment of `kill`."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while any(worker.is_alive() for worker in workers):
         if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def _wait(workers: Sequence[Any], folder: Path, kill: Kill | None) -> bool:
 
 
 def _kill(workers: Sequence[Any]) -> None:
-    """Kill the processes that are alive, and join all."""
+    """Kill the processes of a run that are alive, and join all."""
     for worker in workers:
         if worker.is_alive() and worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -217,7 +217,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _timeless(facts: Any) -> Any:
-    """Facts without measured seconds."""
+    """A copy of a checkpoint's facts without measured seconds, which differ between runs."""
     if isinstance(facts, dict):
         return {key: _timeless(value) for key, value in facts.items() if key != "seconds"}
     return [_timeless(value) for value in facts] if isinstance(facts, list) else facts

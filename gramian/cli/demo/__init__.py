@@ -1,1 +1,1 @@
-"""The demo: a teacher, its cache, a student distilled from it and a twin without a teacher, on the embedded corpus."""
+"""The demo: a teacher, its cache, and two equal students on the embedded corpus, one distilled and one without a teacher."""

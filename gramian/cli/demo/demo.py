@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian demo` to a parser."""
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     parser.add_argument("--seed", type=seed_number, default=0, help="of weights, data order and texts (default: 0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the stages that are not done yet, and print the result."""
+    """Run the stages of the demo that are not done yet, print the result and write demo.json. Returns the exit code."""
     out: Path = arguments.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _table(result: Result) -> RenderableType:
 
 
 def _next(out: Path) -> Iterator[str]:
-    """Three commands to try next."""
+    """Command lines that the demo suggests to try next."""
     config, prompt = shlex.quote(str(out / "distilled" / "config.toml")), shlex.quote("import ")
     yield f"gramian eval {shlex.quote(str(out / 'distilled'))} --prompt {prompt}"
     for name, override in (("warm", "teacher.temperature=4"), ("goose", "model.kind=goose")):

@@ -29,25 +29,26 @@ class DemoPlan:
     student: ModelSection = field(default_factory=lambda: ModelSection(layers=2, width=64, heads=4))
     teacher_steps: int = 800
     student_steps: int = 600
-    """Steps of each student."""
+    """Training steps of each of the two students."""
     data: DataSection = field(
         default_factory=lambda: DataSection(limit_bytes=600_000, length=64, batch=16, micro_batch=16, workers=0)
     )
-    """Data of all three runs: the cache holds the teacher's signal for every training window, computed by micro-batches."""
+    """Data of all three runs; the teacher's cache covers every training window."""
     optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(lr=4e-3))
-    """The learning rate is close to the best of 2e-3 to 6e-3 for the student without a teacher."""
+    """Optimizer of all three runs; the learning rate is close to the best of 2e-3 to 6e-3 for the student without a teacher."""
     warmup: int = 50
     eval_every: int = 100
-    """Steps between two evaluations."""
+    """Training steps between two evaluations."""
     teaching: TeacherSection = field(default_factory=lambda: TeacherSection(source="hidden", temperature=2.0))
     doctor: DoctorSection = field(default_factory=lambda: DoctorSection(overfit_steps=200, overfit_windows=4))
     scored_windows: int = 512
-    """First windows of the validation data on which the three models are compared."""
+    """Number of windows of the validation data, from its first on, on which the three models are compared."""
     sample_tokens: int = 200
-    """Tokens of each generated text."""
+    """Number of tokens of each text that a model generates."""
     threads: int = 1
-    """CPU threads. A second one saves a fifth of the time on an idle machine; on a busy one, threads that wait for each other
-    make steps ten times slower. One also gives the same numbers on any number of cores."""
+    """CPU threads of torch. A second one saves a fifth of the time on an idle machine; on a busy one, threads that wait for
+    each other make steps ten times slower. With one, the numbers are the same on any number of cores.
+    """
     seed: int = 0
     """Seed of weights, data order and texts."""
 
@@ -58,16 +59,19 @@ DEFAULT = DemoPlan()
 
 @dataclass(frozen=True)
 class DemoRuns:
-    """The configs of the three runs, each with a folder of its own below the demo's."""
+    """The configs of the three training runs of the demo, each with a folder of its own below the demo's."""
 
     teacher: Config
     distilled: Config
     alone: Config
-    """The distilled student's twin: cross entropy only."""
+    """Config of the second student, equal to the distilled one except that it learns by cross entropy alone."""
 
 
 def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
-    """Make the configs of the three runs, in `teacher`, `distilled` and `ce-only` below a folder, with `teacher-cache`."""
+    """Make the configs of the three runs, with the folders `teacher`, `distilled` and `ce-only` below `out`.
+
+    The teacher's cache is the folder `teacher-cache` beside them.
+    """
     teaching = replace(plan.teaching, path=str(out / "teacher"), cache=str(out / "teacher-cache"))
     teacher = _config(plan, out / "teacher", plan.teacher, plan.teacher_steps)
     alone = _config(plan, out / "ce-only", plan.student, plan.student_steps)
@@ -76,7 +80,7 @@ def runs_of(plan: DemoPlan, out: Path) -> DemoRuns:
 
 
 def hashes_of(plan: DemoPlan) -> dict[str, str]:
-    """Hashes of the three configs, independent of their folder: equal hashes mean equal numbers."""
+    """{run: hash of its config} of the three runs, independent of their folders: equal hashes mean equal numbers."""
     return {name: config.hash for name, config in vars(runs_of(plan, Path("demo"))).items()}
 
 

@@ -44,9 +44,9 @@ from gramian.verify.checks import torch_threads
 
 PROMPT = "def "
 TEMPERATURE = 0.8
-"""Sampling temperature of the texts."""
+"""Sampling temperature of the generated texts."""
 PARTS = 4
-"""Progress lines of a stage where the output is not a terminal."""
+"""Number of progress lines that a stage prints where the output is not a terminal."""
 STAGE_NAMES = {
     "doctor": "doctor",
     "teacher": "teacher",
@@ -64,11 +64,11 @@ class Stopped(Exception):
 
 
 def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, console: Console) -> Result:
-    """Run all stages on one process, in a folder that exists, and return what they found.
+    """Run all stages of the demo on one process, in the existing folder `out`, and return their results.
 
     Raises:
         GramianError: if the folder is in use, or holds runs of other settings.
-        Stopped: if a check failed, or a run was ended by its guard or by a signal.
+        Stopped: if a check failed, or a run was ended by its guard (which watches the loss) or by a signal.
     """
     runs = runs_of(plan, out)
     with torch_threads(plan.threads), ExitStack() as open_folders:
@@ -78,7 +78,7 @@ def run_demo(plan: DemoPlan, out: Path, world: ProcessGrid, console: Console) ->
 
 @contextmanager
 def _open_folder(config: Config) -> Iterator[RunFolder]:
-    """Lock a run's folder; errors name the demo's own argument."""
+    """Context: lock the folder of a run; errors name `--out`, the argument of the demo, in place of `run.folder`."""
     folder = RunFolder(config)
     try:
         folder.__enter__()
@@ -138,7 +138,7 @@ class _Demo:
 
     @contextmanager
     def _stage(self, number: int, name: str) -> Iterator[Update]:
-        """Print a title, and below it a bar on a terminal, a few lines elsewhere."""
+        """Context of one stage: print its title, and its progress as a bar on a terminal or as a few lines elsewhere."""
         started = time.perf_counter()
         heading = f"[{number}/{len(STAGE_NAMES)}] {STAGE_NAMES[name]}  (after {started - self.began:.0f} s)"
         show(self.console, heading)
@@ -150,13 +150,13 @@ class _Demo:
         self.seconds[name] = time.perf_counter() - started
 
     def _print(self, text: str) -> None:
-        """Print a line below a stage's title."""
+        """Print an indented line below the title of a stage."""
         show(self.console, f"      {text}")
 
     # ---- the doctor ----------------------------------------------------------------------------------------------------
 
     def _teacher_checks(self, numbers: Precision) -> list[Check]:
-        """The doctor's further checks of a student with a teacher."""
+        """The checks of `gramian doctor` that concern a student with a teacher."""
         config, training = self.runs.distilled, load_windows(self.runs.distilled.data)[0]
         make = partial(build_model, config, training.vocabulary)
         return teacher_checks.teacher(ExaminedRun(config, numbers, self.world, training, make))
@@ -174,7 +174,7 @@ class _Demo:
     # ---- training --------------------------------------------------------------------------------------------------------
 
     def _train(self, number: int, name: str) -> None:
-        """Train a run to its end, from where its folder stands."""
+        """Train a run to its last step, from its newest checkpoint if there is one."""
         folder = self.folders[name]
         config, steps = folder.config, folder.config.run.steps
         with self._stage(number, name) as update:
@@ -246,7 +246,7 @@ class _Demo:
         return rows
 
     def _text(self, model: nn.Module) -> str:
-        """Continue the prompt; tabs become spaces, characters that a terminal cannot show become `?`."""
+        """A text with which a model continues the prompt; tabs become spaces, characters outside printable ASCII `?`."""
         tokenizer = load_tokenizer(self.plan.data.tokenizer)
         prompt_T = torch.from_numpy(tokenizer.encode(PROMPT).astype("int64")).to(self.world.device)
         tokens_T = generate_text_tokens(model, prompt_T, self.plan.sample_tokens, TEMPERATURE, self.plan.seed)
@@ -255,7 +255,7 @@ class _Demo:
 
 
 def training_seconds(folder: Path) -> float:
-    """Wall time of a run's steps and evaluations up to its last line of metrics, summed over interrupted processes."""
+    """Seconds that a run spent on steps and evaluations, from its metrics.jsonl, summed over interrupted processes."""
     seconds = last = 0.0
     for line in read_lines(folder / "metrics.jsonl"):
         elapsed = line["time"].get("elapsed")

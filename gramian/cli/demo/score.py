@@ -23,35 +23,38 @@ from gramian.train.loop.perplexity import perplexity
 from gramian.train.loop.precision import Precision
 
 ROWS = 16
-"""Windows of one forward."""
+"""Number of windows per forward."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Results of both protocols on the same tokens."""
+    """Perplexity of a model by two protocols, non-overlapping and sliding windows, and its agreement with a teacher."""
 
     tokens: int
     loss: float
-    """Nats per byte, with non-overlapping windows."""
+    """Cross entropy in nats per byte, with non-overlapping windows."""
     perplexity: float
     sliding: float
     """Perplexity with sliding windows: every byte after the first window has at least half a window of context."""
     agreement: float | None = None
-    """Share of bytes where model and teacher put the same one first."""
+    """Share of bytes for which model and teacher rank the same next byte first."""
     correlation: float | None = None
-    """Correlation of the targets' log-probabilities with the teacher's."""
+    """Pearson's r, over bytes, of the target's log-probabilities under the model and under the teacher."""
     kl: float | None = None
-    """KL(teacher‖model) at T = 1, nats per byte."""
+    """KL(teacher‖model) at temperature 1, in nats per byte."""
 
 
 def work(validation: Windows, windows: int, compared: bool) -> int:
-    """Number of windows that `score` runs the model on, over all protocols."""
+    """Number of windows that `score` runs the model on, over all its passes; `compared` adds the comparison with a teacher."""
     count, sliding = _counts(validation, windows)
     return count + sliding + (count if compared else 0)
 
 
 def _counts(validation: Windows, windows: int) -> tuple[int, int]:
-    """Windows of both protocols that score the same tokens: a sliding window scores `stride` tokens, the first one all."""
+    """Numbers of non-overlapping and of sliding windows that score the same tokens, for the first `windows` windows.
+
+    A sliding window scores `stride` tokens, the first one all of its tokens.
+    """
     count = min(windows, len(validation))
     return count, 1 + -(-(count - 1) * validation.length // _stride(validation))
 
@@ -69,7 +72,7 @@ def score(
     windows: int,
     progress: Callable[[int], None],
 ) -> Score:
-    """Score a model by both protocols and, if a teacher is given, compare it with that.
+    """Compute the perplexity of a model with non-overlapping and sliding windows and, if a teacher is given, the agreement.
 
     Non-overlapping takes the first `windows` windows; sliding, with a stride of half a window, as many as score the same
     tokens. `progress` is called with the part of `work` that is done. Cost: 3 forwards of every token, one of the teacher's.
@@ -108,7 +111,7 @@ def _compare(
     count: int,
     progress: Callable[[int], None],
 ) -> dict[str, float | None]:
-    """Metrics of the distillation loss at T = 1, on the windows of the non-overlapping protocol."""
+    """Agreement, correlation and KL between model and teacher at temperature 1, on the first `count` windows."""
     objective = DistillObjective(model, RowObjective())
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=world.device)
     with evaluation_mode(objective), numbers.autocast():

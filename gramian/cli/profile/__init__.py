@@ -1,1 +1,1 @@
-"""`gramian profile`: the command, and one file per target."""
+"""`gramian profile`: the command, and one file for each of its targets clipping, kfac and train."""

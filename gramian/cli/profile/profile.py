@@ -16,7 +16,7 @@ FOREIGN = {
     "kfac": ("mode", "algorithm", "iterations", "out", "compile"),
     "train": ("seq_lengths", "batch_size", *SIZES, "fsdp", "mode", "algorithm", "out", "reduce", "offload"),
 }
-"""{target: arguments that it does not have}."""
+"""{target: names of the arguments of `gramian profile` that belong to other targets only}."""
 _SIZES = (
     "[CONFIG.toml [section.key=value ...]] [--seq-lengths T ...] [--batch-size B] [--layers L] [--width W] [--vocabulary V] "
     "[--cpu] [--fsdp]"
@@ -30,7 +30,7 @@ USAGES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `gramian profile` to a parser."""
     add = parser.add_argument
     add("target", nargs="?", metavar="TARGET", help=f"what to measure: {', '.join(USAGES)}")
     add("config", nargs="?", metavar="CONFIG.toml", help="its model, length and batch (default: the reference GPT)")
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print the chosen target; the first process alone prints and writes."""
+    """Run the profile that TARGET names; only the first process prints and writes. Returns the exit code."""
     check_target("profile", arguments, USAGES, FOREIGN)
     target = import_module(f"gramian.cli.profile.profile_{arguments.target}")
     return only_first_complains(lambda: int(target.run(arguments)))

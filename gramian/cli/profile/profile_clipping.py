@@ -1,4 +1,4 @@
-"""`gramian profile clipping`: cost of a private step, its growth with the sequence length, and advice."""
+"""`gramian profile clipping`: cost of a DP-SGD step, its growth with the sequence length, and advice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OUT = Path("runs/profile")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, and write `clipping.json` and `clipping.svg`."""
+    """Measure private and plain steps, print tables, and write `clipping.json` and `clipping.svg`. Returns the exit code."""
     mode, algorithm = read_choice(arguments, "mode", MODES), read_choice(arguments, "algorithm", ALGORITHMS)
     if mode == "keep" and algorithm != "auto":
         raise GramianError(
@@ -135,7 +135,7 @@ def _report(
 
 
 def _time_table(profiles: Sequence[ClippingProfile]) -> RenderableType:
-    """A row per sequence length."""
+    """Table of times in milliseconds: a row per sequence length, a column per phase of the private step."""
     from gramian.verify.profiles.clipping_profile import PHASES
 
     broken = {"communication": "communi-\ncation"}  # a narrow column
@@ -178,7 +178,7 @@ def _memory_note(where: ProcessGrid) -> str:
 
 
 def scaling(profiles: Sequence[ClippingProfile]) -> dict[str, PowerLaw]:
-    """Fit the growth of times and memory with T, by name; empty for a single length."""
+    """{cost: power law in the sequence length} of times and memory of private and plain steps; empty for a single length."""
     from gramian.verify.profiles.clipping_scaling import fit_power
 
     costs: dict[str, list[float]] = {

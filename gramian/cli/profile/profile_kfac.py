@@ -23,7 +23,7 @@ REDUCTIONS = ("gram", "gather", "dense", "none")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure every sequence length and print the tables."""
+    """Measure K-FAC at every sequence length, print the tables and write the numbers. Returns the exit code."""
     from gramian.parallel.world import world
 
     reduce, sizes = read_choice(arguments, "reduce", REDUCTIONS), read_sizes(arguments, DEFAULTS)
@@ -39,14 +39,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_sizes() -> ProfileSizes:
-    """The small reference GPT that is measured if nothing else is asked for."""
+    """Sizes of the small reference GPT that is measured if the command line names no other model."""
     return read_sizes(argparse.Namespace(config=None, cpu=False, **dict.fromkeys(DEFAULTS)), DEFAULTS)
 
 
 def measure(
     sizes: ProfileSizes, where: ProcessGrid, console: Console, reduce: str = "gram", offload: bool = False
 ) -> tuple[list[KFACProfile], str]:
-    """Profile every length, and say why that ended early, if it did. Collective."""
+    """Profile K-FAC at every sequence length; returns the profiles, and why it ended early ("" if it did not). Collective."""
     from gramian.verify.profiles import kfac_profile
 
     return measure_lengths(
@@ -78,7 +78,7 @@ def _numbers(profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: Proces
 def report(
     profiles: Sequence[KFACProfile], sizes: ProfileSizes, where: ProcessGrid, reduce: str = "gram"
 ) -> Iterator[RenderableType]:
-    """Lines and tables of at least one profile."""
+    """Lines and tables that describe the K-FAC profiles, of which there is at least one."""
     from gramian.verify.profiles.kfac_profile import ROUNDS
 
     cuda, several = where.device.type == "cuda", where.size > 1
@@ -105,7 +105,7 @@ def report(
 
 
 def _traffic_table(profiles: Sequence[KFACProfile]) -> RenderableType:
-    """A row per sequence length, stage and kind of collective."""
+    """Table of the communication between processes: a row per sequence length, stage and kind of collective."""
     table = make_table(">sequence", "stage", "collective", ">MB sent", ">ms")
     for profile in profiles:
         rows = [
@@ -117,7 +117,7 @@ def _traffic_table(profiles: Sequence[KFACProfile]) -> RenderableType:
 
 
 def _stage_table(profiles: Sequence[KFACProfile], cuda: bool) -> RenderableType:
-    """A row per sequence length and stage."""
+    """Table of time and memory: a row per sequence length and stage of K-FAC."""
     table = make_table(
         ">sequence", "stage", ">ms", ">x plain step", ">MB before", ">after", ">peak", *[">reserved"] * cuda
     )
@@ -134,7 +134,7 @@ def _stage_table(profiles: Sequence[KFACProfile], cuda: bool) -> RenderableType:
 
 
 def _factor_table(profiles: Sequence[KFACProfile]) -> RenderableType:
-    """A row per sequence length."""
+    """Table of the memory of K-FAC's factors: a row per sequence length."""
     offloaded = profiles[0].offloaded_bytes is not None
     headings = (">sequence", ">tokens", ">MB of factors", ">x parameters", ">with decompositions")
     table = make_table(*headings, *[">offloaded"] * offloaded, "sides")

@@ -1,4 +1,4 @@
-"""What the three profiles read, print and write alike: options, numbers in cells, the machine, and files."""
+"""Shared by the three profiles: reading options, formatting numbers, naming the machine, printing and writing files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 Output = tuple[str, str | Mapping[str, Any], Path | None]
-"""Kind, text or numbers, and file of an output."""
+"""One output file: its label ("numbers" or "picture"), its text or JSON object, and its path (None: it is not written)."""
 
 
 def megabytes(count: int | None) -> str:
-    """Format bytes as MB; "-" if unknown."""
+    """Format a number of bytes as MB; None becomes "-"."""
     return "-" if count is None else f"{count / 1e6:,.1f}"
 
 
@@ -36,7 +36,7 @@ def with_spread(spread: TimingSpread, digits: int = 1) -> str:
 
 
 def noise_warning(name: str, spread: TimingSpread) -> str:
-    """Say that the measured times of a step vary much."""
+    """A warning that the measured seconds of step `name` vary much, with the distance of their quartiles."""
     return (
         f"noisy: quartiles of the {name} lie {spread.iqr / spread.median:.0%} of its median apart; is the machine busy? More "
         "--iterations help"
@@ -44,10 +44,10 @@ def noise_warning(name: str, spread: TimingSpread) -> str:
 
 
 def read_choice(arguments: argparse.Namespace, name: str, choices: Sequence[str]) -> str:
-    """Read an option with a few values, of which the first is the default.
+    """Value of option `name`, which must be one of `choices`; the first is the default.
 
     Raises:
-        GramianError: naming the option, for another value.
+        GramianError: if the value is not one of the choices.
     """
     given: str = getattr(arguments, name) or choices[0]
     if given not in choices:
@@ -56,10 +56,10 @@ def read_choice(arguments: argparse.Namespace, name: str, choices: Sequence[str]
 
 
 def read_iterations(arguments: argparse.Namespace) -> int:
-    """Read --iterations.
+    """Value of --iterations, the number of measured steps.
 
     Raises:
-        GramianError: if there are too few for quartiles.
+        GramianError: if it is too small for quartiles.
     """
     from gramian.verify.profiles.measurements import LEAST_ITERATIONS
 
@@ -72,7 +72,7 @@ def read_iterations(arguments: argparse.Namespace) -> int:
 
 
 def place_name(where: ProcessGrid, on_cuda: str = "") -> str:
-    """Name the device and the layout of processes, for a title; `on_cuda` is added to a GPU's name."""
+    """Text for a title: the device and the layout of processes; `on_cuda` is appended to the name of a GPU."""
     import torch
 
     from gramian.verify.model_layouts import layout_name
@@ -85,7 +85,7 @@ def place_name(where: ProcessGrid, on_cuda: str = "") -> str:
 
 
 def machine_facts(where: ProcessGrid) -> dict[str, Any]:
-    """Processes, device and versions, for a JSON file."""
+    """Number of processes, device, threads and versions, as a JSON object."""
     import torch
 
     return {
@@ -98,7 +98,7 @@ def machine_facts(where: ProcessGrid) -> dict[str, Any]:
 
 
 def open_console(*files: tuple[str, Path | None]) -> Console:
-    """Make the console, which the first process alone prints on, and the folders of the output files {option: file}.
+    """Make the console, on which only the first process prints, and the folders of the output files, given as (option, file).
 
     Raises:
         GramianError: on the first process, if a file cannot be written.
@@ -129,17 +129,17 @@ def publish(
     outputs: Sequence[Output],
     failure: str,
 ) -> int:
-    """Print a report and write its files, on the first process, then fail if a measurement did.
+    """Print a report and write its files, on the first process, then raise if the measurement failed.
 
     Args:
-        target: of the command.
-        console: of the command.
-        report: empty if nothing was measured.
-        outputs: of every file.
-        failure: why the measurement ended early; empty: it did not.
+        target: the profile's name, for error messages.
+        console: where the report is printed.
+        report: lines and tables; empty if nothing was measured.
+        outputs: the files to write.
+        failure: why the measurement ended early; "" if it did not.
 
     Raises:
-        RunFailed: if it did, or if a file cannot be written.
+        RunFailed: if the measurement ended early, or a file cannot be written.
     """
     if is_first_process():
         show(console, *report)

@@ -1,4 +1,4 @@
-"""Sizes that a profile of clipping or K-FAC measures, from the command line or a config, and the loop over lengths."""
+"""Sizes that `gramian profile clipping` and `kfac` measure, from the command line or a config, and the loop over lengths."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
     from gramian.verify.profiles.profiled_model import ProfiledModel
 
 SIZES = ("layers", "width", "vocabulary")
-"""Options of the reference GPT."""
+"""Names of the options that set the size of the reference GPT."""
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class ProfileSizes:
-    """A model, and the batches that it is measured on."""
+    """The model that a profile measures, and the shapes of its batches."""
 
     model: ProfiledModel
     seq_lengths: list[int]
-    """Ascending."""
+    """Tokens per sequence of each measurement, ascending."""
     batch_size: int
-    """Sequences of each process."""
+    """Sequences per step on each process."""
     cpu: bool
-    """True: a GPU is not used."""
+    """Whether to measure on the CPU even if there is a GPU."""
 
 
 def read_sizes(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> ProfileSizes:
-    """Take sizes from the options, then from CONFIG if it is given, else from `defaults` of the reference GPT.
+    """Sizes from the command line; what it leaves out is from CONFIG, or without one from `defaults` of the reference GPT.
 
     Raises:
-        GramianError: naming the argument or the field that does not fit.
+        GramianError: if an argument or a field of the config does not fit; the message names it.
     """
     from gramian.train.config.config import load_config
     from gramian.verify.profiles.profiled_model import model_of_config, reference_gpt
@@ -72,10 +72,10 @@ def measure_lengths(
     steps: int,
     measure: Callable[[int, Callable[[], None]], P],
 ) -> tuple[list[P], str]:
-    """Measure one length after another by `measure(length, on_progress)`, until one fails on any process. Collective.
+    """Call `measure(length, on_progress)` for one sequence length after another, until one fails on any process. Collective.
 
-    `steps` is the number of calls of `on_progress` at each length. Returns what was measured, and why it ended early; empty:
-    it did not.
+    `steps` is the number of calls of `on_progress` at each length. Returns the results, and why it ended early ("" if it did
+    not).
     """
     from gramian.verify.profiles.measurements import first_line
 

@@ -1,4 +1,4 @@
-"""`gramian profile train`: phases of a training step, and what compilation, recomputation and other settings change."""
+"""`gramian profile train`: time of every phase of a training step, and the effect of compilation and other settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print."""
+    """Measure the training step of a config, print the tables and write the numbers. Returns the exit code."""
     import torch
 
     from gramian.parallel.world import world
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace, device: str) -> Config:
-    """The config that is named, or a default one, with the overrides."""
+    """The config named on the command line, or a default one, with the overrides applied."""
     from gramian.train.config.config import load_config
     from gramian.verify.profiles.train_profile import default_config
 

@@ -1,4 +1,4 @@
-"""A teacher's signal on disk: row i is window i, so any order, seed, batch size and number of processes can read it.
+"""A teacher's signal on disk, one row per training window, so any data order, batch size and number of processes can read it.
 
 `build_cache` writes a folder, `open_cache` reads it as a `SignalSource`. `kind_registry.KINDS` lists the kinds: `Hidden`, exact
 at every temperature up to rounding; `TopK`, the largest logits and a tail curve, valid in a range of temperatures; `Samples`,

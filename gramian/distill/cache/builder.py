@@ -1,4 +1,4 @@
-"""Build a cache: processes take shards in turn, and each shard is written by one of them.
+"""Build a teacher's cache: processes take shards (runs of consecutive windows) in turn; each shard is written by one process.
 
 Legend: B windows of a forward, T tokens.
 """
@@ -32,27 +32,27 @@ from gramian.parallel.process_grid import ProcessGrid
 
 SINGLE_PROCESS = ProcessGrid()
 Progress = Callable[[int, int], None]
-"""Called with the windows done so far, over all processes, and their total."""
+"""Callback of a build: called with the number of windows written so far, over all processes, and their total."""
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What a cache stores, and how it is computed.
+    """What a cache of a teacher stores, and how it is computed.
 
     Example:
         >>> CacheOptions(TopK(k=16), batch=4)  # doctest: +SKIP
     """
 
     kind: CacheKind = field(default_factory=Hidden)
-    """`Hidden`, `TopK` or `Samples`."""
+    """What is stored for each token: `Hidden`, `TopK` or `Samples`."""
     layer_dtype: str = "auto"
-    """Dtype of the teacher's `layers`, with the values of `Hidden.dtype`."""
+    """Dtype in which the residual stream of the teacher's `layers` is stored: "auto", "model", "bf16", "fp16" or "fp32"."""
     batch: int = 8
-    """Windows per forward; the same on any number of processes."""
+    """Windows per forward of the teacher; it does not depend on the number of processes."""
     shard_windows: int | None = None
     """Windows per shard; None: 256 MiB or 2²⁰ tokens, whichever is less."""
     measure_every: int = 1
-    """The errors of every n-th window are measured; 1: of all."""
+    """Storage errors are measured on every n-th window; 1: on all windows."""
 
 
 def build_cache(
@@ -63,7 +63,7 @@ def build_cache(
     world: ProcessGrid = SINGLE_PROCESS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Write a teacher's signal for all windows to disk, or the missing shards of it.
+    """Write a teacher's signal for all windows to disk, or the missing shards of an interrupted build.
 
     Processes take shards in turn and advance batch by batch together, so a failure of one is raised by all within a batch, and
     a sharded teacher works. A shard's files get their names after they are synced, then its record is written, and the manifest
@@ -77,15 +77,15 @@ def build_cache(
         folder: the cache's folder, visible to all processes; created if needed.
         teacher: the model whose signal is stored, with its `layers`.
         windows: the training data.
-        options: default: hidden states.
-        world: the process grid of the builders.
+        options: what is stored; default: hidden states.
+        world: the processes that build together; default: this one.
         progress: called after every batch.
 
     Returns:
         The manifest.
 
     Raises:
-        GramianError: naming the field in which the folder has another cache, or the reason why the disk cannot be written.
+        GramianError: if the folder has a cache of other data or options (the message names the field), or cannot be written.
     """
     options, path = options or CacheOptions(), Path(folder)
     for name, value in (("batch", options.batch), ("measure_every", options.measure_every)):
@@ -111,7 +111,7 @@ def build_cache(
 
 
 def identity_of(teacher: LiveTeacher, windows: Windows, options: CacheOptions) -> CacheIdentity:
-    """The identity that a cache of this teacher and these windows would have. Collective if the teacher is sharded."""
+    """The `CacheIdentity` that a cache of this teacher, windows and options would have. Collective for a sharded teacher."""
     if options.shard_windows is not None and options.shard_windows < 1:
         raise GramianError(f"shard_windows: {options.shard_windows}; expected at least 1")
     identity = CacheIdentity(
@@ -135,7 +135,7 @@ def identity_of(teacher: LiveTeacher, windows: Windows, options: CacheOptions) -
 
 @dataclass(frozen=True)
 class _Build:
-    """One call of `build_cache` on one process."""
+    """State of one call of `build_cache` on one process."""
 
     path: Path
     teacher: LiveTeacher
@@ -190,7 +190,7 @@ class _Build:
         return {**batch, "windows": torch.from_numpy(index)}
 
     def _encoded(self, signal: DenseSignal, windows_B: Tensor) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Columns of all windows, and errors of the measured ones, whose choice does not depend on batches."""
+        """Encode a batch: stored columns of all its windows, and the errors of the measured ones (every n-th of the cache)."""
         encode, facts = self.options.kind.encode, self.identity.facts
         measured_B = windows_B % self.options.measure_every == 0
         if bool(measured_B.all()):
@@ -207,9 +207,9 @@ class _Build:
     # ---- before and after --------------------------------------------------------------------------------------------
 
     def missing_shards(self) -> list[int]:
-        """The shards to write, which rank 0 looks for; it prepares the folder if there are any. Collective.
+        """Numbers of the shards to write; if there are any, rank 0 prepares the folder. Collective.
 
-        Reads all stored files once: one of the right size with another checksum is an error.
+        Reads all stored files once: a file of the right size with another checksum is a GramianError.
         """
         path, missing = self.path, torch.zeros(self.layout.shards, device=self.grid.device)
         with all_or_none(self.grid, path):
@@ -235,7 +235,7 @@ class _Build:
         return [int(shard) for shard in self.grid.sum_(missing).nonzero().flatten().tolist()]
 
     def _prepare(self, missing: Sequence[int]) -> None:
-        """Check the free space, then write the head and an incomplete manifest."""
+        """Check that the disk has space for the missing shards, then write the teacher's head and an incomplete manifest."""
         (self.path / "shards").mkdir(parents=True, exist_ok=True)
         stores_head = KINDS[self.identity.kind].stores_head
         needed = sum(self.layout.shard_bytes(shard) for shard in missing)
@@ -250,7 +250,7 @@ class _Build:
         Manifest(self.identity, complete=False, files=files).write(self.path)
 
     def complete(self) -> None:
-        """Write the complete manifest, with the records of all shards."""
+        """Write the manifest that marks the cache as complete, with the sizes, checksums and errors of all shards."""
         before = read_manifest(self.path)
         assert before is not None
         if before.complete:

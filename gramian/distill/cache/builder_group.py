@@ -1,4 +1,4 @@
-"""The processes that build one cache together: one group at a time per folder, and one outcome for all of them."""
+"""The processes that build one cache together: one group per folder at a time, whose processes succeed or fail together."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ from gramian.parallel.process_grid import ProcessGrid
 
 @contextmanager
 def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
-    """A block that succeeds on all processes, or raises on all of them: the failed one with its reason. One all-reduce."""
+    """Context: if its block raises on one process, all processes raise; the failed one with its reason. One all-reduce."""
     problem: GramianError | None = None
     try:
         with one_line_errors(path):
@@ -26,7 +26,7 @@ def all_or_none(grid: ProcessGrid, path: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(path: Path, grid: ProcessGrid) -> Iterator[None]:
-    """A lock on a cache's folder, which is created; raises if another group of builders has it."""
+    """Context: create a cache's folder and lock it; raises a GramianError if another group of processes has locked it."""
     lock: int | None = None
     try:
         with all_or_none(grid, path):

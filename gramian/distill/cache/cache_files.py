@@ -1,4 +1,4 @@
-"""Damaged files of a cache and refusals of the file system, each as an error of one line."""
+"""Report damaged files of a cache, and errors of the file system, as a GramianError of one line."""
 
 import errno
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from gramian.core.errors import GramianError
 
 
 def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
-    """How a file differs from its record, or None; without `content` only the size is compared, and nothing is read."""
+    """How a file differs from its record of size and checksum; None if it does not. Without `content` sizes alone count."""
     problem = expected.difference(path, content=content)
     if problem is None or problem.startswith("has "):
         return problem
@@ -20,7 +20,10 @@ def damage(path: Path, expected: FileRecord, *, content: bool) -> str | None:
 
 
 def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: bool) -> None:
-    """Raise for the first file that differs from its record in {path inside the cache: record}; `content` as of `damage`."""
+    """Raise a GramianError for the first file of a cache folder that differs from its record, {path in the folder: record}.
+
+    With `content` checksums are compared, which reads the files; without it sizes alone.
+    """
     for name, record in records.items():
         problem = damage(folder / name, record, content=content)
         if problem is not None:
@@ -29,7 +32,7 @@ def refuse_damage(folder: Path, records: Mapping[str, FileRecord], *, content: b
 
 @contextmanager
 def one_line_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into a `GramianError` of one line."""
+    """Context: turn an OSError, such as a full disk, into a GramianError of one line that names the cache's folder."""
     try:
         yield
     except OSError as problem:

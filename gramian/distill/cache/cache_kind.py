@@ -1,6 +1,6 @@
-"""What every kind of cache implements: which columns it stores, and how a teacher's signal is encoded and decoded.
+"""What every kind of cache implements: which columns it stores for a token, and how a signal is encoded and decoded.
 
-Legend: B windows, T tokens, V vocabulary, N tokens of a piece.
+Legend: B windows, T tokens, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,46 +16,46 @@ from gramian.distill.loss.head import Head
 from gramian.distill.teacher.signal import DenseSignal, Signal
 
 PIECE = 1 << 26
-"""Logits that are computed at once: 256 MiB of float32."""
+"""Number of logits (tokens × vocabulary) that are computed at once: 256 MiB of float32."""
 
 
 class CacheKind(Protocol):
-    """One way to store a signal; `kind_registry.KINDS` lists all of them."""
+    """One way to store a teacher's signal; `kind_registry.KINDS` lists all of them."""
 
     @property
     def name(self) -> str:
-        """The name in the manifest."""
+        """Name of this kind of cache in the manifest, such as "topk"."""
 
     @property
     def stores_head(self) -> bool:
-        """True if the teacher's head is stored in the cache too."""
+        """True if the teacher's output head is stored in the cache too."""
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """The settings that, with teacher and windows, decide the bytes of a cache; JSON values for the manifest.
+        """The settings of this kind as JSON values for the manifest; with teacher and windows they decide the bytes of a cache.
 
         Raises:
-            GramianError: if an option does not fit the head.
+            GramianError: if an option does not fit the teacher's head.
         """
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """The columns that are stored for each token."""
+        """The columns (name, dtype, width) that a cache with the settings `facts` stores for each token."""
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Values [B, T, width] of every column and, with `measure`, their errors relative to the signal."""
+        """Encode a signal as {column: values [B, T, width]}; with `measure` also the errors of these values, else none."""
 
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> Signal:
-        """The signal, from columns [B, T, width], layers of the residual stream, and the head if it is stored."""
+        """The signal of a batch, from columns [B, T, width], layers of the residual stream, and the head if it is stored."""
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """The errors of a signal read from a cache, relative to that of the live teacher."""
+        """Errors of a signal that was read from a cache, relative to the signal of the live teacher for the same windows."""
 
 
 def wide_head(head: Head) -> Head:
-    """The head in float32 or wider, so that stored values are free of half-precision rounding of logits.
+    """A copy of the head in float32, or float64 if it is float64, so that logits have no half-precision rounding.
 
     Cost: a second copy of V·D numbers if the head is in half precision.
     """
@@ -63,14 +63,14 @@ def wide_head(head: Head) -> Head:
 
 
 def logit_pieces(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of tokens whose logits fit into `PIECE`."""
+    """Slices that cut `tokens` tokens into parts of at most 2²⁶ logits, `vocabulary` per token."""
     size = max(1, PIECE // vocabulary)
     for begin in range(0, tokens, size):
         yield slice(begin, begin + size)
 
 
 def vocabulary_of(asked: int | None, head: Head) -> int:
-    """The number of ids of a cache: `asked`, which the head must have, or all of the head."""
+    """The number of token ids of a cache: `asked`, or all ids of the head if it is None; raises if the head has fewer."""
     rows = int(head.weight_VD.shape[0])
     if asked is not None and not 1 <= asked <= rows:
         raise GramianError(f"vocabulary: {asked}; expected 1 to the head's {rows}")

@@ -1,6 +1,6 @@
 """Caches of final hidden states: the full distribution at every temperature, in 2·D bytes per token in half precision.
 
-Legend: B windows, T tokens, N tokens together, D width, V vocabulary.
+Legend: B windows, T tokens, N tokens of which logits are computed at once, D width, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def stored_dtype(dtype: str, head: Head) -> str:
-    """The dtype in which hidden states are stored.
+    """Name of the dtype in which hidden states are stored, for the option `dtype` ("auto", "model", "bf16", "fp16", "fp32").
 
     "auto" is bfloat16 for a head in bfloat16, which is then exact, and float16 otherwise: it rounds eight times finer than
     bfloat16, and values beyond its range raise when they are packed. "model" is the head's dtype.
@@ -38,7 +38,7 @@ def stored_dtype(dtype: str, head: Head) -> str:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Store final hidden states, and the head once.
+    """Cache that stores the final hidden state of every token, and the teacher's head once.
 
     Example:
         >>> Hidden("bf16").name
@@ -46,12 +46,12 @@ class Hidden:
     """
 
     dtype: str = "auto"
-    """"auto", "model", "bf16", "fp16" or "fp32"; see `stored_dtype`."""
+    """Stored dtype: "bf16", "fp16", "fp32", "model" (that of the head), or "auto" (bfloat16 if the head is, else float16)."""
     name = "hidden"
     stores_head = True
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """The stored dtype, and the head's constants."""
+        """Settings for the manifest: width and dtype of the hidden states, and vocabulary, scale and soft cap of the head."""
         return {
             "width": head.weight_VD.shape[1],
             "vocabulary": head.weight_VD.shape[0],
@@ -61,15 +61,15 @@ class Hidden:
         }
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """One column: the hidden states."""
+        """The single column "hidden": final hidden states."""
         return (Column("hidden", facts["hidden_dtype"], facts["width"]),)
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Round hidden states, and measure the resulting error of logits.
+        """Round hidden states to the stored dtype; with `measure`, the resulting errors of logits too.
 
-        With δ = h − rounded(h), |Δz| = |scale · W δ|; a soft cap makes it smaller, since |tanh'| ≤ 1. Cost of measuring: one
+        With δ = h − rounded(h) and head W, a logit moves by |scale · W δ|, or less with a soft cap. Cost of measuring: one
         product with the head, in float32.
         """
         rounded_BTD = signal.hidden_BTD.to(getattr(torch, facts["hidden_dtype"]))
@@ -85,12 +85,12 @@ class Hidden:
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> DenseSignal:
-        """Hidden states in the dtype of the head."""
+        """The signal of a batch: stored hidden states, converted to the dtype of the head, with the head."""
         assert head is not None
         return DenseSignal(stored["hidden"].to(head.weight_VD.dtype), head, layers)
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """The errors of logits."""
+        """Absolute differences between the logits from stored hidden states and those of the live teacher."""
         assert isinstance(stored, DenseSignal)
         heads = wide_head(stored.head), wide_head(live.head)
         found = []

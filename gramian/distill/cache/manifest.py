@@ -23,37 +23,37 @@ class CacheIdentity:
     """Everything that decides the bytes of a cache: two builds with equal identities make the same folder."""
 
     kind: str
-    """A name of `kind_registry.KINDS`."""
+    """Name of the kind of cache: "hidden", "topk" or "sampled"."""
     teacher: str
-    """Hash of class, config and weights."""
+    """Hash of the teacher's class, config and weights."""
     autocast: str | None
-    """Dtype of the teacher's matrix products, if it is not that of its weights."""
+    """Dtype of the teacher's matrix products under autocast; None without autocast."""
     tokenizer: str
     """Digest of the tokenizer."""
     windows: str
-    """Digest of the tokens and of how they are cut into windows."""
+    """Hash of the training tokens and of how they are cut into windows."""
     count: int
     """Number of windows."""
     length: int
     """Tokens per window."""
     layers: tuple[int, ...]
-    """Layers of the residual stream that are stored too."""
+    """Numbers of the layers whose residual stream is stored too."""
     layer_dtype: str
     layer_width: int
     shard_windows: int
     facts: Mapping[str, Any]
-    """Settings of the kind: vocabulary, k, knots, temperatures, …"""
+    """Settings of the kind of cache, such as vocabulary, k, knots and temperatures."""
 
     @property
     def layout(self) -> CacheLayout:
-        """The files, and where a window's row is in them."""
+        """The columns and shards of the cache, from which file names and the position of every window follow."""
         columns = KINDS[self.kind].columns(self.facts)
         columns += tuple(Column(f"layer-{layer}", self.layer_dtype, self.layer_width) for layer in self.layers)
         return CacheLayout(columns, self.count, self.length, self.shard_windows)
 
     @property
     def vocabulary(self) -> int:
-        """Number of ids; all stored ids are below it."""
+        """Number of token ids that the cache covers; all stored ids are below it."""
         return int(self.facts["vocabulary"])
 
     def _flat(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class CacheIdentity:
         return {**plain.pop("facts"), **plain}
 
     def difference(self, other: "CacheIdentity") -> str | None:
-        """The first field in which another identity differs, with both values; None if they are equal."""
+        """The first field in which `other` differs, with both values as text; None if both are equal."""
         mine, its = self._flat(), other._flat()
         # Facts belong to a kind, so another kind is reported first.
         for name in dict.fromkeys(["kind", "teacher", "tokenizer", "windows", *mine, *its]):
@@ -72,24 +72,25 @@ class CacheIdentity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`."""
+    """The content of a cache's `manifest.json`: identity, files with checksums, and storage errors."""
 
     identity: CacheIdentity
     complete: bool
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    """{path inside the cache: size and checksum}."""
+    """{path inside the cache: size and checksum} of all files."""
     errors: StorageErrors = field(default_factory=StorageErrors)
-    """"hidden": of logits, by rounding. "topk": of stored logits, log-normaliser and tail mass in the range of temperatures.
-    "sampled": none."""
+    """Measured storage errors. Kind "hidden": of logits, by rounding. "topk": of stored logits, and of log-normaliser and tail
+    mass in the range of temperatures. "sampled": none.
+    """
     measured_windows: int = 0
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of all columns, without the head, which is stored once."""
+        """Bytes per token of all columns; the head, which is stored once, is not counted."""
         return self.identity.layout.bytes_per_token
 
     def write(self, folder: Path) -> None:
-        """Replace the manifest of a folder atomically."""
+        """Write this manifest into a cache's folder atomically, replacing an older one."""
         body = {
             "format": FORMAT,
             "identity": asdict(self.identity),
@@ -103,7 +104,10 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, None if there is none; raises if it is damaged, or of another format."""
+    """Read the manifest of a cache's folder; None if there is none.
+
+    Raises a GramianError if it is damaged or of another format.
+    """
     body = read_json(folder / MANIFEST)
     if body is None:
         return None
@@ -122,22 +126,22 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, list[Any]]:
-    """{path inside the cache: [bytes, SHA-256]}."""
+    """Convert {path inside the cache: record} to JSON values {path: [bytes, SHA-256]}."""
     return {name: [*astuple(record)] for name, record in files.items()}
 
 
 def files_from_json(files: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """The inverse of `files_to_json`."""
+    """Convert {path inside the cache: [bytes, SHA-256]}, as `files_to_json` makes it, to {path: record}."""
     return {name: FileRecord(*record) for name, record in files.items()}
 
 
 def write_json(path: Path, body: Mapping[str, Any]) -> None:
-    """Replace a JSON file with a checksum atomically."""
+    """Write `body` and its checksum to a JSON file atomically."""
     replace_file(path, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The body of a file of `write_json`, None if there is no file; raises `GramianError` naming a damaged file."""
+    """The body of a file that `write_json` wrote; None if there is no file. Raises a GramianError that names a damaged file."""
     try:
         outer = json.loads(path.read_bytes())
         body: dict[str, Any] = outer["body"]
@@ -153,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def short(value: Any) -> str:
-    """The first letters of a hash, other values in full."""
+    """Format a value for a message: a long string, such as a hash, by its first 12 characters, other values in full."""
     text = str(value)
     return f"{text[:12]}…" if len(text) > 24 and isinstance(value, str) else text
 

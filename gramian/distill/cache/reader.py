@@ -1,4 +1,4 @@
-"""Read a cache: a signal source whose cost per call is a copy from disk.
+"""Read a teacher's cache: each call copies the stored signal of a batch of windows from disk.
 
 Legend: B windows, T tokens, D width.
 """
@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Cache:
-    """A teacher's signal on disk, by window; made by `open_cache`.
+    """A teacher's signal on disk, read by window number; made by `open_cache`.
 
     Rows are read from memory maps; with a GPU into page-locked memory, from which they are copied without waiting. Every read
     allocates its own memory, which torch does not reuse before the copies from it are over. Cost of a call:
@@ -45,32 +45,32 @@ class Cache:
 
     @property
     def hash(self) -> str:
-        """Hash of the teacher's model."""
+        """Hash of the class, config and weights of the teacher that the cache was made from."""
         return self.manifest.identity.teacher
 
     @property
     def layer_width(self) -> int:
-        """Width of the teacher's residual stream."""
+        """Number of channels of the stored layers of the teacher's residual stream."""
         return self.manifest.identity.layer_width
 
     @property
     def vocabulary(self) -> int:
-        """Number of ids that the teacher has logits for."""
+        """Number of token ids that the stored signal covers."""
         return self.manifest.identity.vocabulary
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of the residual stream that are stored."""
+        """Numbers of the layers whose residual stream is stored; 0 is the embedding, l is after block l."""
         return self.manifest.identity.layers
 
     @property
     def temperatures(self) -> tuple[float, float] | None:
-        """The range of temperatures in which the signal is valid; None: any."""
+        """The lowest and the highest temperature at which the signal is valid; None: any."""
         limits = self.manifest.identity.facts.get("temperatures")
         return None if limits is None else (limits[0], limits[1])
 
     def require_temperatures(self, lowest: float, highest: float) -> None:
-        """Raise `GramianError` unless a range of temperatures is inside the valid one."""
+        """Raise a GramianError unless all temperatures from `lowest` to `highest` are in the range of this cache."""
         known = self.temperatures
         if known is not None and not known[0] <= lowest <= highest <= known[1]:
             raise GramianError(
@@ -79,7 +79,7 @@ class Cache:
             )
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
-        """The signal of a micro-batch, on the device of its "tokens", or of its "windows" without tokens.
+        """The teacher's signal of the windows in `batch`, on the device of its "tokens", or of "windows" if it has no tokens.
 
         "windows" [B] should be on the CPU, where rows are looked up: a copy from a GPU is waited for.
         """
@@ -90,7 +90,7 @@ class Cache:
         return self._signal(raw, len(windows_B), device)
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Start reading the rows of a later batch in a thread, one read after another.
+        """Start to read the rows of a later batch in a background thread, which handles one read after another.
 
         The rows are identified by the tensor object of "windows" and stored until the batch is read or garbage-collected. An
         error is raised when the batch is read.
@@ -100,14 +100,14 @@ class Cache:
         self._ahead[batch["windows"]] = self._thread.submit(self._gathered, batch["windows"])
 
     def verify(self) -> int:
-        """Verify the checksums of all files that were not read before; returns their number, raises for the first damaged."""
+        """Verify the checksums of all files not read yet; returns the number of files, raises for the first damaged one."""
         for shard in range(self._layout.shards):
             for column in self._layout.columns:
                 self._map(column, shard)
         return len(self._maps)
 
     def close(self) -> None:
-        """End the reading thread, and close the files."""
+        """End the background thread that reads ahead, and close the files."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         self._thread = None
@@ -115,7 +115,7 @@ class Cache:
         self._maps.clear()
 
     def _gathered(self, windows_B: Tensor) -> _Rows:
-        """The bytes of these windows, {column: uint8 [B · stride]}, page-locked with a GPU."""
+        """Read the rows of these windows as {column: uint8 [B · bytes per row]}, into page-locked memory if there is a GPU."""
         windows = [int(window) for window in windows_B.tolist()]
         for window in windows:
             if not 0 <= window < self._layout.windows:
@@ -176,16 +176,16 @@ def open_cache(
 
     Args:
         folder: the cache's folder.
-        tokenizer_hash: expected tokenizer; None here and below: not checked.
-        windows_digest: expected training windows.
-        teacher_hash: expected teacher.
+        tokenizer_hash: expected hash of the tokenizer; None, here and below: not checked.
+        windows_digest: expected hash of the training windows.
+        teacher_hash: expected hash of the teacher.
         vocabulary: number of ids that are needed; a cache may have more.
         kind: expected kind, a name of `kind_registry.KINDS`.
         layers: layers of the residual stream that are needed.
         verify: when the checksums of shards are verified.
 
     Raises:
-        GramianError: naming the field or the file.
+        GramianError: if the cache is not the expected one, or is damaged; the message names the field or the file.
 
     Example:
         >>> cache = open_cache("run-teacher", kind="topk")  # doctest: +SKIP

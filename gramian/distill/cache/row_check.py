@@ -14,23 +14,24 @@ from gramian.distill.teacher.live_teacher import LiveTeacher
 
 @dataclass(frozen=True)
 class RowCheck:
-    """The errors of some rows, beside those that the manifest states."""
+    """Errors of some windows of a cache relative to the live teacher, beside the errors that its manifest states."""
 
     windows: tuple[int, ...]
     worst: Mapping[str, float]
-    """Largest absolute errors, with the manifest's names; "layer-…": relative to the largest number of the layer; "drawn" of
-    "sampled" caches: the fraction of the mass that was drawn from other ids."""
+    """{name of the error: largest absolute error}, with the manifest's names. "layer-…" is relative to the largest number of
+    the layer; "drawn", of sampled caches, is the fraction of draws that fall on other ids.
+    """
     stated: Mapping[str, float]
-    """The largest errors in the manifest."""
+    """{name of the error: largest error that the manifest states}."""
 
     def holds(self, slack: float = 1e-3) -> bool:
-        """True if no error exceeds twice the stated one plus `slack`: forwards of other batch sizes round differently."""
+        """True if no error exceeds twice the stated one plus `slack`: forwards with another batch size round differently."""
         return all(value <= 2 * self.stated.get(name, 0.0) + slack for name, value in self.worst.items())
 
 
 @torch.no_grad()
 def check_rows(cache: Cache, live: LiveTeacher, windows: Windows, n: int = 8, seed: int = 0) -> RowCheck:
-    """Compare `n` random rows with the signal of the teacher that the cache was made from. Cost: n forwards of one window."""
+    """Compare `n` random windows of a cache with the signal of its live teacher. Cost: n forwards of one window."""
     identity = cache.manifest.identity
     count = identity.count
     chosen = np.sort(np.random.default_rng(seed).choice(count, size=min(n, count), replace=False)).astype(np.int64)

@@ -1,11 +1,11 @@
 """Caches of samples: an unbiased estimate of the teacher at one temperature, in few bytes per token.
 
-n ids are drawn from p_T by systematic sampling: with one U in [0, 1) per token, the points (j + U) / n, j < n, are looked up in
-the cumulative distribution. Each point is uniform on its interval, so E[count_i] = n p_i and the weights count_i / n are
-unbiased; a count is the floor or the ceiling of n p_i, so their variance is at most that of independent draws. U is a function
-of (seed, window, position), independent of processes and batches.
+n ids are drawn from p = softmax(logits / T) by systematic sampling: with one U in [0, 1) per token, the points (j + U) / n, j <
+n, are looked up in the cumulative distribution. Each point is uniform on its interval, so E[count_i] = n p_i and the weights
+count_i / n are unbiased; a count is the floor or the ceiling of n p_i, so their variance is at most that of independent draws.
+U is a function of (seed, window, position), independent of processes and batches.
 
-Legend: B windows, T tokens, N tokens of a piece, V vocabulary, K draws of a token.
+Legend: B windows, T tokens, N tokens that are drawn at once, V vocabulary, K draws of a token.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ MOST_DRAWS = 65_535
 
 @dataclass(frozen=True)
 class Samples:
-    """Store distinct ids drawn from the teacher, and how often each was drawn.
+    """Cache that stores, for every token, distinct ids drawn from the teacher, and how often each was drawn.
 
     Per token: draws · (2 or 4 + 1) bytes; 36 at the defaults and a vocabulary up to 65,536.
 
@@ -41,12 +41,12 @@ class Samples:
     temperature: float = 1.0
     seed: int = 0
     vocabulary: int | None = None
-    """Number of ids; larger ids are left out. None: all of the head."""
+    """Number of token ids; larger ids of the head are never drawn. None: all ids of the head."""
     name = "sampled"
     stores_head = False
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """All options, and the vocabulary."""
+        """Settings for the manifest: vocabulary, number of draws, temperature and seed."""
         if not 1 <= self.draws <= MOST_DRAWS:
             raise GramianError(f"draws: {self.draws}; expected 1 to {MOST_DRAWS}")
         if not 0.0 < self.temperature < float("inf"):
@@ -60,14 +60,14 @@ class Samples:
         }
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """The drawn ids, and their counts."""
+        """The columns "ids" (the drawn ids) and "counts" (how often each was drawn)."""
         counts = "uint8" if facts["draws"] < 2**8 else "uint16"
         return (Column("ids", id_type(facts["vocabulary"]), facts["draws"]), Column("counts", counts, facts["draws"]))
 
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Draw ids; no errors are measured. Cost: the product with the head, and a cumulative sum in float64."""
+        """Draw ids for every token; no errors are measured. Cost: a product with the head, and a cumulative sum in float64."""
         head = wide_head(signal.head)
         B, T, _ = signal.hidden_BTD.shape
         hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
@@ -85,11 +85,11 @@ class Samples:
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> SampledSignal:
-        """Weights in float32; unused positions have id 0 and weight 0."""
+        """The signal of a batch: drawn ids, and weights count / draws in float32; unused positions have id 0 and weight 0."""
         return SampledSignal(stored["ids"], stored["counts"].float() / facts["draws"], facts["temperatures"][0], layers)
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """The error "drawn": the fraction of a token's draws that now fall on other ids, as rounding can cause."""
+        """The error "drawn": draw again from the live teacher; the fraction of a token's draws that now fall on other ids."""
         assert isinstance(stored, SampledSignal)
         values, _ = self.encode(live, windows_B, facts, False)
         again = self.decode(values, {}, facts, None)
@@ -102,7 +102,10 @@ class Samples:
 
 
 def draw(p_NV: Tensor, uniform_N: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-    """Distinct ids in ascending order and their counts, both [N, K], padded with zeros."""
+    """Draw `draws` ids per token from probabilities p [N, V] by systematic sampling with one uniform number per token.
+
+    Returns the distinct ids in ascending order and their counts, both [N, draws], padded with zeros.
+    """
     edges_NV = p_NV.cumsum(-1)
     points_NK = (torch.arange(draws, device=p_NV.device, dtype=p_NV.dtype) + uniform_N.to(p_NV.dtype)[:, None]) / draws
     # Scaled to the rounded total; right=True, so that an id without mass is never drawn.

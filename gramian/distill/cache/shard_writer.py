@@ -1,4 +1,4 @@
-"""One shard on disk: its files, then its record, each complete or absent."""
+"""Write one shard of a cache: its files, then its record; a file exists under its name only when it is complete."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gramian.distill.cache.storage_errors import StorageErrors
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """Sizes and checksums of a shard's files, and the errors of its measured windows."""
+    """Sizes and checksums of a shard's files, and the storage errors of its measured windows."""
 
     files: Mapping[str, FileRecord]
     errors: StorageErrors
@@ -24,7 +24,7 @@ class ShardRecord:
 
 
 def read_shard_record(folder: Path, layout: CacheLayout, shard: int) -> ShardRecord | None:
-    """The record of a shard whose files are all there, by their sizes; else None."""
+    """The record of shard number `shard`; None if it has no valid record, or a file is missing or of another size."""
     try:
         body = read_json(folder / layout.record(shard))
     except GramianError:
@@ -40,7 +40,7 @@ def read_shard_record(folder: Path, layout: CacheLayout, shard: int) -> ShardRec
 
 
 class ShardWriter:
-    """Writes one shard; until `finish` its files have temporary names."""
+    """Writes the files of one shard of a cache; until `finish` they have temporary names."""
 
     def __init__(self, folder: Path, layout: CacheLayout, shard: int) -> None:
         """Open the files of shard number `shard` in the cache's folder."""
@@ -51,12 +51,12 @@ class ShardWriter:
             self._files[column] = HashedFile(folder / name)
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Append windows: {column: [B, T, width]}."""
+        """Append a batch of windows, {column: values [B, T, width]}, to the shard's files."""
         for column in self._layout.columns:
             self._files[column.name].write(column.pack(values[column.name]))
 
     def finish(self, errors: StorageErrors, measured_windows: int) -> None:
-        """Give the files their names and, after those are synced, write the record."""
+        """Sync the shard's files and give them their names, then write its record with sizes, checksums and `errors`."""
         names = self._layout.files(self._shard)
         records = {names[column]: file.finish() for column, file in self._files.items()}
         sync_path(self._folder / "shards")

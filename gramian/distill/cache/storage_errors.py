@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StorageErrors:
-    """Absolute errors by name, with one or several values per token."""
+    """Absolute errors of stored values by name: maximum, sum, and number of measured values of each."""
 
     worst: Mapping[str, float] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -17,7 +17,7 @@ class StorageErrors:
 
     @classmethod
     def of(cls, errors: Mapping[str, Tensor]) -> Self:
-        """Summarise tensors of absolute errors. Waits for the device."""
+        """Maximum, sum and count of each tensor of absolute errors, {name: tensor}. Waits for the device."""
         return cls(
             {name: float(values.max()) for name, values in errors.items()},
             {name: float(values.double().sum()) for name, values in errors.items()},
@@ -26,7 +26,10 @@ class StorageErrors:
 
     @classmethod
     def combined(cls, parts: Iterable["StorageErrors"]) -> Self:
-        """The errors of all parts, summed in their order, so that the result does not depend on who computed a part."""
+        """Combine the errors of several shards or batches: maxima of `worst`, sums of `sums` and `counts`.
+
+        Sums are taken in the given order, so the result does not depend on which process computed a shard.
+        """
         worst: dict[str, float] = {}
         sums: dict[str, float] = {}
         counts: dict[str, int] = {}
@@ -39,14 +42,14 @@ class StorageErrors:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean errors by name."""
+        """{name: mean absolute error}."""
         return {name: self.sums[name] / self.counts[name] for name in self.sums}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The errors as JSON values: {"worst", "mean", "counts", "sums"}, each {name: number}."""
         return {"worst": dict(self.worst), "mean": self.means, "counts": dict(self.counts), "sums": dict(self.sums)}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`."""
+        """The errors from JSON values that `to_json` made."""
         return cls(plain["worst"], plain["sums"], plain["counts"])

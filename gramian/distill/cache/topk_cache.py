@@ -1,11 +1,11 @@
 """Caches of the K largest logits, with a curve for the mass of all other ids (the tail) over a range of temperatures.
 
 Logits are stored relative to the largest one, which does not change the softmax: float16 is then finest where the mass is, with
-an error of at most 2⁻¹¹ of the distance from the largest. The tail is l(u) = log Σ exp(u z) over the other ids and its slope
-l'(u) = Σ z exp(u z) / Σ exp(u z), u = 1/T, in float32 at Q knots; `tail_at` interpolates. Without slopes, or with the
-normaliser of all ids in place of the tail's, interpolation errors would be ten to a hundred times larger.
+an error of at most 2⁻¹¹ of the distance from the largest. The tail is l(u) = log Σ exp(u z) over the logits z of the other ids
+and its slope l'(u) = Σ z exp(u z) / Σ exp(u z), in float32 at Q values of u = 1/T (knots); `tail_at` interpolates. Without
+slopes, or with the normaliser of all ids in place of the tail's, interpolation errors would be ten to a hundred times larger.
 
-Legend: B windows, T tokens, N tokens of a piece, V vocabulary, K stored ids of a token, Q knots.
+Legend: B windows, T tokens, N tokens that are encoded at once, V vocabulary, K stored ids of a token, Q knots.
 """
 
 import math
@@ -27,14 +27,14 @@ from gramian.distill.teacher.signal import DenseSignal, Signal, SparseSignal, Ta
 FURTHEST = -1e4
 """Lower bound of stored logits, relative to the largest: below it the mass is zero in float32 up to T = 96."""
 GONE = -1e30
-"""Logit of an id outside the tail: stands for −∞, with 0 · z = 0."""
+"""Logit that takes an id out of the tail's sum: stands for −∞, but 0 · z is 0, not NaN."""
 BETWEEN = 4
-"""Points per interval of knots at which errors are measured."""
+"""Number of values of u = 1/T per interval between knots at which errors are measured."""
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Store the k largest logits of a token and the curve of its tail.
+    """Cache that stores the k largest logits of every token, and a curve for the mass of all other ids (the tail).
 
     Per token: k · (2 or 4 + 2) bytes and 8 for each knot; 304 at the defaults and a vocabulary up to 65,536.
 
@@ -46,14 +46,14 @@ class TopK:
     k: int = 64
     knots: int = 6
     temperatures: tuple[float, float] = (1.0, 5.0)
-    """The range of temperatures in which the tail is valid."""
+    """Lowest and highest temperature between which the tail's curve is valid."""
     vocabulary: int | None = None
-    """Number of ids; larger ids, such as the padding of a head, are left out. None: all of the head."""
+    """Number of token ids; larger ids, such as the padding of a head, are left out. None: all ids of the head."""
     name = "topk"
     stores_head = False
 
     def facts(self, head: Head) -> dict[str, Any]:
-        """All options, with the positions of the knots."""
+        """Settings for the manifest: vocabulary, k, temperatures, and the knots u = 1/T of the tail's curve."""
         vocabulary = vocabulary_of(self.vocabulary, head)
         if not 1 <= self.k <= vocabulary:
             raise GramianError(f"k: {self.k}; expected 1 to the vocabulary of {vocabulary}")
@@ -61,7 +61,7 @@ class TopK:
         return {"vocabulary": vocabulary, "k": self.k, "knots": knots, "temperatures": list(self.temperatures)}
 
     def columns(self, facts: Mapping[str, Any]) -> tuple[Column, ...]:
-        """Ids, logits, and the two curves of the tail unless all ids are stored."""
+        """The columns "ids" and "logits" and, unless all ids are stored, "tail_values" and "tail_slopes" of the tail curve."""
         largest = (Column("ids", id_type(facts["vocabulary"]), facts["k"]), Column("logits", "float16", facts["k"]))
         count = len(facts["knots"])
         curves = (Column("tail_values", "float32", count), Column("tail_slopes", "float32", count))
@@ -70,7 +70,7 @@ class TopK:
     def encode(
         self, signal: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any], measure: bool
     ) -> tuple[dict[str, Tensor], StorageErrors]:
-        """Select the largest logits and fit the tail.
+        """Select the k largest logits of every token and compute the tail's curve; with `measure` also the errors of both.
 
         Cost: the product with the head in float32 and a pass over N × V per knot; measuring adds one per measured point.
         """
@@ -94,14 +94,14 @@ class TopK:
     def decode(
         self, stored: Mapping[str, Tensor], layers: Mapping[int, Tensor], facts: Mapping[str, Any], head: Head | None
     ) -> SparseSignal:
-        """Logits in float32, relative to the largest; the knots stay on the host, where they are read."""
+        """The signal of a batch: logits in float32, relative to the largest, and the tail curve, with its knots on the CPU."""
         tail = None
         if facts["knots"]:
             tail = Tail(stored["tail_values"], stored["tail_slopes"], torch.tensor(facts["knots"], dtype=torch.float32))
         return SparseSignal(stored["ids"], stored["logits"].float(), tail, layers)
 
     def compare(self, stored: Signal, live: DenseSignal, windows_B: Tensor, facts: Mapping[str, Any]) -> StorageErrors:
-        """The errors of the stored logits, the log-normaliser and the tail's mass."""
+        """Errors of stored logits, log-normaliser and tail mass, relative to the logits of the live teacher."""
         assert isinstance(stored, SparseSignal)
         return StorageErrors.combined(
             _measured(stored.tokens(piece), shifted_NV) for piece, shifted_NV in _logits(live, facts["vocabulary"])
@@ -109,7 +109,11 @@ class TopK:
 
 
 def place_knots(count: int, lowest: float, highest: float) -> list[float]:
-    """u = 1/T from the highest temperature to the lowest, evenly spaced in √u: closer where l is more curved."""
+    """The points u = 1/T at which the tail curve l(u) = log Σ exp(u z) is stored.
+
+    `count` ascending numbers from 1/highest to 1/lowest temperature, evenly spaced in √u, so closer at high temperatures, where
+    l is more curved.
+    """
     if count < 2:
         raise GramianError(f"knots: {count}; expected at least 2")
     if not 0.0 < lowest < highest < math.inf:
@@ -120,7 +124,10 @@ def place_knots(count: int, lowest: float, highest: float) -> list[float]:
 
 
 def fit_tail(rest_NV: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """l and l' at the knots, [N, Q] each, from logits in which the stored ids are set to `GONE`."""
+    """l(u) = log Σ exp(u z) over the ids outside the top k and its slope l'(u), [N, Q] each, at the Q knots u = 1/T.
+
+    `rest_NV` are the logits z, with `GONE` for the top k ids, which are stored separately.
+    """
     values, slopes = [], []
     for u in knots:
         scaled_NV = rest_NV * u
@@ -130,13 +137,13 @@ def fit_tail(rest_NV: Tensor, knots: Sequence[float]) -> tuple[Tensor, Tensor]:
 
 
 def places_between(knots: Sequence[float]) -> list[float]:
-    """u at the knots and at points inside every interval."""
+    """The values of u = 1/T at which errors are measured: the knots, and points inside every interval."""
     inside = [a + (b - a) * i / BETWEEN for a, b in zip(knots, knots[1:], strict=False) for i in range(BETWEEN)]
     return [*inside, knots[-1]]
 
 
 def _logits(signal: DenseSignal, vocabulary: int) -> Iterator[tuple[slice, Tensor]]:
-    """Pieces of the tokens, and their logits relative to the largest, [N, V]."""
+    """Yield slices of the tokens, and the logits [N, V] of each slice, relative to each token's largest one."""
     head = wide_head(signal.head)
     hidden_ND = signal.hidden_BTD.flatten(0, 1).to(head.weight_VD.dtype)
     for piece in logit_pieces(len(hidden_ND), head.weight_VD.shape[0]):
@@ -145,7 +152,7 @@ def _logits(signal: DenseSignal, vocabulary: int) -> Iterator[tuple[slice, Tenso
 
 
 def _measured(stored: SparseSignal, shifted_NV: Tensor) -> StorageErrors:
-    """Errors of the stored logits and, at all measured u, of the normaliser log Σ exp(u z) and of the tail's mass."""
+    """Errors of stored logits and, at several u = 1/T, of the log-normaliser log Σ exp(u z) and of the tail's mass."""
     exact_NK, stored_NK = shifted_NV.gather(-1, stored.ids_BTK), stored.logits_BTK.to(shifted_NV.dtype)
     found = [StorageErrors.of({"logit": (stored_NK - exact_NK).abs()})]
     if stored.tail is None:

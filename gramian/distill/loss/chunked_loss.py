@@ -3,7 +3,7 @@
 Hidden states [N, D] and a head [V, D] come in; the loss, sums for metrics, and the gradients of both go out, without the [N, V]
 logits of all tokens.
 
-Legend: N tokens (n of a chunk), D the student's width, V vocabulary, R rows of `distill_rows.ROWS`.
+Legend: N tokens (n of a chunk), D the student's width, V vocabulary, R results per token (divergence, cross entropy, …).
 """
 
 from dataclasses import dataclass
@@ -18,59 +18,63 @@ from gramian.distill.loss.projection import HeadGradients, Projection
 from gramian.kernels.distillation.distill_rows import ROWS, RowObjective, Squash
 
 CHUNK_BYTES = 256 << 20
-"""Memory for the buffers of a chunk."""
+"""Memory for the logits and temporaries of a chunk of tokens, in bytes."""
 
 CHUNK_LIMIT = 512 << 20
-"""Memory for them if fewer would hold less than CHUNK_TOKENS."""
+"""Memory of a chunk, in bytes, if CHUNK_BYTES is too little for CHUNK_TOKENS tokens."""
 
 CHUNK_TOKENS = 1024
-"""Matrix products over fewer tokens are bound by reading the head's weight."""
+"""Desired tokens per chunk: matrix products over fewer tokens are limited by reading the head's weight."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Some tokens of a call, and the buffers for their results."""
+    """Some tokens of a call of the loss, and the buffers for their results."""
 
     tokens: slice
     products_nV: Tensor
-    """The student's h Wᵀ + b; with `gradient` they are overwritten by their gradient."""
+    """The student's products h Wᵀ + b of hidden states and head; if `gradient` is set, overwritten by their gradient."""
     targets_n: Tensor
     temperature: Tensor
     objective: RowObjective
     squash: Squash
-    """Map from the student's products to its logits."""
+    """Map from the student's products to its logits: scale and soft cap."""
     gradient: bool
     out_Rn: Tensor
 
 
 class TeacherRows(Protocol):
-    """One of `DenseTeacher`, `SparseTeacher`, `SampledTeacher`, `NoTeacher`."""
+    """A teacher's signal for a whole call: `DenseTeacher`, `SparseTeacher`, `SampledTeacher` or `NoTeacher`."""
 
     def rows_(self, chunk: TokenChunk) -> None:
-        """Fill the rows of a chunk; with `gradient` overwrite the student's products by their gradient."""
+        """Write the results of a chunk (divergence, cross entropy, …) into its `out_Rn`.
+
+        If its `gradient` is set, the student's products are overwritten by the gradient of the loss.
+        """
 
 
 @dataclass(frozen=True)
 class LossCall:
-    """The checked arguments of one call of the loss."""
+    """The checked arguments of one call of the distillation loss."""
 
     student: Projection
     teacher: TeacherRows
     targets_N: Tensor
     temperature: Tensor
-    """0-dim, in `wide`, detached."""
+    """Temperature T as a 0-dim tensor of dtype `wide`, detached."""
     objective: RowObjective
     num_terms: float | Tensor | None
     chunk: int
-    """Tokens of a chunk."""
+    """Number of tokens per chunk."""
     wide: torch.dtype
-    """Dtype of the rows and of the weight's gradient."""
+    """Dtype of results and of the weight's gradient: float32, or float64 for float64 inputs."""
 
 
 def chunk_tokens(bytes_per_token: int) -> int:
-    """Tokens of a chunk: a power of two, as many as fit into CHUNK_BYTES, or CHUNK_TOKENS if they fit into CHUNK_LIMIT.
+    """Number of tokens per chunk, a power of two, from the bytes that a token's buffers take.
 
-    If even those do not fit, as many as fit into CHUNK_LIMIT, at least one.
+    As many as fit into CHUNK_BYTES; if that is fewer than CHUNK_TOKENS, up to CHUNK_TOKENS that fit into CHUNK_LIMIT; at least
+    one.
     """
     many, few = (_power_of_two(limit // max(1, bytes_per_token)) for limit in (CHUNK_BYTES, CHUNK_LIMIT))
     return max(many, min(few, CHUNK_TOKENS))
@@ -81,7 +85,7 @@ def _power_of_two(most: int) -> int:
 
 
 def run_chunks(call: LossCall, hidden: bool, weight: bool, bias: bool) -> tuple[Tensor, Tensor, HeadGradients]:
-    """The rows of every token [R, N], the divisor of the sums, and the gradients of the sums (not yet divided).
+    """Run the loss chunk by chunk; returns results of every token [R, N], the divisor of the loss, and gradients (not divided).
 
     `hidden`, `weight` and `bias` select the gradients: of the hidden states, and of the head's weight and bias.
     """
@@ -107,7 +111,10 @@ def run_chunks(call: LossCall, hidden: bool, weight: bool, bias: bool) -> tuple[
 
 
 def loss_of(call: LossCall, sums: Tensor, terms: Tensor) -> Tensor:
-    """(kd_weight · T² · Σ D + ce_weight · Σ CE) / terms; a part with weight 0 is left out, since it may be NaN."""
+    """The loss (kd_weight · T² · Σ divergence + ce_weight · Σ CE) / terms from the sums over tokens.
+
+    A part with weight 0 is left out, since it may be NaN.
+    """
     loss = torch.zeros_like(sums[0])
     if call.objective.kd_weight:
         loss = loss + call.objective.kd_weight * call.temperature.square() * sums[1]
@@ -117,7 +124,7 @@ def loss_of(call: LossCall, sums: Tensor, terms: Tensor) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Computes gradients in the forward; backward scales them in place, so autograd refuses a second backward."""
+    """Autograd function of the distillation loss: computes gradients in the forward; backward scales them, and can run once."""
 
     @staticmethod
     def forward(
@@ -128,7 +135,7 @@ class ChunkedLoss(torch.autograd.Function):
         temperature: Tensor | None,
         call: LossCall,
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and the sums for metrics."""
+        """Compute the loss and the sums for metrics, and save the gradients for backward."""
         rows_RN, terms, gradients = run_chunks(call, *ctx.needs_input_grad[:3])
         slope = None
         if ctx.needs_input_grad[3]:  # with weight 0 the divergence may be NaN
@@ -143,14 +150,14 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        """The saved gradients times outer / terms, rounded to the dtypes of the inputs."""
+        """The saved gradients times outer / terms (`outer` is the loss's own gradient), rounded to the dtypes of the inputs."""
         *gradients, terms = ctx.saved_tensors
         factor = outer / terms
         return *(_times(x, factor, dtype) for x, dtype in zip(gradients, ctx.dtypes, strict=True)), None
 
 
 def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """The gradient times a factor, in place if the dtype stays."""
+    """A gradient times a factor, converted to `dtype`; in place if it has that dtype already."""
     if gradient is None or dtype is None:
         return None
     if gradient.dtype == dtype:

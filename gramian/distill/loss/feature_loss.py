@@ -1,4 +1,4 @@
-"""Losses that pull layers of the student towards layers of the teacher.
+"""Losses that pull the residual stream of the student at some layers towards that of the teacher.
 
 Legend: B windows, T tokens, N = B·T, D width of the student, E of the teacher.
 """
@@ -20,8 +20,8 @@ FeatureKind = Literal["cka", "increments", "hidden"]
 class FeatureLoss(nn.Module):
     """The mean over pairs (student layer, teacher layer) of a distance between their residual streams.
 
-    "cka": 1 − linear CKA of the streams. "increments": the same of the differences between one pair's streams and the next's.
-    "hidden": mean square of W h_s − h_t, with a trained W for each pair.
+    "cka": 1 − linear CKA of the two streams. "increments": 1 − CKA of the differences between the streams of successive pairs.
+    "hidden": mean square of W h_s + b − h_t, with a trained map W, b for each pair.
 
     Example:
         >>> loss = FeatureLoss("cka", [(1, 2), (2, 4)], width=8, teacher_width=16)
@@ -34,14 +34,14 @@ class FeatureLoss(nn.Module):
     def __init__(
         self, kind: FeatureKind, pairs: Sequence[tuple[int, int]], width: int, teacher_width: int, seed: int = 0
     ) -> None:
-        """Make the projectors.
+        """Make the loss and, for "hidden", its trained projectors from the student's to the teacher's width.
 
         Args:
-            kind: which distance.
+            kind: the distance: "cka", "increments" or "hidden".
             pairs: (student layer, teacher layer); 0 is the embedding, l is after block l.
             width: channels D of the student.
             teacher_width: channels E of the teacher.
-            seed: for the initial projectors.
+            seed: of the projectors' initial weights.
 
         Raises:
             GramianError: if there are too few pairs, a layer occurs twice, or "increments" go back in depth.
@@ -67,11 +67,11 @@ class FeatureLoss(nn.Module):
 
     @property
     def student_layers(self) -> tuple[int, ...]:
-        """Layers of the student that `forward` needs."""
+        """Numbers of the student's layers whose streams `forward` needs."""
         return tuple(s for s, _ in self.pairs)
 
     def forward(self, student: Mapping[int, Tensor], teacher: Mapping[int, Tensor], counted_BT: Tensor) -> Tensor:
-        """The mean distance, 0-dim, over the tokens where `counted_BT` is true.
+        """The mean distance over all pairs of layers, 0-dim, over the tokens where `counted_BT` is true.
 
         `student` is {layer: [B, T, D]}, `teacher` {layer: [B, T, E]} without gradient; raises if the teacher lacks a layer.
         """

@@ -27,15 +27,15 @@ from gramian.core.errors import GramianError
 from gramian.linalg.wide import exact_float32, wide
 
 TINY = 1e-12
-"""A HSIC below it counts as 0 (features have a largest entry of 1 or more): that of constant features."""
+"""A HSIC (‖XᵀY‖_F² of centred features, scaled to a largest entry of 1 or more) below this is 0: a feature is constant."""
 
 
 def linear_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = False) -> Tensor:
-    """Linear CKA, from 0 to 1; 0 if one of the features is constant.
+    """Linear CKA of two sets of features of the same tokens, from 0 to 1; 0 if one of them is constant.
 
     Args:
-        x_ND: [N, D], or [B, T, D].
-        y_NE: [N, E], or [B, T, E].
+        x_ND: features of the first model, [N, D] or [B, T, D].
+        y_NE: features of the second model, [N, E] or [B, T, E].
         counted_N: True for the tokens that count, [N] or [B, T]; default: all. No shape depends on its values.
         standardise: divide every channel by its standard deviation, so that a few huge channels do not dominate; CKA is
             then invariant to the scale of every channel, but no longer to orthogonal maps.
@@ -60,7 +60,7 @@ def debiased_cka(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *,
 
 
 def cka_loss(x_ND: Tensor, y_NE: Tensor, counted_N: Tensor | None = None, *, standardise: bool = False) -> Tensor:
-    """1 − `linear_cka`, with the same arguments."""
+    """The loss 1 − CKA of student features x [N, D] and teacher features y [N, E], with the arguments of `linear_cka`."""
     return 1.0 - linear_cka(x_ND, y_NE, counted_N, standardise=standardise)
 
 
@@ -68,25 +68,25 @@ class Projector(nn.Module):
     """A linear map from the student's features to the teacher's, trained with the student: W h_s + b ≈ h_t."""
 
     def __init__(self, student: int, teacher: int) -> None:
-        """Draw W [E, D] from N(0, 1/D) with the global random generator; b is 0."""
+        """Make the map from width `student` D to `teacher` E: W is drawn from N(0, 1/D) by the global generator, b is 0."""
         super().__init__()
         self.linear = nn.Linear(student, teacher)
         nn.init.normal_(self.linear.weight, std=student**-0.5)
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, student_ND: Tensor) -> Tensor:
-        """[..., D] to [..., E]."""
+        """Map student features [..., D] to [..., E]."""
         projected_NE: Tensor = self.linear(student_ND)
         return projected_NE
 
 
 def _precise() -> AbstractContextManager[None]:
-    """No TF32. A compiled graph cannot change the precision: it has the one that is set outside."""
+    """Context that switches TF32 off; inside a compiled graph, which cannot change the precision, it does nothing."""
     return nullcontext() if torch.compiler.is_compiling() else exact_float32()
 
 
 def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred features, zero for tokens that do not count, and the number of tokens that do."""
+    """Centre x and y and set tokens that do not count to zero; returns x [N, D], y [N, E] and the number of counted tokens."""
     if x.shape[:-1] != y.shape[:-1] or (counted is not None and counted.numel() * x.shape[-1] != x.numel()):
         shapes = [list(t.shape) for t in (x, y, *(() if counted is None else (counted,)))]
         raise GramianError(
@@ -101,7 +101,7 @@ def _prepared(x: Tensor, y: Tensor, counted: Tensor | None, standardise: bool) -
 
 
 def _centred(t_ND: Tensor, counted_N1: Tensor, count: Tensor, standardise: bool) -> Tensor:
-    """Columns of mean 0, scaled to a largest entry of 1 so that squares stay finite; of variance 1 if standardised.
+    """Features with columns of mean 0, scaled to a largest entry of 1; with `standardise`, every column has variance 1.
 
     The rounding residue of a constant column is set to 0, not scaled up.
     """
@@ -122,7 +122,7 @@ def _squared_norm(x_ND: Tensor, y_NE: Tensor) -> Tensor:
 
 
 def _unbiased(x_ND: Tensor, y_NE: Tensor, n: Tensor) -> Tensor:
-    """n(n−3) · HSIC₁."""
+    """n(n−3) times the unbiased estimate HSIC₁ (Song et al. 2012) of centred features x and y of n tokens."""
     n = n.clamp(min=4)
     own_x_N, own_y_N = x_ND.square().sum(dim=1), y_NE.square().sum(dim=1)
     rows_x_N, rows_y_N = x_ND @ x_ND.sum(dim=0) - own_x_N, y_NE @ y_NE.sum(dim=0) - own_y_N
@@ -132,7 +132,7 @@ def _unbiased(x_ND: Tensor, y_NE: Tensor, n: Tensor) -> Tensor:
 
 
 def _ratio(xy: Tensor, xx: Tensor, yy: Tensor) -> Tensor:
-    """xy / √(xx·yy); 0 with gradient 0 if features are constant or an estimate of HSIC is not positive."""
+    """xy / √(xx·yy) of three HSICs; 0 with gradient 0 if features are constant or an estimate of HSIC is not positive."""
     usable = (xx > TINY) & (yy > TINY)
     size = torch.where(usable, xx, 1.0).sqrt() * torch.where(usable, yy, 1.0).sqrt()
     return torch.where(usable, xy / size, 0.0)

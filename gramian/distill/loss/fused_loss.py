@@ -20,7 +20,7 @@ from gramian.kernels.distillation.divergence import DIRECTIONS, EMPTY
 from gramian.kernels.launch import takes_kernel
 
 TORCH_ROWS = 10
-"""Temporary float32 rows of V entries per token that the plain torch path needs beside the logits."""
+"""Number of temporary float32 vectors of V entries per token that the plain torch path needs beside the logits."""
 
 
 def distill_loss(
@@ -40,9 +40,9 @@ def distill_loss(
     teacher_topk: tuple[Tensor, Tensor, Tail | None] | None = None,
     teacher_sampled: tuple[Tensor, Tensor] | None = None,
 ) -> DistillOutput:
-    """loss = (kd_weight · T² · Σ D(p, q) + ce_weight · Σ CE) / num_terms over the counted tokens.
+    """The distillation loss (kd_weight · T² · Σ D(p, q) + ce_weight · Σ CE) / num_terms over the tokens with a target.
 
-    With p = softmax(t/T), q = softmax(s/T), m = βp + (1−β)q:
+    With teacher logits t, student logits s, p = softmax(t/T), q = softmax(s/T) and m = βp + (1−β)q:
 
         "forward"  D = KL(p‖q)
         "reverse"  D = KL(q‖p)
@@ -59,10 +59,10 @@ def distill_loss(
     Cost: 2·N·V·(3·Ds + Dt) FLOPs; memory for dW in float32 and for a chunk of logits, see `chunk_tokens`.
 
     Args:
-        student_hidden: [N, Ds].
+        student_hidden: the student's final hidden states, [N, Ds].
         student_weight: [V, Ds], or a head with bias, scale or softcap. It may be tied to the embedding.
         targets: [N], integers; tokens whose target is `ignore_index` do not count.
-        teacher_hidden: [N, Dt]. With kd_weight = 0 a teacher may be left out: cross entropy alone.
+        teacher_hidden: the teacher's final hidden states, [N, Dt]; may be left out with kd_weight = 0 (cross entropy alone).
         teacher_weight: [V, Dt], or a head.
         temperature: a number above 0, or a 0-dim tensor on the student's device, whose value is not read on the host.
         kd_weight: factor of the divergence.
@@ -193,7 +193,7 @@ def _check_teacher(
 
 
 def _check_ids(ids: Tensor, vocabulary: int, name: str, ignore_index: int | None = None) -> None:
-    """Check ids on the CPU only: elsewhere it would wait for the device."""
+    """Raise a GramianError if an id is not below `vocabulary`; on the CPU only, since elsewhere it would wait for a device."""
     if ids.device.type != "cpu" or not ids.numel():
         return
     outside = (ids < 0) | (ids >= vocabulary)

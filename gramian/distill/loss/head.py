@@ -14,7 +14,7 @@ from gramian.kernels.distillation.distill_rows import Squash
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap(scale · (h Wᵀ + b)), where cap(z) = softcap · tanh(z / softcap), or z without a softcap.
+    """Output head of a language model: logits = cap(scale · (h Wᵀ + b)), cap(z) = softcap · tanh(z / softcap) or z.
 
     Example:
         >>> Head(torch.zeros(50, 8), softcap=30.0).logits(torch.randn(3, 8)).shape
@@ -28,11 +28,11 @@ class Head:
 
     @property
     def squash(self) -> Squash:
-        """The map from products h Wᵀ + b to logits."""
+        """The map from products h Wᵀ + b to logits: scale and soft cap."""
         return Squash(self.scale, self.softcap)
 
     def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "Head":
-        """The head on another device or in another dtype."""
+        """A copy of the head on another device or in another dtype."""
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return replace(self, weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 

@@ -8,11 +8,13 @@ from torch import Tensor
 from gramian.kernels.distillation.distill_rows import ROWS
 
 SUMS = (*ROWS[: ROWS.index("slope")], "student_gold", "teacher_gold²", "student_gold²", "product")
-"""The order of `DistillOutput.sums`. `teacher_gold` and the last four are over the tokens that `gold` counts."""
+"""Names of `DistillOutput.sums`, in order. `teacher_gold` and the last four are over the tokens whose target the teacher knows
+(`gold` counts them): log-probabilities of the target at T = 1, their squares and product.
+"""
 
 
 def sums_of(rows_RN: Tensor) -> Tensor:
-    """[len(SUMS)] in float64, from the rows [R, N] of all tokens, which `kernels.distillation.distill_rows.ROWS` names."""
+    """Sum the R results of every token, [R, N] named by `distill_rows.ROWS`, over tokens: the sums `SUMS`, in float64."""
     rows = dict(zip(ROWS, rows_RN.to(torch.float64), strict=True))
     rows.pop("slope")
     student_N = torch.where(rows["gold"] > 0, -rows["ce"], 0.0)
@@ -22,7 +24,7 @@ def sums_of(rows_RN: Tensor) -> Tensor:
 
 
 def metrics_of(sums: Tensor) -> dict[str, Tensor]:
-    """Means over the counted tokens, as 0-dim tensors on the device of the sums, without waiting for it.
+    """Metrics of the distillation loss from its sums: means over the counted tokens, 0-dim tensors on the sums' device.
 
     kl is the divergence at T without T², in nats; ce the cross entropy; agreement the fraction of tokens where student and
     teacher rank the same id first (any of equal logits); the entropies are at T; correlation is Pearson's r of the
@@ -45,7 +47,7 @@ def metrics_of(sums: Tensor) -> dict[str, Tensor]:
 
 
 def _metric(name: str, doc: str) -> property:
-    """A property of `DistillOutput`: one of `metrics_of`."""
+    """Make a property of `DistillOutput` that returns the metric `name` of `metrics_of`."""
     return property(lambda self: metrics_of(self.sums)[name], doc=doc)
 
 
@@ -55,7 +57,7 @@ class DistillOutput:
 
     loss: Tensor
     sums: Tensor
-    """[len(SUMS)], float64: add those of micro-batches and ranks, then call `metrics_of`."""
+    """Sums for metrics, [len(SUMS)] in float64: add those of micro-batches and ranks, then call `metrics_of`."""
 
     kl = _metric("kl", "The divergence at T, without T², in nats per token.")
     ce = _metric("ce", "Cross entropy in nats per token.")

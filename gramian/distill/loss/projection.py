@@ -13,7 +13,7 @@ from gramian.distill.loss.head import Head
 from gramian.kernels.distillation.distill_rows import Squash
 
 ALIGNMENT = 64
-"""Row strides and product sizes are multiples of it: at a stride of 50,257 a GPU's matrix units read two bytes at a time."""
+"""Row strides and product sizes are multiples of this: at a stride of 50,257 a GPU's matrix units read two bytes at a time."""
 
 ADDMM_INTO_FLOAT32 = (2, 10)
 """First release of torch whose addmm adds a product of two-byte matrices to a float32 matrix in place."""
@@ -21,7 +21,7 @@ ADDMM_INTO_FLOAT32 = (2, 10)
 
 @dataclass(frozen=True)
 class Projection:
-    """Hidden states and head in the dtype of their products."""
+    """Hidden states and head of one model, detached and in the dtype in which they are multiplied."""
 
     hidden_ND: Tensor
     weight_VD: Tensor
@@ -30,7 +30,7 @@ class Projection:
 
     @property
     def vocabulary(self) -> int:
-        """V, the number of ids."""
+        """Number of token ids V of the head."""
         return self.weight_VD.shape[0]
 
     def buffer(self, tokens: int) -> Tensor:
@@ -42,7 +42,7 @@ class Projection:
         return padded[:, : self.vocabulary]
 
     def products_(self, tokens: slice, out_nV: Tensor) -> Tensor:
-        """h Wᵀ + b of some tokens, written into the first rows of `out_nV`, which are returned."""
+        """Compute h Wᵀ + b for the tokens of a slice into the first rows of `out_nV`; returns these rows."""
         hidden_nD = self.hidden_ND[tokens]
         out_nV = out_nV[: len(hidden_nD)]
         for ids in _id_blocks(self.weight_VD):
@@ -55,7 +55,7 @@ class Projection:
 
 
 def projection_of(hidden_ND: Tensor, head: Head) -> Projection:
-    """Hidden states and head cast to autocast's dtype if it is on, else to the wider dtype of the two; float64 stays.
+    """Hidden states and head, cast to autocast's dtype if it is on, else to the wider dtype of the two; float64 is not cast.
 
     Cost: a copy of each tensor that has another dtype.
     """
@@ -89,7 +89,7 @@ def check_sides(hidden_ND: Tensor, head: Head, tokens: int, side: str) -> None:
 
 
 def _id_blocks(weight_VD: Tensor) -> list[slice]:
-    """All ids in one block; on a GPU those up to a multiple of ALIGNMENT, and the rest."""
+    """Slices of ids that are multiplied at once: all ids; on a GPU those up to a multiple of ALIGNMENT, and the rest."""
     vocabulary = len(weight_VD)
     aligned = vocabulary // ALIGNMENT * ALIGNMENT
     if not weight_VD.is_cuda or aligned in (0, vocabulary):
@@ -98,9 +98,9 @@ def _id_blocks(weight_VD: Tensor) -> list[slice]:
 
 
 class HeadGradients:
-    """Gradients from dz, that of the products, summed over chunks: dz W per token, dzᵀ h and Σ dz over tokens.
+    """Gradients of hidden states (dz W), weight (dzᵀ h) and bias (Σ dz), summed over chunks; dz is that of z = h Wᵀ + b.
 
-    The gradient of the weight is summed in float32 (float64) and rounded once, by the caller.
+    The gradient of the weight is summed in float32, or float64 for float64 inputs; the caller rounds it once.
     """
 
     def __init__(self, side: Projection, wide: torch.dtype, hidden: bool, weight: bool, bias: bool) -> None:
@@ -110,7 +110,7 @@ class HeadGradients:
         self.bias_V = side.weight_VD.new_zeros(side.vocabulary, dtype=wide) if bias else None
 
     def add_(self, tokens: slice, dz_nV: Tensor) -> None:
-        """Add the contribution of one chunk."""
+        """Add the gradients of one chunk: of the tokens of a slice, with dz [n, V] the gradient of their products."""
         for ids in _id_blocks(self.side.weight_VD):
             if self.hidden_ND is not None:
                 out_nD, dz_nB, weight_BD = self.hidden_ND[tokens], dz_nV[:, ids], self.side.weight_VD[ids]
@@ -125,7 +125,7 @@ class HeadGradients:
 
 
 def _add_product_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
-    """total += left · right, with products that are not rounded to the factors' dtype before they are added."""
+    """total += left · right in place, in the dtype of `total`: products of two-byte matrices are not rounded before."""
     if left_MK.dtype == total_MN.dtype:
         total_MN.addmm_(left_MK, right_KN)
     elif left_MK.is_cuda and total_MN.dtype == torch.float32:

@@ -1,6 +1,6 @@
 """The probability mass of the ids outside a sparse teacher's top k, at any temperature, from its tail curve.
 
-Legend: Q knots of the curve, … the tokens. u = 1/T.
+Legend: Q knots (values of u = 1/T at which the curve is stored), … dimensions of tokens.
 """
 
 import torch
@@ -10,11 +10,11 @@ from gramian.core.errors import GramianError
 from gramian.distill.teacher.signal import Tail
 
 EDGE = 1e-6
-"""Relative distance outside the knots that is tolerated for a float temperature: 1/5 in float32 is not 1/5."""
+"""Relative distance outside the stored knots at which a float temperature is still accepted: 1/5 in float32 is not 1/5."""
 
 
 def tail_at(tail: Tail, u: float | Tensor) -> tuple[Tensor, Tensor]:
-    """l(u) = log Σ exp(u z) over the ids outside the top k, and its slope l'(u), by cubic Hermite interpolation.
+    """l(u) = log Σ exp(u z) over the logits z outside the top k, and its slope l'(u), by cubic Hermite interpolation.
 
     With s = (u − u₀)/h in the interval [u₀, u₀ + h] of knots around u:
 

@@ -3,7 +3,7 @@
 A `TokenChunk` with the student's products comes in; its rows [R, n] (divergence, cross entropy, …) are filled and, with
 `gradient`, the products are overwritten by their gradient.
 
-Legend: N tokens (n of a chunk), V vocabulary, K ids of a token, R rows of `distill_rows.ROWS`. u = 1/T.
+Legend: N tokens (n of a chunk), V vocabulary, K ids of a token, R results per token (`distill_rows.ROWS`). u = 1/T.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from gramian.kernels.distillation.rest_rows import rest_gradient_, rest_rows
 
 @dataclass(frozen=True)
 class DenseTeacher:
-    """The full distribution: the divergence is over the ids of both vocabularies, each side normalised over them."""
+    """A teacher with logits of all ids; the divergence is over the ids that both vocabularies have, normalised over them."""
 
     side: Projection
     buffer_nV: Tensor
-    """Memory for the teacher's logits of a chunk."""
+    """Buffer for the teacher's logits of one chunk of tokens."""
 
     def rows_(self, chunk: TokenChunk) -> None:
-        """Fill the rows of a chunk; see `TeacherRows`."""
+        """Write the results of a chunk (divergence, cross entropy, …), and the gradient of its products if `chunk.gradient`."""
         teacher_nV = self.side.products_(chunk.tokens, self.buffer_nV)
         distill_rows(
             chunk.products_nV, teacher_nV, chunk.targets_n, chunk.temperature, chunk.objective, chunk.squash,
@@ -38,23 +38,24 @@ class DenseTeacher:
 
 @dataclass(frozen=True)
 class SparseTeacher:
-    """The K largest logits and one outcome for all other ids; the divergence is over these K + 1.
+    """A teacher with its K largest logits and one outcome for all other ids; the divergence is over these K + 1 outcomes.
 
-    The last outcome is log Σ exp(u z) over the other ids for the student, computed directly, not as 1 − Σ q; for the teacher it
-    is l(u) of its tail curve. Its gradient is divided among its ids in proportion to exp(u z).
+    With u = 1/T, the log-mass of the last outcome is, for the student, log Σ exp(u z) over the logits z of the other ids,
+    computed directly, not as 1 − Σ q; for the teacher it is interpolated from the stored tail curve. Its gradient is divided
+    among its ids in proportion to exp(u z).
     """
 
     ids_NK: Tensor
     logits_NK: Tensor
     rest_N: Tensor
-    """l(u); EMPTY without a tail."""
+    """The teacher's log Σ exp(u z) over the ids outside the top K, l(u); EMPTY without a tail."""
     rest_slope_N: Tensor
-    """l'(u)."""
+    """Derivative of `rest_N` with respect to u = 1/T."""
     rest_at_one_N: Tensor
-    """l(1)."""
+    """The teacher's log Σ exp(z) over the ids outside the top K, that is at T = 1."""
 
     def rows_(self, chunk: TokenChunk) -> None:
-        """Fill the rows of a chunk; see `TeacherRows`."""
+        """Write the results of a chunk (divergence, cross entropy, …), and the gradient of its products if `chunk.gradient`."""
         products_nV, targets_n, temperature = chunk.products_nV, chunk.targets_n, chunk.temperature
         objective, squash = chunk.objective, chunk.squash
         wide, vocabulary = chunk.out_Rn.dtype, products_nV.shape[1]
@@ -100,7 +101,7 @@ class SparseTeacher:
 
 @dataclass(frozen=True)
 class SampledTeacher:
-    """Ids drawn from the teacher at T with weights w: the cross entropy −Σ w log q, an unbiased KL up to the teacher's entropy.
+    """A teacher with ids drawn at T and weights w: the loss is −Σ w log q, whose mean is the KL plus the teacher's entropy.
 
     That cross entropy is reported as kl. The teacher's entropy, agreement and log-probabilities are NaN.
     """
@@ -109,7 +110,7 @@ class SampledTeacher:
     weights_NK: Tensor
 
     def rows_(self, chunk: TokenChunk) -> None:
-        """Fill the rows of a chunk; see `TeacherRows`."""
+        """Write the results of a chunk (divergence, cross entropy, …), and the gradient of its products if `chunk.gradient`."""
         products_nV, temperature, squash, wide = chunk.products_nV, chunk.temperature, chunk.squash, chunk.out_Rn.dtype
         ids_nK, weights_nK = self.ids_NK[chunk.tokens], self.weights_NK[chunk.tokens].to(wide)
         z_nK = squash(products_nV.gather(1, ids_nK).to(wide))
@@ -125,20 +126,20 @@ class SampledTeacher:
 
 @dataclass(frozen=True)
 class NoTeacher:
-    """Cross entropy alone; rows that concern a teacher are NaN."""
+    """No teacher: the loss is the cross entropy; results that concern a teacher are NaN."""
 
     def rows_(self, chunk: TokenChunk) -> None:
-        """Fill the rows of a chunk; see `TeacherRows`."""
+        """Write the cross entropy of a chunk, and the gradient of its products if `chunk.gradient`."""
         _student_rows_(chunk)
 
 
 def _student_rows_(
     chunk: TokenChunk, kl_of: Callable[[Tensor], Tensor] | None = None, kd_n: Tensor | None = None
 ) -> None:
-    """Fill the rows that follow from the student's logits; without `kl_of` the divergence is NaN.
+    """Write the results of a chunk that follow from the student's logits; without `kl_of` the divergence is NaN.
 
-    With `gradient` the products become the gradient of CE plus `kd_n` times that of log Σ exp(u z), of which `kl_of` is a
-    function.
+    `kl_of` maps log Σ exp(u z) of each token to its divergence. If `chunk.gradient`, the products become the gradient of CE
+    plus `kd_n` times that of log Σ exp(u z).
     """
     products_nV, targets_n, temperature = chunk.products_nV, chunk.targets_n, chunk.temperature
     objective, squash = chunk.objective, chunk.squash
@@ -160,6 +161,6 @@ def _student_rows_(
 
 
 def _gold(products_nV: Tensor, targets_n: Tensor, squash: Squash, wide: torch.dtype) -> Tensor:
-    """The logit of the target [n]; that of some id for tokens without a target."""
+    """Logit of the target of each token, [n]; an arbitrary one for tokens without a target."""
     places_n1 = targets_n.clamp(0, products_nV.shape[1] - 1)[:, None]
     return squash(products_nV.gather(1, places_n1).to(wide))[:, 0]

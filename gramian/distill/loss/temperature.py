@@ -15,18 +15,18 @@ from torch import Tensor
 from gramian.core.errors import GramianError
 
 NEAR = 0.01
-"""T counts as at a bound within this fraction of its range."""
+"""T counts as at a bound if it is within this fraction of the range from `low` to `high`."""
 STUCK_STEPS = 100
-"""Consecutive steps at a bound after which an event is logged."""
+"""Number of consecutive steps at a bound of T after which an event is logged."""
 EARLY_STEPS = 20
-"""Number of first steps whose mean gradient is the constant gradient of `temperature_schedule_only`."""
+"""Number of first non-zero gradients dL/dT; their mean then drives the comparison temperature `temperature_schedule_only`."""
 
 TemperatureKind = Literal["fixed", "schedule", "learnable", "adversarial"]
 
 
 @dataclass(frozen=True)
 class TemperatureOptions:
-    """How the temperature T moves over a run."""
+    """Options of the temperature T: whether it is fixed, scheduled, learned or adversarial, and its bounds and rate."""
 
     kind: TemperatureKind = "fixed"
     start: float = 2.0
@@ -35,12 +35,12 @@ class TemperatureOptions:
     low: float = 1.0
     high: float = 5.0
     rate: float = 0.1
-    """Learning rate of r."""
+    """Learning rate of r, where T = low + (high − low) · sigmoid(r)."""
     free: float = 0.2
-    """Fraction of the steps before an adversary begins; its strength then rises from 0 to 1 along half a cosine."""
+    """Fraction of the steps before an adversarial T begins to move; its strength then rises from 0 to 1 along half a cosine."""
 
     def __post_init__(self) -> None:
-        """Raise `GramianError` that names a field out of range."""
+        """Raise a GramianError that names the first field out of range."""
         if not 0 < self.low < self.high:
             raise GramianError(f"temperature_low: expected 0 < low < high, got {self.low} and {self.high}")
         if self.start <= 0 or self.end <= 0:
@@ -58,10 +58,10 @@ class TemperatureOptions:
 
 
 class Temperature:
-    """The temperature of each step, and its state.
+    """T of each step (`begin`), moved by dL/dT after it (`finish`) where it learns.
 
-    To show whether T learns, a second temperature moves beside it, whose gradient is constant after the first 20 steps: their
-    mean. A T that stays close to it has learned nothing since then, it only accumulates its learning rates.
+    A second temperature shows whether T still learns: it takes the same first 20 non-zero gradients, then their mean as a
+    constant gradient. If T stays close to it, later gradients have taught it nothing.
 
     Example:
         >>> temperature = Temperature(TemperatureOptions("schedule", start=4.0, end=1.0), 10, torch.device("cpu"))
@@ -70,7 +70,7 @@ class Temperature:
     """
 
     FIELDS = ("temperature", "temperature_gradient", "temperature_schedule_only", "temperature_stuck")
-    """Names of `values`: T, dL/dT of the last step, T under a constant gradient, consecutive steps at a bound."""
+    """Names of the numbers that `values` returns: T, dL/dT of the last step, T under a constant gradient, steps at a bound."""
 
     def __init__(self, options: TemperatureOptions, steps: int, device: torch.device) -> None:
         """Set T to its start, for a run of `steps` steps whose loss is computed on `device`."""
@@ -82,7 +82,7 @@ class Temperature:
         self._leaf: Tensor | None = None
 
     def begin(self, step: int) -> Tensor:
-        """T of a step, 0-dim float32; it requires grad if T learns."""
+        """T of step number `step`, 0-dim float32; it requires grad if T learns."""
         options = self.options
         if options.learns:
             self._leaf = self._bounded(self._state[0]).float().detach().requires_grad_()
@@ -92,7 +92,7 @@ class Temperature:
         return torch.full((), value, device=self._state.device)
 
     def finish(self, step: int, gradient: Tensor | None) -> None:
-        """Take one gradient step on r: down the loss if T is learned, up if it is adversarial.
+        """Take one gradient step on r, T = low + (high − low) · sigmoid(r): down the loss if T is learned, up if adversarial.
 
         `gradient` is dL/dT over all processes, unscaled; T stays if it is None or not finite.
         """
@@ -113,13 +113,13 @@ class Temperature:
         self._state = torch.stack([raw, gradient, alone, early, terms, stuck])
 
     def gradient(self) -> Tensor | None:
-        """dL/dT of this step's backwards on this process; None if T does not learn."""
+        """dL/dT that the backward passes of this step left on this process; None if T does not learn."""
         if self._leaf is None:
             return None
         return torch.zeros_like(self._leaf) if self._leaf.grad is None else self._leaf.grad
 
     def strength(self, step: int) -> float:
-        """The factor λ of the rate: 1 for a learned T; for an adversary 0 at first, then (1 − cos π x)/2."""
+        """Factor on the learning rate at a step: 1 for a learned T; for an adversarial T 0 at first, then rising to 1."""
         if self.options.kind != "adversarial":
             return 1.0
         begin = self.options.free * self.steps
@@ -127,7 +127,7 @@ class Temperature:
         return 0.5 * (1 - math.cos(math.pi * share))
 
     def values(self, step: int) -> Tensor:
-        """[4] float64, named by `FIELDS`."""
+        """The four numbers named by `FIELDS` for this step, [4] float64."""
         raw, gradient, alone, _, _, stuck = self._state.unbind()
         if not self.options.learns:
             value = self.begin(step).to(torch.float64)
@@ -146,9 +146,9 @@ class Temperature:
         return (self.options.high - self.options.low) * share * (1 - share)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run continues from."""
+        """The state of T as a tensor, for a checkpoint."""
         return {"temperature": self._state.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
+        """Restore the state that `state_dict` returned."""
         self._state = state["temperature"].to(self._state)

@@ -1,1 +1,1 @@
-"""Teachers: how a language model is read, checked and run, and the types of its signal."""
+"""Teachers: how a language model's hidden states and head are read, checked and run, and the types of its signal."""

@@ -1,4 +1,4 @@
-"""Properties of a language model that are proved on a few tokens: its head, that it is causal, the width of its layers.
+"""Properties of a language model that are tested on a few tokens: its head, that it is causal, the width of its layers.
 
 Legend: B = 1 row, P = 4 tokens, D width, V vocabulary.
 """
@@ -19,23 +19,23 @@ from gramian.taps.model.run_eagerly import run_eagerly
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 """Fields of Hugging Face configs by which logits are multiplied or divided."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Fields of Hugging Face configs for a soft cap of logits."""
+"""Fields of Hugging Face configs that set a soft cap c of logits, c · tanh(logit / c)."""
 FAR = 60.0
-"""The proof also uses logits of this size: a soft cap only shows on large ones."""
+"""Size of the large logits that the test of a head also uses: a soft cap only shows on large ones."""
 PROOF_TOKENS = 4
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Tolerated error of logits, relative to the largest."""
+"""{dtype: tolerated error of logits relative to the largest one} in the test of a head."""
 
 
 def head_of(model: nn.Module) -> Head:
-    """The head of a model, proved. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
+    """The output head of a model, tested. Cost: three forwards of 4 tokens, the same on every process of a sharded model.
 
     Scale and soft cap of the logits are read from the config, and accepted only if `Head.logits` of the final hidden state is
     equal to the model's own logits, once as they are and once with hidden states so large that a cap would show. The head
     shares the model's weight and requires no gradient.
 
     Raises:
-        GramianError: naming the class of a model whose head is not understood.
+        GramianError: if the model's logits are not those of such a head; the message names its class.
     """
     linear = linear_of(model)
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
@@ -62,7 +62,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def stream_width(model: nn.Module, layers: Sequence[int]) -> int:
-    """Channels of the residual stream at some layers, which can differ from the width of the head.
+    """Number of channels of the residual stream at the given layers, which can differ from the width of the head.
 
     Raises `GramianError` if the layers differ in width. Cost: a forward of 4 tokens.
     """
@@ -75,7 +75,7 @@ def stream_width(model: nn.Module, layers: Sequence[int]) -> int:
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raise if a model sees the tokens that it predicts, which a student could not learn from.
+    """Raise a GramianError if a model sees later tokens, so its predictions cannot teach a student.
 
     Cost: two forwards of 4 tokens.
     """
@@ -91,7 +91,7 @@ def check_causal(model: nn.Module) -> None:
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
-    """(scale, softcap) that the config may mean: model families divide or multiply by fields of the same name."""
+    """Pairs (scale, softcap) that a model's config may mean: model families divide or multiply by fields of the same name."""
     config = None if is_native(model) else text_config(model)
     named = [float(value) for name in SCALES if isinstance(value := getattr(config, name, None), int | float)]
     caps = [float(value) for name in SOFTCAPS if (value := getattr(config, name, None))]
@@ -101,7 +101,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[float, float | None]]:
 
 
 def _own_logits(model: nn.Module, linear: nn.Linear, tokens_BP: Tensor, gain: float) -> Tensor:
-    """The model's logits with inputs of its head multiplied by `gain`."""
+    """The logits that the model itself computes, with the inputs of its head multiplied by `gain`."""
     hook = linear.register_forward_pre_hook(lambda _, inputs: (inputs[0] * gain, *inputs[1:]))
     try:
         found = model(tokens_BP) if is_native(model) else model(input_ids=tokens_BP, use_cache=False)
@@ -125,7 +125,7 @@ def _proof_tokens(model: nn.Module) -> Tensor:
 
 @contextmanager
 def _proof(model: nn.Module) -> Iterator[None]:
-    """Disable dropout, gradients and autocast; the model's training mode is restored.
+    """Context for a test forward: without dropout, gradients and autocast; the model's training mode is restored.
 
     A compiled model runs eagerly: compiling for 4 tokens takes time, and would make the next shape a dynamic one.
     """

@@ -26,11 +26,11 @@ _NOT_HASHED = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", 
 def hidden_of(
     model: nn.Module, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """The input of the head, and the residual stream at some layers. Cost: a forward without the head.
+    """Run a language model without its head: the input of the head, and the residual stream at some layers.
 
     Args:
-        model: of one of the two families.
-        tokens_BT: ids.
+        model: GPT, Goose (or a model with the same `hidden` and `head`), or a Hugging Face causal language model.
+        tokens_BT: token ids.
         documents_BT: document of each token, for models that keep documents apart.
         layers: where to read the stream: 0 is the embedding, l is after block l, counted from 1.
 
@@ -57,7 +57,7 @@ def hidden_of(
 
 
 def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
-    """Raise `GramianError` that names a layer which cannot be read."""
+    """Raise a GramianError if a layer number does not exist in the model, is named twice, or the blocks cannot be found."""
     if not layers:
         return
     last = len(blocks_of(model))
@@ -72,7 +72,7 @@ def check_layers(model: nn.Module, layers: Sequence[int]) -> None:
 
 @contextmanager
 def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Record inputs and outputs of blocks inside the context, by forward hooks.
+    """Context whose value becomes {layer: residual stream}, recorded by forward hooks on the blocks (0: input of the first).
 
     `output_hidden_states` is not used: it stores every layer, returns the last one after the final norm, and finds modules by a
     class that `fully_shard` replaces.
@@ -97,7 +97,7 @@ def _streams(blocks: Sequence[nn.Module], layers: Sequence[int]) -> Iterator[dic
 
 
 def is_native(model: nn.Module) -> bool:
-    """True if the model has `hidden` and `head`, as the reference models do."""
+    """True if the model has a method `hidden` and a module `head`, as the reference GPT and Goose do."""
     return callable(getattr(model, "hidden", None)) and isinstance(getattr(model, "head", None), nn.Module)
 
 
@@ -113,7 +113,7 @@ def body_of(model: nn.Module) -> nn.Module:
 
 
 def linear_of(model: nn.Module) -> nn.Linear:
-    """The linear layer that computes logits; raises `GramianError` if the model has none."""
+    """The linear layer of a model that computes its logits; raises a GramianError if there is none."""
     if not is_native(model):
         body_of(model)
     found = model.head if is_native(model) else model.get_output_embeddings()  # type: ignore[operator]
@@ -132,7 +132,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def teacher_hash(model: nn.Module) -> str:
-    """Hex hash of class, config and weights: equal hashes mean equal signals for equal tokens and arithmetic.
+    """Hex hash of a model's class, config and weights: equal hashes mean equal signals for equal tokens and arithmetic.
 
     Tensors are hashed one at a time; sharded ones are gathered first, which is a collective. Cost: reads every weight once,
     about a second per GB.

@@ -19,18 +19,18 @@ from gramian.parallel.wrap import blocks_of
 
 
 class LiveTeacher:
-    """A frozen model that gives the `DenseSignal` of each batch.
+    """A frozen model that computes the teacher's signal (hidden states and head) of each batch.
 
     The model is put into eval mode, without gradients or activation checkpointing. Forwards run under `torch.no_grad`, and
     outside any inference mode, so autograd can save their results. An autocast around a call has no effect: only the argument
     `autocast` counts. Hidden states have the dtype of the head's weight. Cost of a call: a forward without the head.
 
     Args:
-        model: of a family that `hidden_of` reads; if `shard_teacher` sharded it, all processes call together.
+        model: GPT, Goose or a Hugging Face causal language model; if `shard_teacher` sharded it, all processes call together.
         layers: layers of the residual stream that the signal includes; 0 is the embedding, l is after block l.
-        device: where it runs; None: where it is.
+        device: where the model is moved to; None: it stays where it is.
         autocast: the dtype of matrix products; None: that of the weights.
-        compile: compile the forward, for one shape of batches.
+        compile: compile the forward by torch.compile, for one shape of batches.
 
     Raises:
         GramianError: if the head or a layer is not understood, the model sees later tokens, or weights were made in inference
@@ -58,7 +58,7 @@ class LiveTeacher:
         self.head = head_of(model)
         check_causal(model)
         self.layer_width = stream_width(model, self.layers) if layers else int(self.head.weight_VD.shape[1])
-        """Channels of `layers`."""
+        """Number of channels of the residual stream at `layers`."""
         self.device = self.head.weight_VD.device
         self._hidden_of = torch.compile(hidden_of, dynamic=False) if compile else hidden_of
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -72,13 +72,13 @@ class LiveTeacher:
 
     @property
     def hash(self) -> str:
-        """`teacher_hash` of the model, computed once. Collective if the model is sharded."""
+        """Hash of the model's class, config and weights, computed once. Collective if the model is sharded."""
         if self._hash is None:
             self._hash = teacher_hash(self.model)
         return self._hash
 
     def __call__(self, batch: Mapping[str, Tensor]) -> DenseSignal:
-        """The signal of a micro-batch: "tokens" [B, T], maybe "documents" [B, T].
+        """The teacher's signal of a micro-batch, which has "tokens" [B, T] and maybe "documents" [B, T].
 
         A forward that `upcoming` started for the same tensor of tokens is waited for on the device, not on the host.
         """
@@ -93,7 +93,7 @@ class LiveTeacher:
         return ahead.signal
 
     def upcoming(self, batch: Mapping[str, Tensor]) -> None:
-        """Start the forward of the next batch, on a CUDA stream of its own.
+        """Start the teacher's forward of the next batch on a CUDA stream of its own.
 
         It waits for work queued before, which may produce the tokens, and overlaps with work queued later. Its signal occupies
         memory until it is read or another batch is started. On a CPU this does nothing.
@@ -110,7 +110,7 @@ class LiveTeacher:
         self._ahead = _Ahead(batch["tokens"], signal, ready)
 
     def close(self) -> None:
-        """Nothing to close; a `Cache` has files."""
+        """Do nothing: a live teacher has no files to close, unlike a `Cache`, which is used in its place."""
 
     def _forward(self, batch: Mapping[str, Tensor]) -> DenseSignal:
         if self.model.training:  # a module that contains it was put into training mode
@@ -136,7 +136,7 @@ def shard_teacher(model: nn.Module) -> nn.Module:
     the forward. That costs V·D numbers per process, and no communication.
 
     Args:
-        model: of a family that `hidden_of` reads, on its device, not sharded yet, with the same weights on every process.
+        model: GPT, Goose or a Hugging Face causal language model, not sharded yet, with the same weights on every process.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise GramianError("teacher: is sharded already; expected a whole model")

@@ -15,18 +15,18 @@ from gramian.distill.loss.head import Head
 
 @dataclass(frozen=True)
 class DenseSignal:
-    """The full distribution at every temperature: final hidden states and the head."""
+    """A teacher's full distribution at every temperature, as its final hidden states and its head."""
 
     hidden_BTD: Tensor
-    """After the final norm."""
+    """Final hidden states, after the final norm."""
     head: Head
     layers: Mapping[int, Tensor] = field(default_factory=dict)
-    """[B, T, D] after some blocks, for losses on features."""
+    """{layer: residual stream [B, T, D] after that block}, for losses on features."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The mass of the ids outside the top k, as two curves over u = 1/T: l(u) = log Σ exp(u z) and its slope l'(u).
+    """Mass of the ids outside the top k: l(u) = log Σ exp(u z) over their logits z, and its slope l'(u), at some u = 1/T.
 
     Example:
         >>> knots = torch.tensor([0.2, 0.6, 1.0])
@@ -34,16 +34,16 @@ class Tail:
     """
 
     values_BTQ: Tensor
-    """l at the knots, float32."""
+    """l(u) = log Σ exp(u z) over the logits z outside the top k, at the knots u = 1/T, float32."""
     slopes_BTQ: Tensor
-    """l' at the knots, float32."""
+    """Derivative of l(u) = log Σ exp(u z) with respect to u at the knots, float32."""
     knots_Q: Tensor
-    """u, ascending, float32."""
+    """The knots: values of u = 1/T at which the curve is stored, ascending, float32."""
 
 
 @dataclass(frozen=True)
 class SparseSignal:
-    """The K largest logits, and the tail of all other ids; without a tail the K ids have all mass."""
+    """A teacher's K largest logits per token, and a curve for the mass of all other ids; without it the K ids have all mass."""
 
     ids_BTK: Tensor
     logits_BTK: Tensor
@@ -51,7 +51,7 @@ class SparseSignal:
     layers: Mapping[int, Tensor] = field(default_factory=dict)
 
     def tokens(self, chosen: slice = slice(None)) -> "SparseSignal":
-        """Some tokens as rows [N, …] without a batch dimension, and without layers."""
+        """The signal of the tokens `chosen`, with batch and time flattened to one dimension [N, …], and without layers."""
         tail = self.tail
         if tail is not None:
             tail = Tail(tail.values_BTQ.flatten(0, 1)[chosen], tail.slopes_BTQ.flatten(0, 1)[chosen], tail.knots_Q)
@@ -60,7 +60,7 @@ class SparseSignal:
 
 @dataclass(frozen=True)
 class SampledSignal:
-    """An unbiased estimate of the distribution at one temperature: ids drawn from it, with weights that sum to 1."""
+    """An unbiased estimate of a teacher's distribution at one temperature: ids drawn from it, and weights that sum to 1."""
 
     ids_BTK: Tensor
     weights_BTK: Tensor
@@ -72,14 +72,14 @@ Signal = DenseSignal | SparseSignal | SampledSignal
 
 
 class SignalSource(Protocol):
-    """A teacher: live, or read from a cache."""
+    """A callable that returns the teacher's signal of a micro-batch: a live teacher, or a cache."""
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Signal:
-        """The signal of a micro-batch: "tokens" [B, T], "windows" [B] (rows of a cache), maybe "documents" [B, T]."""
+        """The teacher's signal of a micro-batch: "tokens" [B, T], "windows" [B] (rows of a cache), maybe "documents" [B, T]."""
 
 
 def tensors_of(signal: Signal) -> Iterator[Tensor]:
-    """The tensors of a signal that belong to the batch: without the head and the knots."""
+    """Yield the tensors of a signal that have a batch dimension: all but the head and the knots."""
     match signal:
         case DenseSignal():
             yield signal.hidden_BTD

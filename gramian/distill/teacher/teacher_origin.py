@@ -9,13 +9,13 @@ from gramian.distill.cache.cache_files import one_line_errors
 
 ORIGIN = "origin.json"
 FORMAT = 1
-"""Version of that file."""
+"""Version of the layout of `origin.json`."""
 SAMPLES, SAMPLE = 64, 1 << 16
-"""Number of places that are read in a file, and bytes at each."""
+"""Number of places of a weight file that are read for its fingerprint, and bytes that are read at each."""
 
 
 def fingerprint(files: list[Path]) -> str:
-    """Hex hash of the files' names and sizes and of the bytes at 64 places of each. Cost: reads 4 MiB per file.
+    """Hex hash of the names and sizes of weight files and of the bytes at 64 places of each. Cost: reads 4 MiB per file.
 
     Weights that were trained further differ everywhere; a change of a single byte may be missed.
     """
@@ -31,7 +31,7 @@ def fingerprint(files: list[Path]) -> str:
 
 
 def write_origin(cache: Path, mark: str) -> None:
-    """Write the fingerprint into a cache's folder, unless it is there already: a finished cache may be read-only."""
+    """Write the fingerprint `mark` into a cache's folder, unless it is there already: a finished cache may be read-only."""
     if read_origin(cache) == mark:
         return
     with one_line_errors(cache):
@@ -39,7 +39,7 @@ def write_origin(cache: Path, mark: str) -> None:
 
 
 def read_origin(cache: Path) -> str | None:
-    """The fingerprint in a cache's folder; None if there is none."""
+    """The fingerprint of the weight files that is stored in a cache's folder; None if there is none."""
     try:
         return str(json.loads((cache / ORIGIN).read_text(encoding="utf-8"))["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):

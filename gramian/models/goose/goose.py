@@ -59,23 +59,23 @@ class GooseConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a shape that cannot be built, naming the field."""
+        """Raise a GramianError that names the first field with an impossible value."""
         check_shape(self, ("vocabulary", "context", "layers", "width", "ffn"))
 
 
 class LayerState(NamedTuple):
-    """State of a block after some tokens."""
+    """State of one block after the tokens read so far."""
 
     memory_BD: Tensor
-    """Memory S, float32 or wider."""
+    """Memory S of the block, float32, or float64 if the model is."""
     token_BD: Tensor
-    """Last token, as input of the memory's mixes."""
+    """Last token's normalised stream, which the mixes in front of the memory combine with the next token's."""
     mlp_token_BD: Tensor
-    """Last token, as input of the MLP's mix."""
+    """Last token's normalised stream, which the mix in front of the MLP combines with the next token's."""
 
 
 State = tuple[LayerState, ...]
-"""One state per block: 3·D numbers per block and sequence, for any length of the sequence."""
+"""State of a Goose after the tokens read so far, one `LayerState` per block: 3·D numbers per block and sequence."""
 
 
 class GooseBlock(nn.Module):
@@ -127,7 +127,7 @@ class Goose(nn.Module):
     """Recurrent language model over token ids.
 
     The same `seed` gives the same weights on every device and in every dtype, and building a model does not change the global
-    random state. The dense twin of a seed has the same matrices.
+    random state. The dense twin (`spikes=False`) of a seed has the same matrices.
 
     Example:
         >>> model = Goose(GooseConfig(vocabulary=256, layers=2, width=64), seed=0)
@@ -153,7 +153,7 @@ class Goose(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Set every parameter as a function of `seed`: matrices by `draw_matrices`, vectors by the `reset` of their modules."""
+        """Set all parameters: matrices as GPT-2 does, drawn from `seed`; vectors to the fixed values of their `reset`."""
         draw_matrices(self, seed, self.config.layers, ("memory_out.linear.weight", "mlp_out.linear.weight"))
         for module in self.modules():
             if isinstance(module, Mix | LeakyMemory | Spike | Amplitude):
@@ -173,9 +173,9 @@ class Goose(nn.Module):
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor | None = None, layers: Sequence[int] = ()
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Compute the input of the head [B, T, D], after the final norm, and {layer: stream [B, T, D]} before it.
+        """Run the model without its head; returns the head's input [B, T, D] and {layer: residual stream [B, T, D]}.
 
-        `layers` are those whose stream is returned: 0 is the embedding, l is after block l, counted from 1.
+        The head's input is the stream after the final norm. `layers`: 0 is the embedding, l is after block l, counted from 1.
         """
         x_BTD = self.embedding_dropout(self.token_embedding(tokens_BT))
         keep_BT = None if documents_BT is None else continues(documents_BT)
@@ -207,7 +207,7 @@ class Goose(nn.Module):
         return self.head(hidden_BTD[:, 0]), state
 
     def num_parameters(self) -> int:
-        """Return the number of scalar parameters; a shared one counts once."""
+        """Number of scalar parameters; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -219,7 +219,7 @@ def continues(documents_BT: Tensor) -> Tensor:
 
 
 def _before(x_BTD: Tensor, keep_BT: Tensor | None, first_BD: Tensor | None) -> Tensor:
-    """Return every token's predecessor: `first` (default: 0) for the first token, and 0 for the first token of a document."""
+    """The previous token of every token, [B, T, D]: `first` (default: 0) for the first one, 0 where a document begins."""
     first_BD = torch.zeros_like(x_BTD[:, 0]) if first_BD is None else first_BD
     before_BTD = torch.cat([first_BD.unsqueeze(1), x_BTD[:, :-1]], dim=1)
     return before_BTD if keep_BT is None else before_BTD * keep_BT.unsqueeze(-1).to(before_BTD.dtype)

@@ -1,4 +1,4 @@
-"""Layers of a Goose block. Every raw parameter has its own small module, so that taps can capture it.
+"""Layers of a Goose block. Every raw parameter has its own small module, so that hooks can capture its gradients.
 
 Legend: B sequences, T tokens, D width.
 """
@@ -14,33 +14,34 @@ from gramian.models.goose.scan import scan
 from gramian.models.goose.spike import Amplitude, Spike, size_of
 
 MOST_OF_BEFORE = 0.75
-"""Largest initial share of the previous token over the channels; the smallest is 0. The same in every layer: if the share grew
-with depth up to 1, the last layer would read only the previous token."""
+"""Initial share μ of the previous token in the last channel; it rises linearly from 0 in the first one. It is the same in every
+layer: if it grew with depth up to 1, the last layer would read only the previous token.
+"""
 SHORTEST = 2.0
-"""Smallest initial time constant, in tokens."""
+"""Smallest initial time constant of the memory, in tokens."""
 
 
 class Mix(nn.Module):
-    """Mix of a token and the previous one: x + μ ⊙ (before − x)."""
+    """Mix of every token x with the previous one, per channel: x + μ ⊙ (before − x), with a learned share μ."""
 
     def __init__(self, width: int) -> None:
-        """Build the layer with its initial shares."""
+        """Build the layer for `width` channels, with initial shares from 0 to 0.75."""
         super().__init__()
         self.share = nn.Parameter(torch.empty(width))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set μ from 0 to 0.75 over the channels."""
+        """Set the shares μ to their initial values: linear over the channels from 0 to 0.75."""
         self.share.copy_(torch.linspace(0.0, MOST_OF_BEFORE, self.share.shape[0]))
 
     def forward(self, x_BTD: Tensor, before_BTD: Tensor) -> Tensor:
-        """Return the mix, [B, T, D]."""
+        """The mix [B, T, D] of tokens x and the tokens before them."""
         return x_BTD + self.share.to(x_BTD.dtype) * (before_BTD - x_BTD)
 
 
 class LeakyMemory(nn.Module):
-    """Memory S_t = d ⊙ S_{t−1} + u_t with d = σ(w), read out as √(1−d²) ⊙ S_t.
+    """Decaying memory of every channel: S_t = d ⊙ S_{t−1} + u_t with learned d = sigmoid(w), read out as √(1−d²) ⊙ S_t.
 
     The readout of white noise u has the variance of u for any d.
     """
@@ -54,7 +55,7 @@ class LeakyMemory(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set d = exp(−1/τ) with τ spaced evenly in log τ, from 2 tokens to the longest."""
+        """Set the decays d = exp(−1/τ), with time constants τ evenly spaced in log τ from 2 tokens to `longest`."""
         first, last = math.log(SHORTEST), math.log(self.longest)
         taus_D = torch.linspace(first, last, self.decay_logit.shape[0], dtype=torch.float64).exp()
         self.decay_logit.copy_((-1.0 / taus_D).exp().logit())
@@ -62,7 +63,7 @@ class LeakyMemory(nn.Module):
     def forward(
         self, u_BTD: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the readout [B, T, D] of inputs u and the last state [B, D], float32 or wider.
+        """The readout [B, T, D] of inputs u and the last state [B, D], in float32, or float64 for float64 inputs.
 
         `keep_BT` is 0 where a document begins, else 1; `initial_BD` is the state before the first token, by default 0.
         """
@@ -74,10 +75,10 @@ class LeakyMemory(nn.Module):
 
 
 class SpikingLinear(nn.Module):
-    """m · a ⊙ (W spike(x)) with m = mean |x|; without spikes W x with the same W."""
+    """Linear layer on ternary spikes: mean |x| · a ⊙ (W spike(x)) with a learned amplitude a; without spikes W x, same W."""
 
     def __init__(self, inputs: int, outputs: int, spikes: bool) -> None:
-        """Build the layer; the model draws W."""
+        """Build the layer; with `spikes` false it is a plain linear layer. The model draws W."""
         super().__init__()
         self.spike = Spike(inputs) if spikes else None
         self.linear = nn.Linear(inputs, outputs, bias=False)

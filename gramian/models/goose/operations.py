@@ -11,7 +11,7 @@ from gramian.models.goose.goose import GooseConfig
 
 @dataclass(frozen=True)
 class Operations:
-    """Multiply-adds of the forward pass of one token."""
+    """Number of multiply-adds in the forward pass of one token, by kind."""
 
     ternary: int
     """Multiply-adds in matrix products with a ternary operand."""
@@ -33,7 +33,7 @@ class Operations:
 
 
 def layer_operations(config: GooseConfig) -> Operations:
-    """Count the operations of one block: W_k, W_v, W_r, W_o are D×D, W_1 and W_2 are D×F; all inputs are spikes."""
+    """Operations of one block per token: four D×D and two D×F matrices (D width, F width of the MLP), and elementwise ones."""
     D, F = config.width, config.ffn * config.width
     matrices = 4 * D * D + 2 * D * F
     # Four mixes, k ⊙ v, d ⊙ S, the scale of the readout, the gate, the square; with spikes also
@@ -45,5 +45,5 @@ def layer_operations(config: GooseConfig) -> Operations:
 
 
 def operations(config: GooseConfig) -> Operations:
-    """Count the operations of a model: its blocks and the head, D×V with real operands; the embedding is a lookup."""
+    """Multiply-adds of a model per token: its blocks, and its head of width × vocabulary with real operands."""
     return layer_operations(config) * config.layers + Operations(0, config.width * config.vocabulary, 0)

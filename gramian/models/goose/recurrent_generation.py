@@ -1,4 +1,4 @@
-"""Generate text with a Goose in constant memory."""
+"""Generate text with a Goose, whose state has the same size for any length of the text."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from gramian.models.goose.goose import Goose, State
 from gramian.models.token_sampling import sample_tokens
 
 PIECE = 256
-"""Tokens that are read in parallel."""
+"""Number of tokens of the prompt that are read in parallel."""
 
 
 def generate(model: Goose, prompt_T: Tensor, length: int, temperature: float = 1.0, seed: int = 0) -> Tensor:

@@ -27,7 +27,7 @@ from gramian.core.dtypes import wide_dtype
 from gramian.core.errors import GramianError
 
 CHUNK = 16
-"""Tokens per chunk: a compromise between few launches (C per level) and few levels; memory traffic hardly depends on it."""
+"""Tokens per chunk of `scan`, C: few kernel launches (C per level of recursion) against few levels of recursion."""
 
 
 def scan(
@@ -37,14 +37,14 @@ def scan(
     initial_BD: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Compute all states of S_t = d ⊙ k_t S_{t−1} + u_t, in float32 or wider.
+    """All states of the recurrence S_t = d ⊙ k_t S_{t−1} + u_t, in float32, or float64 for float64 inputs.
 
     Args:
-        input_BTD: u.
-        decay_D: d, from 0 to 1, both included.
+        input_BTD: inputs u.
+        decay_D: decays d, from 0 to 1, both included.
         keep_BT: k, 0 where a document begins and the state restarts, else 1; no gradient. Default: 1 everywhere.
-        initial_BD: S_0; default: 0.
-        chunk: C, at least 2.
+        initial_BD: state S_0 before the first token; default: 0.
+        chunk: tokens that are handled together, at least 2.
 
     Returns:
         S [B, T, D]; S[:, -1] is the initial state of the next tokens.
@@ -65,7 +65,7 @@ def scan(
 def sequential_scan(
     input_BTD: Tensor, decay_D: Tensor, keep_BT: Tensor | None = None, initial_BD: Tensor | None = None
 ) -> Tensor:
-    """Compute the same states one token after the other in plain autograd: the reference of `scan`. Cost: T launches."""
+    """The states that `scan` computes, S_t = d ⊙ k_t S_{t−1} + u_t, token by token in plain autograd, as its reference."""
     state_BD = torch.zeros_like(input_BTD[:, 0]) if initial_BD is None else initial_BD
     states = []
     for t in range(input_BTD.shape[1]):
@@ -77,7 +77,7 @@ def sequential_scan(
 
 
 class _Scan(torch.autograd.Function):
-    """Saves only the states; autograd through the chunks would save all intermediate results."""
+    """Autograd function of `scan`, which saves only the states; autograd through the chunks would save all intermediates."""
 
     generate_vmap_rule = True
 
@@ -106,7 +106,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _states(u_BTD: Tensor, a_BTD: Tensor, state_BD: Tensor, chunk: int) -> Tensor:
-    """Compute S_t = a_t ⊙ S_{t−1} + u_t; a may have one row for all sequences."""
+    """All states of S_t = a_t ⊙ S_{t−1} + u_t from `state_BD`, chunk by chunk; `a_BTD` may have one row for all sequences."""
     T = u_BTD.shape[1]
     if chunk >= T:
         states = []

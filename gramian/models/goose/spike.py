@@ -29,52 +29,52 @@ from gramian.linalg.wide import wide
 
 START_ALPHA = 0.6120 * math.sqrt(math.pi / 2)
 START_AMPLITUDE = 1.2240 * math.sqrt(math.pi / 2)
-"""Both in units of mean |x|, which is √(2/π) standard deviations of a normal variable."""
+"""Initial threshold and amplitude, both in units of mean |x|, which is √(2/π) standard deviations of a normal variable."""
 FLOOR = 1e-3
-"""Smallest θ: a token of zeros does not fire, and its gradient is bounded."""
+"""Smallest threshold θ: a token of zeros does not fire, and its gradient is bounded."""
 
 
 class Spike(nn.Module):
-    """Maps x [..., C] to spikes [..., C] in {−1, 0, 1}, in the dtype of x, with one α = exp(`log_alpha`) per channel."""
+    """Map x [..., C] to spikes in {−1, 0, 1}: sign(x) where |x| > α · mean |x|, with a learned α per channel, else 0."""
 
     def __init__(self, channels: int) -> None:
-        """Build the layer with its initial thresholds."""
+        """Build the layer for `channels` channels, with initial thresholds."""
         super().__init__()
         self.log_alpha = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the best threshold of a normal variable."""
+        """Set every threshold to the best one for a normal variable (0.612 standard deviations)."""
         self.log_alpha.fill_(math.log(START_ALPHA))
 
     def forward(self, x_BTC: Tensor, size_BT1: Tensor) -> Tensor:
-        """Return the spikes of x, whose size is given."""
+        """The spikes of x, in the dtype of x; `size_BT1` is mean |x| of every token, as `size_of` computes it."""
         spikes_BTC: Tensor = _Ternary.apply(x_BTC, size_BT1, self.log_alpha)  # type: ignore[no-untyped-call]
         return spikes_BTC
 
 
 class Amplitude(nn.Module):
-    """Scales the matrix product of the spikes by one factor per channel: y = a ⊙ z."""
+    """Multiply the output z of the linear layer after the spikes by one learned factor per channel: y = a ⊙ z."""
 
     def __init__(self, channels: int) -> None:
-        """Build the layer with its initial value."""
+        """Build the layer for `channels` channels, with initial amplitudes."""
         super().__init__()
         self.amplitude = nn.Parameter(torch.empty(channels))
         self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the best amplitude of a normal variable."""
+        """Set every amplitude to the best one for a normal variable (1.224 standard deviations)."""
         self.amplitude.fill_(START_AMPLITUDE)
 
     def forward(self, z_BTC: Tensor) -> Tensor:
-        """Return the product, in the dtype of z."""
+        """The product a ⊙ z, in the dtype of z."""
         return z_BTC * self.amplitude.to(z_BTC.dtype)
 
 
 class _Ternary(torch.autograd.Function):
-    """Saves x and its size; autograd through the ramp would save four tensors of the size of x."""
+    """Autograd function of the spikes, which saves x and mean |x|; autograd through the ramp would save four tensors like x."""
 
     generate_vmap_rule = True
 
@@ -98,11 +98,11 @@ class _Ternary(torch.autograd.Function):
 
 
 def size_of(x_BTC: Tensor) -> Tensor:
-    """Return mean |x| of every token, [B, T, 1], in float32 or wider."""
+    """Mean |x| over the channels of every token, [B, T, 1], in float32, or float64 for float64 inputs."""
     return wide(x_BTC).abs().mean(dim=-1, keepdim=True)
 
 
 def _threshold(size_BT1: Tensor, log_alpha_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return θ [B, T, C], and where it is above its floor."""
+    """The thresholds θ [B, T, C] of the spikes, and a mask of where θ is above its floor of 1e-3."""
     threshold_BTC = wide(log_alpha_C).exp() * size_BT1
     return threshold_BTC.clamp(min=FLOOR), threshold_BTC > FLOOR

@@ -21,9 +21,9 @@ from gramian.models.goose.spike import Spike
 from gramian.models.token_sampling import evaluation_mode
 
 DEAD = 0.001
-"""Fraction of tokens below which a channel is dead; measuring it takes several thousand tokens."""
+"""A channel is dead if it fires on less than this fraction of tokens; measuring that takes several thousand tokens."""
 SATURATED = 0.999
-"""Fraction of tokens above which a channel is saturated."""
+"""A channel is saturated if it fires on more than this fraction of tokens."""
 MAX_ENTROPY = math.log2(3)
 """Maximum entropy of a ternary spike, in bits."""
 
@@ -50,32 +50,32 @@ class SiteHealth:
 
 @dataclass(frozen=True)
 class SpikeHealth:
-    """Statistics of all sites of a model, in the order of the forward pass."""
+    """Statistics of the spikes in front of every matrix (site) of a model, in the order of the forward pass."""
 
     sites: tuple[SiteHealth, ...]
 
     @property
     def firing(self) -> float:
-        """Fraction of spikes that are not 0, over all sites."""
+        """Fraction of spikes that are not 0, over all channels of the model."""
         return self._mean("firing")
 
     @property
     def dead(self) -> float:
-        """Fraction of dead channels, over all sites."""
+        """Fraction of all channels that fire on less than 0.1 % of tokens."""
         return self._mean("dead")
 
     @property
     def saturated(self) -> float:
-        """Fraction of saturated channels, over all sites."""
+        """Fraction of all channels that fire on more than 99.9 % of tokens."""
         return self._mean("saturated")
 
     @property
     def entropy(self) -> float:
-        """Mean entropy of a channel's spike in bits."""
+        """Entropy of a channel's spike over tokens in bits, mean over all channels of the model."""
         return self._mean("entropy")
 
     def events(self, dead: float = 0.05, saturated: float = 0.10) -> list[str]:
-        """Return one line, with a hint, per site whose fraction of dead or saturated channels is above the bound."""
+        """One line, with a hint, per site whose fraction of dead or of saturated channels is above the given bound."""
         events = []
         for s in self.sites:
             where = f"layer {s.layer} {s.site}"
@@ -92,7 +92,7 @@ class SpikeHealth:
         return events
 
     def table(self) -> str:
-        """Return a plain-text table with one row per site."""
+        """The statistics as a plain-text table with one row per site."""
         header = f"layer  site         firing    dead  saturated  entropy of {MAX_ENTROPY:.3f} bit"
         rows = (
             f"{s.layer:>5}  {s.site:<10}  {s.firing:>7.1%}  {s.dead:>6.1%}  {s.saturated:>9.1%}  {s.entropy:.3f}"
@@ -106,28 +106,28 @@ class SpikeHealth:
 
 
 class SpikeRecorder:
-    """Counts spikes per channel on the model's device; `health` is the first to wait for it."""
+    """Counts the spikes of every channel on the model's device; only `health` waits for the device."""
 
     def __init__(self, spikes: Mapping[tuple[int, str], Spike]) -> None:
-        """Start the counts of {(layer, site): module} at zero."""
+        """Start with counts of zero for the spike modules {(layer, site): module}."""
         self._counts = {
             place: torch.zeros(3, spike.log_alpha.shape[0], dtype=torch.int64, device=spike.log_alpha.device)
             for place, spike in spikes.items()
         }
 
     def add(self, place: tuple[int, str], spikes: Tensor) -> None:
-        """Add the spikes [..., C] of a site."""
+        """Add spikes [..., C] to the counts of a site, `place` = (layer, site)."""
         spikes_NC = spikes.detach().flatten(0, -2)
         positive_C, negative_C = (spikes_NC > 0).sum(dim=0), (spikes_NC < 0).sum(dim=0)
         self._counts[place] += torch.stack([positive_C, negative_C, torch.full_like(positive_C, len(spikes_NC))])
 
     def each(self, change: Callable[[Tensor], Any]) -> None:
-        """Change the counts of every site in place, such as by a sum over processes."""
+        """Call `change` on the counts [3, C] of every site, which it changes in place, such as by a sum over processes."""
         for counts_3C in self._counts.values():
             change(counts_3C)
 
     def health(self) -> SpikeHealth:
-        """Return the statistics of all counted spikes.
+        """Statistics of all spikes counted so far. Waits for the device.
 
         Raises:
             GramianError: if there was no forward pass, or a compiled one, which does not call hooks.
@@ -140,7 +140,7 @@ class SpikeRecorder:
 
 @contextmanager
 def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
-    """Count the spikes of every forward pass inside the context that is not compiled. Cost: one read of each spike tensor.
+    """Context: count the spikes of every forward pass that is not compiled. Cost: one read of each spike tensor.
 
     Example:
         >>> with record_spikes(model) as recorder:
@@ -167,7 +167,7 @@ def record_spikes(model: Goose) -> Iterator[SpikeRecorder]:
 
 
 def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
-    """Measure spikes over batches of token ids [B, T] in evaluation mode. Cost: one forward pass per batch."""
+    """Statistics of a model's spikes on batches of token ids [B, T], in evaluation mode. Cost: one forward pass per batch."""
     with evaluation_mode(model), record_spikes(model) as recorder:
         for tokens_BT in batches:
             model.hidden(tokens_BT)  # the call of the module may be compiled
@@ -175,7 +175,7 @@ def measure_spikes(model: Goose, batches: Iterable[Tensor]) -> SpikeHealth:
 
 
 def spikes_of(model: nn.Module) -> dict[tuple[int, str], Spike]:
-    """Return {(layer, site): module} of a Goose."""
+    """{(layer, site): spike module} of a Goose: layers count from 1, the site is the name of the matrix behind the spikes."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Spike):

@@ -1,6 +1,6 @@
-"""The picture of a profile of private steps as SVG: time, memory and shares of the phases over the sequence length.
+"""The picture of `gramian profile clipping` as SVG: time, memory and shares of the phases over the sequence length.
 
-Written by hand, so that it needs no plotting library: `gramian profile clipping` always draws it.
+Written by hand, so that it needs no plotting library.
 """
 
 import math
@@ -28,7 +28,7 @@ Scale = Callable[[float], float]
 
 
 class Point(NamedTuple):
-    """A value at a length T, and its range."""
+    """A measured value at a sequence length t, and its quartiles."""
 
     t: float
     value: float
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A named line through points."""
+    """A named line through measured points."""
 
     name: str
     colour: str
@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
 
 def draw(profiles: Sequence[ClippingProfile], title: str) -> str:
-    """Draw the picture of at least one profile, by ascending length, with a title above it, as SVG text."""
+    """The picture of at least one profile, in ascending order of sequence length, with a title above it, as SVG text."""
     times = [
         _time_curve("plain step", PLAIN, {p.length: p.plain.total for p in profiles}),
         _time_curve("private step", PRIVATE, {p.length: p.private.total for p in profiles}),
@@ -78,7 +78,7 @@ def _memory_curve(name: str, colour: str, steps: Mapping[int, Step]) -> Curve:
 
 
 def _curves(left: float, right: float, heading: str, curves: Sequence[Curve]) -> Iterator[str]:
-    """Draw curves on logarithmic axes, with dashed guides of slope 1 and 2 from the private step's first point."""
+    """SVG elements of curves on logarithmic axes, with dashed guides of slope 1 and 2 from the private step's first point."""
     curves = [Curve(c.name, c.colour, [p for p in c.points if p.value > 0]) for c in curves]
     curves = [curve for curve in curves if curve.points]
     yield _text(left, 52, heading, weight="bold")
@@ -131,7 +131,7 @@ def _guides(start: Point, last: float, high: float, x: Scale, y: Scale) -> Itera
 
 
 def _bars(left: float, right: float, profiles: Sequence[ClippingProfile]) -> Iterator[str]:
-    """Draw a bar per length, divided by the shares of the phases."""
+    """SVG elements of one bar per sequence length, divided by the shares of the phases."""
     yield _text(left, 52, "share of the private step", weight="bold")
     named = [phase for phase in PHASES if any(p.phases[phase].median > 0 for p in profiles)]
     for number, phase in enumerate(named):
@@ -154,7 +154,7 @@ def _bars(left: float, right: float, profiles: Sequence[ClippingProfile]) -> Ite
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Values 1, 2, 5 × 10ⁿ within the range; powers of ten alone if those would be crowded."""
+    """Values 1, 2, 5 × 10ⁿ from `low` to `high` for an axis; powers of ten alone if those would be crowded."""
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if high / low < 3e3 else (1,)
     return [step * 10.0**n for n in exponents for step in steps if low <= step * 10.0**n <= high]

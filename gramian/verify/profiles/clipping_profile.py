@@ -41,15 +41,15 @@ from gramian.verify.profiles.profiled_model import ProfiledModel, next_token_los
 WARM_UP = 3
 PHASES = ("forward", "backward", "norm", "clip", "communication", "noise", "step")
 Seconds = tuple[float, float, float]
-"""Of forward, backward and `step()`."""
+"""Seconds of forward, backward and `optimizer.step()` of one step."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Time and memory of one kind of step."""
+    """Time and memory of one kind of step, private or plain."""
 
     total: TimingSpread
-    """Seconds of forward, backward and `step()`."""
+    """Seconds of forward, backward and `optimizer.step()` together."""
     passes: TimingSpread
     """Seconds of forward and backward alone."""
     memory: StepMemory
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class ClippingProfile:
-    """Everything measured at one sequence length, by this process."""
+    """Everything measured for private and plain steps at one sequence length, by this process."""
 
     length: int
     tokens: int
@@ -65,13 +65,13 @@ class ClippingProfile:
     plain: Step
     private: Step
     phases: dict[str, TimingSpread]
-    """{phase: seconds}, with the stopwatch on."""
+    """{phase: seconds} of the private step, measured with the engine's stopwatch on."""
     watched: float
-    """Time of a step with the stopwatch on over one with it off."""
+    """Overhead of the stopwatch: time of a private step with it on over one with it off."""
     ways: dict[str, int]
-    """{algorithm of the clipping plan: number of parameters}."""
+    """{way in which the clipping plan handles a parameter (norm algorithm and storage): number of parameters}."""
     held: int
-    """Bytes that the plan stores between norms and sums."""
+    """Bytes that the clipping plan stores between the norms and the clipped sums."""
     budget: int | None
     two_pass: bool
     layers: list[dict[str, Any]]
@@ -79,17 +79,17 @@ class ClippingProfile:
 
     @property
     def ratio(self) -> float:
-        """Private over plain step."""
+        """Median time of a private step over that of a plain step."""
         return self.private.total.median / self.plain.total.median
 
     @property
     def ratio_of_passes(self) -> float:
-        """The same without `step()`."""
+        """Median time of forward and backward of a private step over those of a plain step, without `step()`."""
         return self.private.passes.median / self.plain.passes.median
 
 
 def rounds(iterations: int) -> int:
-    """Number of calls of `on_progress` for one length."""
+    """Number of calls of `on_progress` that `profile_clipping` makes for one sequence length."""
     return 2 * (WARM_UP + -(-iterations // 2)) + 2 * (WARM_UP + iterations)
 
 
@@ -163,7 +163,7 @@ class _Watched(NamedTuple):
 
 
 class _Series(NamedTuple):
-    """Timed steps of one kind."""
+    """Measurements of steps of one kind."""
 
     seconds: list[Seconds]
     memory: StepMemory
@@ -171,7 +171,7 @@ class _Series(NamedTuple):
 
 
 class _Bench:
-    """A model, its optimizer and a batch."""
+    """A model to measure, with its optimizer and a fixed batch."""
 
     def __init__(
         self, model: ProfiledModel, length: int, batch_size: int, where: ProcessGrid, on_progress: Callable[[], None]
@@ -182,14 +182,14 @@ class _Bench:
         self.tokens = model.batch(batch_size, length, where)
 
     def loader(self) -> DataLoader[Any]:
-        """A loader of as many records as give a sample rate of 1 %."""
+        """A data loader with so many records that a batch is a sample rate of 1 %."""
         batch_size = self.tokens.shape[1]
         return DataLoader(TensorDataset(torch.zeros(100 * batch_size * self.where.size)), batch_size=batch_size)
 
     def series(
         self, step: Callable[[], Seconds], count: int, watched_step: Callable[[], _Watched] | None = None
     ) -> _Series:
-        """Take steps, after `WARM_UP` untimed ones, and measure their memory; a watched step follows each."""
+        """Time `count` steps, after `WARM_UP` untimed ones, and measure their memory; `watched_step` runs after each one."""
         seconds: list[Seconds] = []
         watched: list[_Watched] = []
         for number in range(WARM_UP + count):
@@ -205,16 +205,16 @@ class _Bench:
         return _Series(seconds[WARM_UP:], memory(), watched[WARM_UP:])
 
     def plain_step(self) -> Seconds:
-        """Take an ordinary step."""
+        """Take an ordinary, not private step; returns its seconds."""
         return self._run(lambda loss: loss.backward())
 
     def private_step(self, engine: PrivacyEngine) -> Seconds:
-        """Take a private step without inner timing."""
+        """Take a private step without timing its phases; returns its seconds."""
         engine.stopwatch.on = False
         return self._run(engine.backward)
 
     def watched_step(self, engine: PrivacyEngine) -> _Watched:
-        """Take a private step with the engine's stopwatch on."""
+        """Take a private step with the engine's stopwatch on; returns the seconds of its phases and the stopwatch's entries."""
         watch = engine.stopwatch
         watch.on = True
         watch.entries.clear()
@@ -241,7 +241,7 @@ class _Bench:
         return _Watched(phases, entries)
 
     def _run(self, backward: Callable[[Tensor], None]) -> Seconds:
-        """Take one step and clear the gradients."""
+        """Take one step with the given backward and clear the gradients; returns seconds of forward, backward and `step()`."""
         clock, cuda = Stopwatch(on=True), self.device.type == "cuda"
         synchronize(self.device)
         with clock.time("forward", cuda=cuda), autocast(self.device):
@@ -257,7 +257,7 @@ class _Bench:
 
 
 def _sums(entries: Sequence[Entry]) -> defaultdict[str, float]:
-    """Add up entries: {phase: seconds}."""
+    """Add up stopwatch entries: {phase: seconds}."""
     sums: defaultdict[str, float] = defaultdict(float)
     for entry in entries:
         sums[entry.phase] += entry.milliseconds / 1e3

@@ -1,4 +1,4 @@
-"""Growth of cost with the sequence length T, and advice from the phases of a private step."""
+"""Fit the growth of a private step's cost with the sequence length T, and give advice from its phases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from gramian.linalg.spectra.trace import student_quantile
 
 COMMUNICATION_LIMIT = 0.30
-"""Communication above this share of the backward is worth a change."""
+"""Share of the backward above which communication is worth a change of settings."""
 OTHER_LIMIT = 0.30
-"""Share of the step above which norms or noise are worth a change."""
+"""Share of the step above which norms or noise are worth a change of settings."""
 ROUNDING = 0.05
-"""Distance from 1 or 2 at which an exponent still counts as such: exact figures, such as memory, have very narrow intervals."""
+"""Distance from 1 or 2 at which an exponent counts as 1 or 2: intervals of exact costs, such as memory, are very narrow."""
 PASS = ("backward", "norm", "clip")
-"""Phases that a user sees as the backward, without communication."""
+"""Phases of a private step that together are what a user sees as the backward, without communication."""
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """cost = constant · T^exponent."""
+    """A fitted power law of cost: cost = constant · T^exponent, with T the sequence length."""
 
     exponent: float
     low: float | None
-    """95 % interval of the exponent; None: two lengths do not give one."""
+    """Lower end of the exponent's 95 % interval; None: two lengths do not give one."""
     high: float | None
 
     @property
     def growth(self) -> str:
-        """The exponent in words, as far as its interval allows."""
+        """The exponent as text, such as "O(T)", as far as its interval allows."""
         if self.low is None or self.high is None:
             return f"about T^{self.exponent:.2f}; an interval needs three lengths"
         low, high = self.low - ROUNDING, self.high + ROUNDING
@@ -44,7 +44,7 @@ class PowerLaw:
 
 
 def fit_power(lengths: Sequence[float], costs: Sequence[float]) -> PowerLaw | None:
-    """Fit log cost on log T by least squares, one point per length, with costs in any unit.
+    """Fit a power law of cost in the sequence length T: least squares of log cost on log T, with costs in any unit.
 
     The interval is Student's with n − 2 degrees of freedom, so it covers noise and departure from a power law alike. None with
     fewer than two different lengths, or a cost that is not above 0.
@@ -63,19 +63,22 @@ def fit_power(lengths: Sequence[float], costs: Sequence[float]) -> PowerLaw | No
 
 
 def shares(phases: Mapping[str, float]) -> dict[str, float]:
-    """{phase: its share of the step}."""
+    """{phase: its share of the step's time}, from {phase: seconds}."""
     total = sum(phases.values())
     return {name: seconds / total if total > 0 else 0.0 for name, seconds in phases.items()}
 
 
 def communication_share(phases: Mapping[str, float]) -> float:
-    """Communication over the backward: autograd's own part, norms and clipped sums."""
+    """Time of communication over the time of the backward (autograd, norms and clipped sums), from {phase: seconds}."""
     backward = sum(phases.get(name, 0.0) for name in PASS)
     return phases.get("communication", 0.0) / backward if backward > 0 else 0.0
 
 
 def advice(phases: Mapping[str, float], kind: str) -> list[str]:
-    """Advise a change for every phase {name: seconds} above its limit, a line each; `kind` is "one", "ddp" or "fsdp2"."""
+    """Lines of advice, one for every phase whose time is above its limit.
+
+    `phases` is {phase: seconds}; `kind` is "one" (process), "ddp" or "fsdp2".
+    """
     lines = []
     waits, share = communication_share(phases), shares(phases)
     if waits > COMMUNICATION_LIMIT:

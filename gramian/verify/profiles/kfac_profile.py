@@ -30,25 +30,25 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class KFACMemory:
-    """Bytes around a stage: of the CUDA allocator, or of the process on a CPU. None: unknown."""
+    """Bytes before and after a stage of K-FAC: of the CUDA allocator, or of the process on a CPU. None: unknown."""
 
     before: int | None
     after: int | None
     peak: int | None
-    """Most during the stage; on a CPU the most since the process began."""
+    """Most bytes during the stage; on a CPU the most since the process began."""
     reserved: int | None
-    """Reserved by the CUDA allocator afterwards."""
+    """Bytes reserved by the CUDA allocator after the stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Time and memory of one stage."""
+    """Time and memory of one stage of K-FAC, such as "capture" or "apply"."""
 
     name: str
     seconds: float
-    """Median of the rounds."""
+    """Median seconds over the rounds."""
     ratio: float
-    """Median over rounds of its time over that of the plain step."""
+    """Median over rounds of the stage's time divided by that of the plain step."""
     memory: KFACMemory
 
 
@@ -59,28 +59,28 @@ class Collective:
     stage: str
     kind: str
     sent: int
-    """Bytes that leave this process, by the model of `gramian.parallel.exchange`."""
+    """Bytes that leave this process, by the cost model of `gramian.parallel.exchange`."""
     seconds: float
-    """Median of the rounds, waiting for slower processes included."""
+    """Median seconds over the rounds, including the wait for slower processes."""
 
 
 @dataclass(frozen=True)
 class KFACProfile:
-    """Everything measured at one sequence length."""
+    """Everything that the profile of K-FAC measured at one sequence length."""
 
     length: int
     tokens: int
-    """Tokens of this process's batch."""
+    """Number of tokens of this process's batch."""
     parameter_bytes: int
     factor_bytes: int
-    """Bytes of the factors as stored."""
+    """Bytes of K-FAC's factors as stored."""
     used_bytes: int
-    """Bytes of the factors with their decompositions."""
+    """Bytes of K-FAC's factors together with their decompositions."""
     representations: dict[str, int]
-    """{representation: number of sides}."""
+    """{storage format of a factor: number of factors}."""
     stages: tuple[Stage, ...]
     collectives: tuple[Collective, ...] = ()
-    """Empty on one process."""
+    """Communication between processes by stage and kind; empty on one process."""
     offloaded_bytes: int | None = None
     """Bytes of factors that a capture moved from the GPU to the CPU; None: not measured."""
 
@@ -91,7 +91,7 @@ class _Measured:
     memory: KFACMemory
     sent: Mapping[str, int] = field(default_factory=dict)
     waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of collectives, by kind."""
+    """{kind of collective: seconds}."""
 
 
 def profile_kfac(
@@ -104,19 +104,19 @@ def profile_kfac(
     rounds: int = ROUNDS,
     on_progress: Callable[[], None] = lambda: None,
 ) -> KFACProfile:
-    """Measure every stage at one sequence length: medians over the rounds, memory of the last. Collective.
+    """Measure every stage of K-FAC at one sequence length: median times over rounds, memory of the last round. Collective.
 
     Options of K-FAC are the defaults, with a refresh on every step and without a moving average, so that all rounds are
     alike. On CUDA the passes run under bfloat16 autocast.
 
     Args:
-        model: what to measure.
+        model: the language model to measure.
         length: tokens per sequence.
         batch_size: sequences of each process, which has a batch of its own.
-        where: this process.
-        reduce: `kfac_distributed_reduce`.
+        where: this process among all.
+        reduce: how processes join their factors, the option `kfac_distributed_reduce`.
         offload: also measure captures that store their factors on the CPU.
-        rounds: measured rounds, after `WARM_UP` that are not.
+        rounds: number of measured rounds, after `WARM_UP` unmeasured ones.
         on_progress: called after each round.
     """
     device, module = where.device, model.place(where)
@@ -196,28 +196,28 @@ def _more(seconds: Sequence[float], than: Sequence[float]) -> list[float]:
 
 
 def _collectives(seen: Mapping[str, Sequence[_Measured]]) -> Iterator[Collective]:
-    """Traffic of the capture, the first natural gradient and a second one."""
+    """Communication of the capture, of the first natural gradient and of a second one, by kind of collective."""
     for stage, name in (("capture", "capture"), ("first", "first use"), ("apply", "apply")):
         for kind, sent in sorted(seen[stage][-1].sent.items()):
             yield Collective(name, kind, sent, statistics.median(m.waited.get(kind, 0.0) for m in seen[stage]))
 
 
 def _moved_bytes(kfac: KFACNaturalGradient, home: torch.device) -> int:
-    """Bytes of factors on another kind of device than the model."""
+    """Bytes of the factors that are on another kind of device than `home`, the model's."""
     factors = {id(f): f for block in kfac.kfac_factors.values() for f in block.factors.values()}
     return sum(factor.nbytes for factor in factors.values() if factor.device.type != home.type)
 
 
 @dataclass
 class _Meter:
-    """Measures actions on one device."""
+    """Measures seconds and memory of actions on one device."""
 
     device: torch.device
     highest: int = 0
-    """Most memory of the process so far; the kernel's own record follows with some delay."""
+    """Most memory of the process seen so far; the kernel's own record follows with some delay."""
 
     def __call__(self, action: Callable[[], None]) -> _Measured:
-        """Measure the seconds until the device is done, and memory around it."""
+        """Run `action` and measure the seconds until the device is done, memory before and after, and collectives."""
         cuda = self.device.type == "cuda"
         synchronize(self.device)
         if cuda:

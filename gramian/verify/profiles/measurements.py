@@ -1,4 +1,4 @@
-"""Timing spreads and memory of a measured step, on a GPU and on a CPU."""
+"""Median and quartiles of step times, and memory of a measured step, on a GPU and on a CPU."""
 
 import os
 import statistics
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 LEAST_ITERATIONS = 10
-"""Fewest timed steps of each kind."""
+"""Fewest timed steps of each kind that a profile accepts."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TimingSpread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "TimingSpread":
-        """Summarise measured values, at least one."""
+        """Median and quartiles of measured seconds, of which there is at least one."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -33,7 +33,7 @@ class TimingSpread:
 
     @property
     def iqr(self) -> float:
-        """Distance between the quartiles."""
+        """Distance between the quartiles, in seconds."""
         return self.high - self.low
 
     @property
@@ -44,29 +44,29 @@ class TimingSpread:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of the CUDA allocator; on a CPU, of the process and of torch's CPU allocator. None: unknown."""
+    """Bytes of a step: of the CUDA allocator; on a CPU, of the process and of torch's CPU allocator. None: unknown."""
 
     allocated: int | None
-    """When a step begins; on a CPU what is resident."""
+    """Bytes allocated when a step begins; on a CPU bytes of the process in memory."""
     above: int | None
-    """Most that a step needs above that."""
+    """Most bytes that a step needs above `allocated`."""
     reserved: int | None
-    """Reserved by the CUDA allocator."""
+    """Bytes reserved by the CUDA allocator."""
 
     @property
     def peak(self) -> int | None:
-        """Most at any time in a step."""
+        """Most bytes at any time in a step: `allocated` + `above`."""
         return None if self.allocated is None or self.above is None else self.allocated + self.above
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU is done; nothing to do on a CPU."""
+    """Wait until a GPU has finished its queued work; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Bfloat16 autocast on a GPU; nothing on a CPU."""
+    """Context: bfloat16 autocast on a GPU; nothing on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -77,7 +77,10 @@ def first_line(problem: BaseException) -> str:
 
 
 def start_memory(device: torch.device, step: Callable[[], Any]) -> Callable[[], StepMemory]:
-    """Start to measure the memory of steps on a device; call the result after them. On a CPU one more step is taken here."""
+    """Start to measure the memory of steps on a device; call the returned function after the steps to get the result.
+
+    On a CPU one more step is taken here, and measured.
+    """
     if device.type != "cuda":
         found = StepMemory(resident_bytes(), highest_on_cpu(step), None)
         return lambda: found
@@ -94,7 +97,7 @@ def start_memory(device: torch.device, step: Callable[[], Any]) -> Callable[[], 
 
 
 def resident_bytes() -> int | None:
-    """Bytes of this process in memory; None: this system does not report them."""
+    """Bytes of this process that are in physical memory; None if the system does not report them."""
     try:
         import resource
 
@@ -104,7 +107,7 @@ def resident_bytes() -> int | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """Most bytes of this process in memory since it began; None: this system does not report them."""
+    """Most bytes of this process in physical memory since it began; None if the system does not report them."""
     try:
         import resource
     except ImportError:
@@ -114,7 +117,7 @@ def peak_resident_bytes() -> int | None:
 
 
 def highest_on_cpu(step: Callable[[], Any]) -> int | None:
-    """Most bytes that torch's CPU allocator had during a step above those before it, from its own record."""
+    """Run a step; returns the most bytes that torch's CPU allocator had above those before it, from torch's memory profiler."""
     with _no_stderr(), torch.autograd.profiler.profile(profile_memory=True) as recorded:
         step()
     found = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
@@ -127,7 +130,7 @@ def highest_on_cpu(step: Callable[[], Any]) -> int | None:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """Discard standard error: the recorder writes lines to it that no setting turns off."""
+    """Context: discard standard error, to which torch's memory profiler writes lines that no setting turns off."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

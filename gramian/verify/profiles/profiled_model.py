@@ -19,7 +19,7 @@ from gramian.verify.model_layouts import spread
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A model to measure.
+    """A language model that a profile measures.
 
     Example:
         `reference_gpt(layers=2, width=128, vocabulary=256, context=512).build()` is a GPT.
@@ -29,9 +29,9 @@ class ProfiledModel:
     """Makes the model on the CPU."""
     vocabulary: int
     title: str
-    """Kind and size, for a table's title."""
+    """Kind and size of the model, for a table's title."""
     facts: dict[str, Any]
-    """The same for a JSON file."""
+    """Kind and size of the model, for a JSON file."""
 
     def place(self, where: ProcessGrid) -> nn.Module:
         """Build the model on this process's device, wrapped by DDP or FSDP2 if there are several processes."""
@@ -44,12 +44,12 @@ class ProfiledModel:
 
 
 def next_token_loss(model: nn.Module, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-    """Mean cross entropy of a language model."""
+    """Mean cross entropy of a language model on tokens x with targets y, both [B, T]."""
     return F.cross_entropy(logits_of(model, x_BT).flatten(0, 1), y_BT.flatten())
 
 
 def reference_gpt(layers: int, width: int, vocabulary: int, context: int) -> ProfiledModel:
-    """The reference GPT of a size; heads are 64 wide where that fits, else there are 4. Errors name the field."""
+    """The reference GPT of a given size; heads are 64 wide if the width allows, else there are 4."""
     heads = max(4, width // 64) if width % 64 == 0 else 4
     config = GPTConfig(vocabulary=vocabulary, context=context, layers=layers, width=width, heads=heads)
     title = f"GPT: {layers} layer{'s' * (layers != 1)}, width {width}, vocabulary {vocabulary}"
@@ -57,7 +57,7 @@ def reference_gpt(layers: int, width: int, vocabulary: int, context: int) -> Pro
 
 
 def model_of_config(config: Config, context: int) -> ProfiledModel:
-    """The model of a training config, for sequences of up to `context` tokens. Errors name the field that does not fit."""
+    """The model of a training config, for sequences of up to `context` tokens; errors name the field that does not fit."""
     config = replace(config, data=replace(config.data, length=context))
     vocabulary, options = vocabulary_of(config.data), config.model
     size = f"{options.layers} layer{'s' * (options.layers != 1)}, width {options.width}"

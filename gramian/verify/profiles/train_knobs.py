@@ -1,4 +1,4 @@
-"""Worth of each setting that makes a training step faster or leaner: compilation, recomputation, attention, AdamW.
+"""Measure what each setting is worth that makes a training step faster or leaner: compilation, recomputation, attention, AdamW.
 
 Variants of a setting take turns on one model and one batch, and a ratio is the median of the ratios within a turn, so that
 drift of the machine cancels.
@@ -35,58 +35,61 @@ from gramian.verify.profiles.measurements import (
 
 WARM_UP = 3
 BLOCK = {"cuda": 4, "cpu": 1}
-"""Steps that are timed together where variants take turns; on a GPU the host runs ahead, as it does in training."""
+"""{device: steps that are timed together where variants take turns}; on a GPU the host runs ahead, as it does in training."""
 RATE = 1e-5
-"""Learning rate of all steps: weights must stay finite, nothing else."""
+"""Learning rate of all measured steps; it only has to keep the weights finite."""
 Implementation = Literal["fused", "foreach", "loop"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("fused", "foreach", "loop")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One value of a setting, measured."""
+    """Measured time and memory of one value of a setting."""
 
     name: str
     seconds: TimingSpread
     ratio: float
-    """Median ratio of its seconds to those of the first variant."""
+    """Median ratio of this variant's seconds to those of the first variant."""
     memory: int | None
-    """Most bytes above those allocated when it begins; None: unknown."""
+    """Most bytes that the timed work needs above those allocated before it; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting and its variants."""
+    """A setting of a training step, and its measured variants."""
 
     name: str
     key: str
-    """Config key; empty: there is none."""
+    """Config key of the setting; empty if it has none."""
     what: str
     """What is timed: "step" or "optimizer.step()"."""
     variants: tuple[Variant, ...]
     failure: str = ""
-    """Why there are no variants."""
+    """Why the variants could not be measured; empty if they were."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """A variant before it is measured."""
+    """A variant of a setting that is still to be measured."""
 
     name: str
     step: Callable[[], Any]
     enter: Callable[[], None] = lambda: None
-    """Switches to this variant; not timed."""
+    """Switches the model to this variant; not timed."""
 
 
 def knob_turns(iterations: int, compiled: bool) -> int:
-    """Number of calls of `on_progress` by `profile_knobs`."""
+    """Number of calls of `on_progress` that `profile_knobs` makes."""
     return (2 + 2 + 2 * len(IMPLEMENTATIONS) + 2 * compiled) * (WARM_UP + iterations)
 
 
 def profile_knobs(
     config: Config, where: ProcessGrid, iterations: int, compiled: bool, on_progress: Callable[[str], None]
 ) -> Iterator[Knob]:
-    """Measure every setting of a config, without [kfac]. Collective; arguments as for `profile_train`."""
+    """Measure every setting (compilation, recomputation, attention, AdamW) of a config, without [kfac]. Collective.
+
+    `iterations`, `compiled` and `on_progress` are those of `profile_train`.
+    """
     asked = config.compile.mode
     config = replace(config, kfac=None, compile=replace(config.compile, mode="off"))
     parts = build(config, where)
@@ -161,7 +164,7 @@ def written_out_attention(
 
 
 def _recompute(model: nn.Module, blocks: int) -> None:
-    """Like `set_recomputation`, but also turns a Hugging Face model's recomputation off."""
+    """Recompute activations in segments of `blocks` blocks; 0 turns it off, also for a Hugging Face model."""
     if blocks or isinstance(model, GPT):
         set_recomputation(model, blocks)
     else:
@@ -169,7 +172,7 @@ def _recompute(model: nn.Module, blocks: int) -> None:
 
 
 def _with_adamw(parts: Parts, implementation: Implementation) -> PlainStepper:
-    """Make a stepper of the same module with its own AdamW."""
+    """Make a stepper for the same model with an AdamW of the given implementation ("fused", "foreach" or "loop")."""
     config, world = parts.config, parts.world
     options = replace(config.optimizer, kind="adamw", implementation=implementation)
     optimizer = build_optimizer(parts.module, options, world.device)
@@ -185,7 +188,7 @@ def _measured(
     iterations: int,
     on_progress: Callable[[str], None],
 ) -> Knob:
-    """Measure one setting. If it fails, a single process continues with the next one; several stop together."""
+    """Measure one setting. If that fails, a single process continues with the next setting; several stop together."""
     try:
         return Knob(name, key, what, _taken_turns(make(), where, iterations, partial(on_progress, name)))
     except (RuntimeError, MemoryError) as problem:  # out of memory is a RuntimeError in torch
@@ -228,13 +231,13 @@ def _taken_turns(
 
 
 def settle(where: ProcessGrid) -> None:
-    """Let all processes and their devices begin together."""
+    """Wait until all processes and their devices are done, so that the next measurement begins at the same time on all."""
     synchronize(where.device)
     where.wait()
 
 
 def memory_of(step: Callable[[], Any], where: ProcessGrid) -> StepMemory:
-    """Measure the memory of one more step."""
+    """Take one more step and measure its memory."""
     if where.device.type != "cuda":
         return StepMemory(None, highest_on_cpu(step), None)
     after = start_memory(where.device, step)

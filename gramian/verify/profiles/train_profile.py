@@ -8,7 +8,7 @@ Phases are those of the run's own stepper on the run's own batches, one step at 
     communication   what forward and backward take more than without any: gradients under DDP, weights too under FSDP2
     optimizer       gradient norm, clipping and the step; with K-FAC the natural gradient
 
-What each way to make the step faster or leaner is worth on this machine is measured by `train_knobs`.
+`train_knobs` measures what each setting that makes the step faster or leaner is worth.
 """
 
 import gc
@@ -41,15 +41,15 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "data": {"length": 128, "batch": 8, "workers": 1, "limit_bytes": 1_000_000},
     },
 }
-"""{device: config that is measured if none is given}."""
+"""{device: config that `gramian profile train` measures if none is given}."""
 
 
 @dataclass(frozen=True)
 class TrainProfile:
-    """Everything measured, by this process."""
+    """Everything that the profile of a training step measured, on this process."""
 
     tokens: int
-    """Tokens of a step, over all processes."""
+    """Number of tokens of a step, over all processes."""
     micro_batches: int
     total: TimingSpread
     """Seconds of a step, the wait for its data included."""
@@ -59,22 +59,22 @@ class TrainProfile:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all processes together."""
+        """Tokens per second of all processes together."""
         return self.tokens / self.total.median
 
     @property
     def failure(self) -> str:
-        """The first knob that could not be measured, and why; empty: all were."""
+        """Name of the first setting (knob) that could not be measured, and why; empty if all were."""
         return next((f"{knob.name}: {knob.failure}" for knob in self.knobs if knob.failure), "")
 
 
 def default_config(device: str) -> Config:
-    """The reference GPT on the embedded corpus, of a size that suits the device ("cuda" or "cpu")."""
+    """A config of the reference GPT on the embedded corpus, of a size that suits the device ("cuda" or "cpu")."""
     return parse_config(DEFAULTS[device])
 
 
 def turns(iterations: int, compiled: bool) -> int:
-    """Number of calls of `on_progress`."""
+    """Number of calls of `on_progress` that `profile_train` makes."""
     return WARM_UP + iterations + knob_turns(iterations, compiled)
 
 
@@ -86,7 +86,7 @@ def profile_train(
     compiled: bool = False,
     on_progress: Callable[[str], None] = lambda name: None,
 ) -> TrainProfile:
-    """Measure the steps of a config, then its knobs. Collective; no folder is written.
+    """Measure the training step of a config, then the worth of its settings (knobs). Collective; nothing is written.
 
     Knobs are measured without [kfac], and all but compile.mode without compilation; `compiled` adds that one, the config's mode
     or "default". `iterations` counts the timed steps of each kind after `WARM_UP` untimed ones; `on_progress` is called after
@@ -103,7 +103,7 @@ def profile_train(
 
 
 class _Watched(PlainStepper):
-    """A run's stepper that times its parts."""
+    """A training stepper that times its forward, backward and optimizer."""
 
     def __init__(self, parts: Parts) -> None:
         config = parts.config
@@ -121,7 +121,7 @@ class _Watched(PlainStepper):
         parts.module.register_forward_hook(self._forward_ends)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of forward, backward and optimizer since the last call; the device must be done."""
+        """Seconds of forward, backward and optimizer since the last call; call it when the device is done."""
         sums = {"forward": 0.0, "passes": 0.0, "optimizer": 0.0}
         for entry in self.clock.entries:
             sums[entry.phase] += entry.milliseconds / 1e3
@@ -149,7 +149,7 @@ class _Watched(PlainStepper):
 
 
 def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callable[[], None]) -> TrainProfile:
-    """Measure everything but the knobs."""
+    """Measure time and phases of the training step and its memory; the settings (knobs) are left empty."""
     parts = build(config, where)
     try:
         stepper = _Watched(parts)
@@ -187,7 +187,7 @@ def _phases(config: Config, where: ProcessGrid, iterations: int, advance: Callab
 
 
 def _apart(stepper: _Watched, batch: StepBatch, where: ProcessGrid) -> dict[str, float]:
-    """Measure forward and backward without communication, and what they take more with it."""
+    """Seconds of forward and backward without communication, and how much longer they take with it."""
     stepper.seconds()
     settle(where)
     stepper.watch(batch)
@@ -205,7 +205,7 @@ def _apart(stepper: _Watched, batch: StepBatch, where: ProcessGrid) -> dict[str,
 
 @contextmanager
 def _without_communication(module: nn.Module) -> Iterator[None]:
-    """Forward and backward of this process alone; FSDP2 gathers all weights first. Gradients are cleared afterwards."""
+    """Context: forward and backward of this process alone; FSDP2 gathers all weights before. Gradients are cleared after."""
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield
